@@ -1,0 +1,247 @@
+"""
+Reading a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Nothing is unpickled, no code of a
+checkpoint runs, no file outside of its directory is opened. What a user can get wrong is a UserError that says so.
+"""
+import json
+import re
+import sys
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor, nn
+
+from model import Config, Transformer
+
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja",
+             "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
+CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # they end a turn, whether or not generation_config.json knows
+
+
+class UserError(Exception):
+    """What was wrong, the limit and the remedy, in one line."""
+
+
+def report_errors(main) -> None:
+    """Run a command's main: a UserError is its one line on stderr and exit code 2, Ctrl-C is 130, a closed pipe is quiet."""
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has read enough; nothing is left to flush into
+        sys.stdout = None
+        sys.exit(141)
+
+
+def find_checkpoint(name: str) -> Path:
+    """A directory as it is; a Hub id downloaded into the Hub's cache, or found there when offline."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise UserError(f"--checkpoint {name}: no such directory, and not a Hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the Hub's client and its transport raise many kinds; each means that there is no checkpoint
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+        if status in (401, 403, 404):
+            raise UserError(f"--checkpoint {name}: no such directory, and the Hub answers {status}: a wrong name, or a gated or private "
+                            "repository (accept its licence on its page, then run `hf auth login`)") from error
+        raise UserError(f"--checkpoint {name}: no such directory, and the Hub could not be reached "
+                        f"({type(error).__name__}): check the network, or download it before going offline") from error
+
+
+def read_json(path: Path, default: dict | None = None) -> dict:
+    if default is not None and not path.exists():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a checkpoint is a directory in Hugging Face layout") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: want a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def load_config(directory: Path) -> Config:
+    content = read_json(directory / "config.json")
+    try:
+        return Config.from_hf(content)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{directory / 'config.json'}: {error}") from None
+
+
+def tensor_files(directory: Path) -> dict[Path, list[str] | None]:
+    """Each safetensors file and the names of the tensors to read from it; None stands for all that it has."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        if not (directory / "model.safetensors").exists():
+            raise UserError(f"{directory}: neither model.safetensors nor its index is there; pickled weights (*.bin, *.pth) are not read")
+        return {directory / "model.safetensors": None}
+    files = {}
+    for name, file in read_json(index).get("weight_map", {}).items():
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise UserError(f"{index}: {name} is said to be in {file}, outside of the checkpoint's directory")
+        files.setdefault(directory / file, []).append(name)
+    return files
+
+
+def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Transformer:
+    """The model with its weights on the device, read tensor by tensor: the host holds no more than one file's pages."""
+    from safetensors import SafetensorError, safe_open
+    from tqdm import tqdm
+    config = load_config(directory)
+    with torch.device("meta"):
+        model = Transformer(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    missing, weights = config.hf_weights(), {}
+    bar = tqdm(total=len(missing), desc="loading", unit="tensor", delay=1, leave=False, disable=not progress)
+    for path, names in tensor_files(directory).items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names or file.keys():
+                    if name not in missing:
+                        check_surplus(name, file, config, path)
+                        continue
+                    parameter, row, shape = missing.pop(name)
+                    view = file.get_slice(name)
+                    if tuple(view.get_shape()) != shape or view.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+                        raise UserError(f"{path}: {name} is {view.get_dtype()} {view.get_shape()}, config.json wants a float {list(shape)}")
+                    if parameter not in weights:
+                        empty = torch.empty(shapes[parameter], device=device, dtype=dtype)
+                        weights[parameter] = nn.Parameter(empty, requires_grad=False)
+                    weights[parameter][row:row + shape[0]].copy_(file.get_tensor(name))
+                    bar.update()
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {error}; the file is damaged or was not downloaded whole") from None
+    if missing:
+        raise UserError(f"{directory}: the tensor {next(iter(missing))} is missing ({len(missing)} in all)")
+    bar.close()
+    if config.tied:
+        weights["head.weight"] = weights["embed.weight"]
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def check_surplus(name: str, file, config: Config, path: Path) -> None:
+    """A tensor that the model has no place for is an error, unless leaving it out changes nothing."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
+        return
+    if not name.endswith(".bias") or file.get_tensor(name).any():
+        raise UserError(f"{path}: no place for the tensor {name}: the model is not what config.json's model_type says")
+
+
+class Tokenizer:
+    """Text to tokens and back, the tokens that end a text, and the chat template."""
+
+    def __init__(self, directory: Path):
+        settings = read_json(directory / "tokenizer_config.json", {})
+        config = read_json(directory / "config.json")
+        generation = read_json(directory / "generation_config.json", {})
+        try:
+            if (directory / "tokenizer.json").exists():
+                self.backend, add_bos = TokenizerJson(directory / "tokenizer.json"), settings.get("add_bos_token")
+            elif (directory / "tokenizer.model").exists():
+                self.backend, add_bos = SentencePiece(directory / "tokenizer.model", settings), True
+            else:
+                raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(f"{directory}: the tokenizer cannot be read: {error}") from None
+        names = {key: value["content"] if isinstance(value, dict) else value
+                 for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
+        self.vocab_size, self.add_bos, self.special_tokens = config.get("vocab_size"), add_bos, names
+        self.bos = self.backend.id(names.get("bos_token"))
+        if self.bos is None:
+            self.bos = config.get("bos_token_id")
+        self.stops = {self.backend.id(token) for token in (names.get("eos_token"), *CHAT_ENDS)} - {None}
+        for source in (generation, config):
+            ids = source.get("eos_token_id")
+            self.stops |= set(ids if isinstance(ids, list) else [ids]) - {None}
+        self.template = settings.get("chat_template")
+        if isinstance(self.template, list):
+            self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
+        if (directory / "chat_template.jinja").exists():
+            self.template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+
+    def encode(self, text: str, rendered: bool = False) -> list[int]:
+        """Text that a chat template rendered brings its own beginning of sequence."""
+        ids = self.backend.encode(text, defaults=self.add_bos is None and not rendered)
+        if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
+            ids = [self.bos, *ids]
+        if ids and max(ids) >= self.vocab_size:
+            raise UserError(f"the tokenizer gives id {max(ids)}, config.json's vocab_size is {self.vocab_size}: they do not belong together")
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Special tokens show no text."""
+        return self.backend.decode(ids)
+
+    def render(self, messages: list[dict]) -> str:
+        """The conversation, [{"role": ..., "content": ...}, ...], as the model was trained to read it, up to its answer."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str):
+            raise TemplateError(message)
+
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        env.globals.update(raise_exception=raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
+        env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})  # not HTML
+        try:
+            return env.from_string(self.template).render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"the chat template refuses this conversation: {error}") from None
+
+
+class TokenizerJson:
+    """tokenizer.json, through the tokenizers library."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no kind of its own
+            raise ValueError(error) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def id(self, token: str | None) -> int | None:
+        return self.tokenizer.token_to_id(token) if token else None
+
+    def encode(self, text: str, defaults: bool) -> list[int]:
+        """defaults: with the tokens that the file's post-processor adds."""
+        return self.tokenizer.encode(text, add_special_tokens=defaults).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+
+class SentencePiece:
+    """tokenizer.model, through sentencepiece, which leaves it to its callers to find special tokens in a text."""
+
+    def __init__(self, path: Path, settings: dict):
+        from sentencepiece import SentencePieceProcessor
+        self.processor = SentencePieceProcessor(model_file=str(path))
+        self.size = self.processor.vocab_size()
+        self.special = {self.processor.id_to_piece(i): i for i in range(self.size) if self.processor.is_control(i)}
+        self.special |= {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
+
+    def id(self, token: str | None) -> int | None:
+        return self.special.get(token)
+
+    def encode(self, text: str, defaults: bool) -> list[int]:
+        longest_first = sorted(map(re.escape, self.special), key=len, reverse=True)
+        ids = []
+        for part in re.split(f"({'|'.join(longest_first)})", text):
+            ids += [self.special[part]] if part in self.special else self.processor.encode(part)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.processor.decode([i for i in ids if i < self.size])

@@ -1,0 +1,184 @@
+"""
+Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any file of short stories; a blank line
+between two. One GPU takes minutes (a CPU, days). Each checkpoint is written beside its place, then renamed.
+
+    python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt --out checkpoints
+    python scripts/train_tiny.py --measure --eval validation.txt --out checkpoints    # measure the pair that is there
+"""
+import argparse
+import json
+import lzma
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from checkpoint import Tokenizer, UserError, load_config, load_model, report_errors  # noqa: E402
+from model import Config, Transformer  # noqa: E402
+
+COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", vocab_size=2048, head_dim=128,
+              num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0, attention_bias=False,
+              mlp_bias=False, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+SHAPES = {
+    "tiny": dict(hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640),
+    "tiny-draft": dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384),
+}
+BOS, EOS = 1, 2
+
+
+def read_stories(path: Path) -> list[str]:
+    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
+    with opened as file:
+        return [story.strip() for story in file.read().split("\n\n") if story.strip()]
+
+
+def train_tokenizer(stories: list[str], prefix: Path) -> None:
+    """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
+    from sentencepiece import SentencePieceTrainer
+    paragraphs = (line for story in stories[:30000] for line in story.split("\n"))
+    SentencePieceTrainer.train(
+        sentence_iterator=paragraphs, model_prefix=str(prefix), vocab_size=COMMON["vocab_size"], model_type="bpe",
+        byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=False, character_coverage=0.9999, bos_id=BOS, eos_id=EOS, minloglevel=2)
+
+
+def token_stream(stories: list[str], tokenizer_file: Path) -> tuple[Tensor, Tensor]:
+    """All stories as one stream [N], and where a row may start: at each story and at each paragraph within one."""
+    from sentencepiece import SentencePieceProcessor
+    processor = SentencePieceProcessor(model_file=str(tokenizer_file))
+    stream = [id for ids in processor.encode(stories, add_bos=True, add_eos=True) for id in ids]
+    stream = torch.tensor(stream)
+    newline = processor.piece_to_id("<0x0A>")
+    return stream, ((stream == BOS) | (stream == newline)).nonzero().squeeze(1)
+
+
+def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespace, teacher: Transformer | None) -> Transformer:
+    """AdamW with a warm-up and a cosine to zero. A teacher's distribution is the target where there is one."""
+    device = stream.device
+    model = Transformer(config).to(device)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:  # GPT-2's: what writes into the residual stream starts smaller
+            writers = name.endswith(("wo.weight", "w_down.weight"))
+            torch.nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layer) if writers else 0.02)
+    model.setup(args.context)
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
+                                  lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    columns = torch.arange(args.context + 1, device=device)
+    positions = columns[None, :-1]
+
+    def loss_of(rows: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(rows[:, :-1], positions).flatten(0, 1)
+            if teacher is None:
+                return F.cross_entropy(logits, rows[:, 1:].flatten())
+            with torch.no_grad():
+                target = teacher(rows[:, :-1], positions).flatten(0, 1)
+        return F.kl_div(logits.float().log_softmax(-1), target.float().log_softmax(-1), log_target=True, reduction="batchmean")
+
+    step_loss = torch.compile(loss_of) if device.type == "cuda" else loss_of
+    begins = starts[starts + args.context < len(stream)]
+    bar = tqdm(range(args.steps), unit="step", mininterval=5)
+    for step in bar:
+        warm, left = min(1.0, (step + 1) / 300), (1 + math.cos(math.pi * step / args.steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * warm * left
+        begin = begins[torch.randint(len(begins), (args.batch,), device=device)]
+        rows = stream[begin[:, None] + columns]
+        rows[:, 0] = BOS
+        loss = step_loss(rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 500 == 499:
+            bar.set_postfix(loss=f"{loss.item():.4f}")
+    return model
+
+
+def save(model: Transformer, hf_config: dict, tokenizer_file: Path, out: Path) -> None:
+    """The Hugging Face layout, in bf16; out stands for the whole directory, which appears at once."""
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    ours = dict(model.named_parameters())
+    weights = {name: ours[parameter].detach()[row:row + shape[0]].bfloat16().cpu().contiguous()
+               for name, (parameter, row, shape) in model.config.hf_weights().items()}
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(tokenizer_file, partial / "tokenizer.model")
+    generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
+    for name, content in {"config": hf_config, "generation_config": generation}.items():
+        (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    if (card := out / "README.md").exists():
+        shutil.copy(card, partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+@torch.no_grad()
+def measure(directory: Path, text: Path, device: torch.device) -> None:
+    """Bits per byte of the first 200 paragraphs of over 100 characters, each alone after the beginning of sequence,
+    and on how many of their tokens the draft's greedy choice is the target's."""
+    paragraphs = [line for line in text.read_text().split("\n") if len(line) > 100][:200]
+    choices = {}
+    for name in SHAPES:
+        path = directory / name
+        config = load_config(path)
+        tokenizer = Tokenizer(path)
+        model = load_model(path, device, torch.float32)
+        model.setup(config.context)
+        nats, choices[name] = 0.0, []
+        for paragraph in paragraphs:
+            ids = torch.tensor(tokenizer.encode(paragraph), device=device)[None]
+            logits = model(ids[:, :-1], torch.arange(ids.shape[1] - 1, device=device)[None])[0]
+            nats += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            choices[name].append(logits.argmax(-1))
+        size = sum(p.numel() for p in model.parameters())
+        text_bytes = sum(len(paragraph.encode()) for paragraph in paragraphs)
+        print(f"{name}: {size / 1e6:.2f}M parameters, {nats / math.log(2) / text_bytes:.4f} bits per byte")
+    target, draft = (torch.cat(choices[name]) for name in SHAPES)
+    print(f"greedy agreement: {(target == draft).float().mean():.1%} of {len(target)} tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
+    parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
+    parser.add_argument("--out", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--measure", action="store_true", help="no training: measure the pair in --out")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=64, help="rows a step")
+    parser.add_argument("--context", type=int, default=512, help="tokens a row")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not args.measure:
+        if not args.text:
+            raise UserError("--text is missing: name a file of stories, or give --measure")
+        torch.manual_seed(0)
+        stories, teacher = read_stories(args.text), None
+        args.out.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(stories, args.out / "tokenizer")
+        stream, starts = (t.to(device) for t in token_stream(stories, args.out / "tokenizer.model"))
+        print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens, {args.steps * args.batch * args.context / 1e6:.0f}M to train on")
+        for name, shape in SHAPES.items():
+            begun = time.perf_counter()
+            hf_config = COMMON | shape
+            teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher)
+            save(teacher, hf_config, args.out / "tokenizer.model", args.out / name)
+            print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
+        for suffix in ("model", "vocab"):
+            (args.out / f"tokenizer.{suffix}").unlink()
+    measure(args.out, args.eval, device)
+
+
+if __name__ == "__main__":
+    report_errors(main)
