@@ -1,6 +1,6 @@
 """
-Reading a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Nothing is unpickled, no code of a
-checkpoint runs, no file outside of its directory is opened. What a user can get wrong is a UserError that says so.
+Reading a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Nothing is unpickled, no code of
+a checkpoint runs, no file outside of its directory is opened. What a user can get wrong is a UserError that says so.
 """
 import json
 import re
@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model import Config, Transformer
 
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja",
-             "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+             "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # they end a turn, whether or not generation_config.json knows
 
 
@@ -23,37 +23,36 @@ class UserError(Exception):
 
 
 def report_errors(main) -> None:
-    """Run a command's main: a UserError is its one line on stderr and exit code 2, Ctrl-C is 130, a closed pipe is quiet."""
+    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly."""
     try:
         main()
         sys.stdout.flush()
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has read enough; nothing is left to flush into
+    except BrokenPipeError:  # whoever reads, `head` say, has read enough
         sys.stdout = None
         sys.exit(141)
 
 
 def find_checkpoint(name: str) -> Path:
-    """A directory as it is; a Hub id downloaded into the Hub's cache, or found there when offline."""
+    """A directory as it is; a Hub id (owner/name) from the Hub's cache, downloaded into it where needed."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise UserError(f"--checkpoint {name}: no such directory, and not a Hub id of the form owner/name")
+        raise UserError(f"{name}: no such directory, and not a Hub id of the form owner/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # the Hub's client and its transport raise many kinds; each means that there is no checkpoint
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason, remedy = f"is out of reach ({type(error).__name__})", "check the network, or download it beforehand"
         if status in (401, 403, 404):
-            raise UserError(f"--checkpoint {name}: no such directory, and the Hub answers {status}: a wrong name, or a gated or private "
-                            "repository (accept its licence on its page, then run `hf auth login`)") from error
-        raise UserError(f"--checkpoint {name}: no such directory, and the Hub could not be reached "
-                        f"({type(error).__name__}): check the network, or download it before going offline") from error
+            reason = f"answers {status}: a wrong name, or a gated or private repository"
+            remedy = "accept its licence on its page, then run `hf auth login`"
+        raise UserError(f"{name}: no such directory, and the Hub {reason}; {remedy}") from error
 
 
 def read_json(path: Path, default: dict | None = None) -> dict:
@@ -64,16 +63,15 @@ def read_json(path: Path, default: dict | None = None) -> dict:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a checkpoint is a directory in Hugging Face layout") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}; download it again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: want a JSON object, found a {type(content).__name__}")
+        raise UserError(f"{path}: want a JSON object, found {type(content).__name__}")
     return content
 
 
 def load_config(directory: Path) -> Config:
-    content = read_json(directory / "config.json")
     try:
-        return Config.from_hf(content)
+        return Config.from_hf(read_json(directory / "config.json"))
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{directory / 'config.json'}: {error}") from None
 
@@ -83,18 +81,18 @@ def tensor_files(directory: Path) -> dict[Path, list[str] | None]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         if not (directory / "model.safetensors").exists():
-            raise UserError(f"{directory}: neither model.safetensors nor its index is there; pickled weights (*.bin, *.pth) are not read")
+            raise UserError(f"{directory}: no model.safetensors, nor its index; other formats (*.bin) are not read")
         return {directory / "model.safetensors": None}
     files = {}
     for name, file in read_json(index).get("weight_map", {}).items():
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise UserError(f"{index}: {name} is said to be in {file}, outside of the checkpoint's directory")
+            raise UserError(f"{index}: puts {name} into {file}, which is outside of the checkpoint's directory")
         files.setdefault(directory / file, []).append(name)
     return files
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Transformer:
-    """The model with its weights on the device, read tensor by tensor: the host holds no more than one file's pages."""
+    """The model, its weights read tensor by tensor straight to the device: the host holds one file's pages at most."""
     from safetensors import SafetensorError, safe_open
     from tqdm import tqdm
     config = load_config(directory)
@@ -108,62 +106,56 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progre
             with safe_open(path, framework="pt") as file:
                 for name in names or file.keys():
                     if name not in missing:
-                        check_surplus(name, file, config, path)
+                        if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tied
+                                or name.endswith(".bias") and not file.get_tensor(name).any()):
+                            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
                         continue
                     parameter, row, shape = missing.pop(name)
-                    view = file.get_slice(name)
-                    if tuple(view.get_shape()) != shape or view.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-                        raise UserError(f"{path}: {name} is {view.get_dtype()} {view.get_shape()}, config.json wants a float {list(shape)}")
+                    found = file.get_slice(name)
+                    if tuple(found.get_shape()) != shape or found.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+                        raise UserError(f"{path}: {name} is {found.get_dtype()} {found.get_shape()}, "
+                                        f"config.json wants a floating-point {list(shape)}")
                     if parameter not in weights:
                         empty = torch.empty(shapes[parameter], device=device, dtype=dtype)
                         weights[parameter] = nn.Parameter(empty, requires_grad=False)
                     weights[parameter][row:row + shape[0]].copy_(file.get_tensor(name))
                     bar.update()
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {error}; the file is damaged or was not downloaded whole") from None
-    if missing:
-        raise UserError(f"{directory}: the tensor {next(iter(missing))} is missing ({len(missing)} in all)")
+            raise UserError(f"{path}: {error}; the file is damaged or not whole, download it again") from None
     bar.close()
+    if missing:
+        raise UserError(f"{directory}: the tensor {next(iter(missing))} is missing, {len(missing)} in all")
     if config.tied:
         weights["head.weight"] = weights["embed.weight"]
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
-def check_surplus(name: str, file, config: Config, path: Path) -> None:
-    """A tensor that the model has no place for is an error, unless leaving it out changes nothing."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
-        return
-    if not name.endswith(".bias") or file.get_tensor(name).any():
-        raise UserError(f"{path}: no place for the tensor {name}: the model is not what config.json's model_type says")
-
-
 class Tokenizer:
-    """Text to tokens and back, the tokens that end a text, and the chat template."""
+    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none)."""
 
     def __init__(self, directory: Path):
         settings = read_json(directory / "tokenizer_config.json", {})
         config = read_json(directory / "config.json")
         generation = read_json(directory / "generation_config.json", {})
-        try:
-            if (directory / "tokenizer.json").exists():
-                self.backend, add_bos = TokenizerJson(directory / "tokenizer.json"), settings.get("add_bos_token")
-            elif (directory / "tokenizer.model").exists():
-                self.backend, add_bos = SentencePiece(directory / "tokenizer.model", settings), True
-            else:
-                raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
-        except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{directory}: the tokenizer cannot be read: {error}") from None
-        names = {key: value["content"] if isinstance(value, dict) else value
-                 for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
-        self.vocab_size, self.add_bos, self.special_tokens = config.get("vocab_size"), add_bos, names
-        self.bos = self.backend.id(names.get("bos_token"))
+        self.vocab_size, self.add_bos = config.get("vocab_size"), settings.get("add_bos_token")
+        if (directory / "tokenizer.json").exists():
+            self.backend = TokenizerJson(directory / "tokenizer.json")
+        elif (directory / "tokenizer.model").exists():
+            self.backend, self.add_bos = SentencePiece(directory / "tokenizer.model", settings), True
+        else:
+            raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+        special = {key: value["content"] if isinstance(value, dict) else value
+                   for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
+        self.special_tokens = special  # bos_token, eos_token, ...: templates write them
+        self.bos = self.backend.id(special.get("bos_token"))
         if self.bos is None:
             self.bos = config.get("bos_token_id")
-        self.stops = {self.backend.id(token) for token in (names.get("eos_token"), *CHAT_ENDS)} - {None}
+        self.stops = {self.backend.id(token) for token in (special.get("eos_token"), *CHAT_ENDS)}
         for source in (generation, config):
             ids = source.get("eos_token_id")
-            self.stops |= set(ids if isinstance(ids, list) else [ids]) - {None}
+            self.stops |= set(ids if isinstance(ids, list) else [ids])
+        self.stops -= {None}
         self.template = settings.get("chat_template")
         if isinstance(self.template, list):
             self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
@@ -171,12 +163,14 @@ class Tokenizer:
             self.template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
 
     def encode(self, text: str, rendered: bool = False) -> list[int]:
-        """Text that a chat template rendered brings its own beginning of sequence."""
-        ids = self.backend.encode(text, defaults=self.add_bos is None and not rendered)
+        """Who adds a beginning of sequence: tokenizer.json's post-processor, unless add_bos_token says otherwise; with
+        tokenizer.model alone, we, config.json's bos_token_id; nobody, to text that a chat template rendered."""
+        ids = self.backend.encode(text, post_process=self.add_bos is None and not rendered)
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if ids and max(ids) >= self.vocab_size:
-            raise UserError(f"the tokenizer gives id {max(ids)}, config.json's vocab_size is {self.vocab_size}: they do not belong together")
+            raise UserError(f"the tokenizer gives token {max(ids)}, config.json's vocab_size is {self.vocab_size}: "
+                            "they do not belong together")
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -184,18 +178,23 @@ class Tokenizer:
         return self.backend.decode(ids)
 
     def render(self, messages: list[dict]) -> str:
-        """The conversation, [{"role": ..., "content": ...}, ...], as the model was trained to read it, up to its answer."""
+        """[{"role": ..., "content": ...}, ...] as the model was trained to read it, up to where its answer begins."""
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def raise_exception(message: str):
             raise TemplateError(message)
 
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        env.globals.update(raise_exception=raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
-        env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})  # not HTML
+        def to_json(value, ensure_ascii=False, **options):  # jinja2's own escapes for HTML
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        loop_controls = ["jinja2.ext.loopcontrols"]
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loop_controls)
+        env.filters["tojson"] = to_json
+        env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
         try:
-            return env.from_string(self.template).render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+            template = env.from_string(self.template)
+            return template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the chat template refuses this conversation: {error}") from None
 
@@ -208,16 +207,15 @@ class TokenizerJson:
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no kind of its own
-            raise ValueError(error) from None
+            raise UserError(f"{path}: {error}") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
     def id(self, token: str | None) -> int | None:
         return self.tokenizer.token_to_id(token) if token else None
 
-    def encode(self, text: str, defaults: bool) -> list[int]:
-        """defaults: with the tokens that the file's post-processor adds."""
-        return self.tokenizer.encode(text, add_special_tokens=defaults).ids
+    def encode(self, text: str, post_process: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=post_process).ids
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
@@ -228,7 +226,10 @@ class SentencePiece:
 
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor
-        self.processor = SentencePieceProcessor(model_file=str(path))
+        try:
+            self.processor = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: {error}") from None
         self.size = self.processor.vocab_size()
         self.special = {self.processor.id_to_piece(i): i for i in range(self.size) if self.processor.is_control(i)}
         self.special |= {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
@@ -236,7 +237,7 @@ class SentencePiece:
     def id(self, token: str | None) -> int | None:
         return self.special.get(token)
 
-    def encode(self, text: str, defaults: bool) -> list[int]:
+    def encode(self, text: str, post_process: bool) -> list[int]:
         longest_first = sorted(map(re.escape, self.special), key=len, reverse=True)
         ids = []
         for part in re.split(f"({'|'.join(longest_first)})", text):

@@ -5,8 +5,10 @@ One forward serves prefill, decode, verification and ragged batches, which diffe
 token carries its own position, writes its key and value into that slot of the cache, and sees the slots up to its own.
 A slot is written before it becomes visible, so padding and rejected drafts need neither clean-up nor a mask of theirs.
 
-Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim, V vocabulary.
+Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
+V vocabulary.
 """
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,15 +39,16 @@ class Config:
 
     @staticmethod
     def from_hf(hf: dict) -> "Config":
-        """hf: a checkpoint's config.json. The one place that knows its keys; ValueError names what is not supported."""
+        """hf: a checkpoint's config.json; the one place that knows its keys. ValueError names what is not supported."""
         kind = hf.get("model_type")
         if kind not in ("llama", "mistral", "qwen2", "qwen3"):
             raise ValueError(f"model_type {kind!r} is not supported: want llama, mistral, qwen2 or qwen3")
-        plain = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, quantization_config=None)
-        for key, want in plain.items():
+        plain = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+        for key, want in dict(plain, quantization_config=None).items():
             if hf.get(key, want) != want:
                 raise ValueError(f"{key}={hf[key]!r} is not supported: want {want!r}")
-        rope = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
+        rope = dict(rope_theta=hf.get("rope_theta", 10000.0))
+        rope |= hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope_type {rope_type!r} is not supported: want 'default' or 'llama3'")
@@ -55,9 +58,10 @@ class Config:
             heads = hf["num_attention_heads"]
             config = Config(
                 dim=hf["hidden_size"], n_layer=hf["num_hidden_layers"], n_head=heads,
-                n_kv_head=hf.get("num_key_value_heads") or heads, head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-                ffn_dim=hf["intermediate_size"], vocab_size=hf["vocab_size"], context=hf["max_position_embeddings"],
-                norm_eps=hf["rms_norm_eps"], rope_theta=rope["rope_theta"],
+                n_kv_head=hf.get("num_key_value_heads") or heads,
+                head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, ffn_dim=hf["intermediate_size"],
+                vocab_size=hf["vocab_size"], context=hf["max_position_embeddings"], norm_eps=hf["rms_norm_eps"],
+                rope_theta=rope["rope_theta"],
                 rope_scaling={key: rope[key] for key in LLAMA3_ROPE} if rope_type == "llama3" else None,
                 qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
                 window=hf.get("sliding_window") if kind == "mistral" else None,
@@ -69,28 +73,37 @@ class Config:
         return config
 
     def hf_weights(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-        """Hugging Face's name of each tensor -> (our parameter, the row of it where the tensor starts, the tensor's shape).
+        """Hugging Face's name of each tensor -> our parameter, its row where the tensor starts, the tensor's shape.
 
-        q, k and v are the rows of one matrix here, gate and up those of another."""
-        D, F, q, kv = self.dim, self.ffn_dim, self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        fused = {"self_attn.q_proj": ("attn.wqkv", 0, q), "self_attn.k_proj": ("attn.wqkv", q, kv),
-                 "self_attn.v_proj": ("attn.wqkv", q + kv, kv),
-                 "mlp.gate_proj": ("ffn.w_gate_up", 0, F), "mlp.up_proj": ("ffn.w_gate_up", F, F)}
-        whole = {"self_attn.o_proj": ("attn.wo", (D, q)), "mlp.down_proj": ("ffn.w_down", (D, F)),
-                 "input_layernorm": ("attn_norm", (D,)), "post_attention_layernorm": ("ffn_norm", (D,))}
+        q, k and v are rows of one matrix here, gate and up of another."""
+        D, E, F, V = self.dim, self.head_dim, self.ffn_dim, self.vocab_size
+        q, kv = self.n_head * E, self.n_kv_head * E
+        layer = {
+            "self_attn.q_proj.weight": ("attn.wqkv.weight", 0, (q, D)),
+            "self_attn.k_proj.weight": ("attn.wqkv.weight", q, (kv, D)),
+            "self_attn.v_proj.weight": ("attn.wqkv.weight", q + kv, (kv, D)),
+            "self_attn.o_proj.weight": ("attn.wo.weight", 0, (D, q)),
+            "mlp.gate_proj.weight": ("ffn.w_gate_up.weight", 0, (F, D)),
+            "mlp.up_proj.weight": ("ffn.w_gate_up.weight", F, (F, D)),
+            "mlp.down_proj.weight": ("ffn.w_down.weight", 0, (D, F)),
+            "input_layernorm.weight": ("attn_norm.weight", 0, (D,)),
+            "post_attention_layernorm.weight": ("ffn_norm.weight", 0, (D,)),
+        }
+        if self.qkv_bias:
+            layer |= {"self_attn.q_proj.bias": ("attn.wqkv.bias", 0, (q,)),
+                      "self_attn.k_proj.bias": ("attn.wqkv.bias", q, (kv,)),
+                      "self_attn.v_proj.bias": ("attn.wqkv.bias", q + kv, (kv,))}
         if self.qk_norm:
-            whole |= {"self_attn.q_norm": ("attn.q_norm", (self.head_dim,)), "self_attn.k_norm": ("attn.k_norm", (self.head_dim,))}
-        out = {"model.embed_tokens.weight": ("embed.weight", 0, (self.vocab_size, D)), "model.norm.weight": ("norm.weight", 0, (D,))}
+            layer |= {"self_attn.q_norm.weight": ("attn.q_norm.weight", 0, (E,)),
+                      "self_attn.k_norm.weight": ("attn.k_norm.weight", 0, (E,))}
+        names = {"model.embed_tokens.weight": ("embed.weight", 0, (V, D)),
+                 "model.norm.weight": ("norm.weight", 0, (D,))}
         if not self.tied:
-            out["lm_head.weight"] = ("head.weight", 0, (self.vocab_size, D))
+            names["lm_head.weight"] = ("head.weight", 0, (V, D))
         for i in range(self.n_layer):
-            for theirs, (ours, row, rows) in fused.items():
-                out[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}.weight", row, (rows, D))
-                if self.qkv_bias and ours == "attn.wqkv":
-                    out[f"model.layers.{i}.{theirs}.bias"] = (f"layers.{i}.{ours}.bias", row, (rows,))
-            for theirs, (ours, shape) in whole.items():
-                out[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}.weight", 0, shape)
-        return out
+            for theirs, (ours, row, shape) in layer.items():
+                names[f"model.layers.{i}.{theirs}"] = (f"layers.{i}.{ours}", row, shape)
+        return names
 
 
 class Transformer(nn.Module):
@@ -105,9 +118,8 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def setup(self, length: int, batch: int = 0) -> None:
-        """Rope tables for `length` positions and KV caches of `batch` rows; without rows, tokens see each other (training).
-
-        Call it once the weights are in place: their device and dtype are taken."""
+        """Rope tables for `length` positions and KV caches of `batch` rows; without rows, tokens see each other alone
+        (training). Call it once the weights are in place: their device and dtype are taken."""
         # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
         device, dtype = self.embed.weight.device, self.embed.weight.dtype
         tables = dict(zip(("cos", "sin"), rope_tables(self.config, length)))  # [L, E]
@@ -125,11 +137,15 @@ class Transformer(nn.Module):
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
                 cache.copy_(cache[:len(cache) // n].repeat_interleave(n, dim=0))
 
-    def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None) -> Tensor:
-        """tokens, positions: [B, T] -> logits [B, T, V]; with last [B], those of column last[b] of each row alone: [B, V]."""
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
+                last: Tensor | None = None) -> Tensor:
+        """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V], or [B, V] of one column each, last [B].
+
+        slots: the part of self.slots to look at, where the caller knows that no position lies beyond it."""
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)  # [B, T, 1, E]
-        rows = self.rows[:len(tokens)]  # [B, 1]; empty without a cache
-        slots = self.slots if len(rows) else self.slots[:tokens.shape[1]]
+        rows = self.rows[:len(tokens)]  # [B, 1]; none without a cache
+        if slots is None:
+            slots = self.slots if len(rows) else self.slots[:tokens.shape[1]]
         mask = slots <= positions[:, None, :, None]  # [B, 1, T, L]
         if self.config.window:
             mask &= slots > positions[:, None, :, None] - self.config.window
@@ -149,14 +165,13 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = FeedForward(config)
 
+    @torch.compiler.nested_compile_region  # one layer is compiled, not all: SmolLM2 on 2 CPU cores in 15 s, not 61 s
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), positions, cos, sin, mask, rows)
         return x + self.ffn(self.ffn_norm(x))
 
 
 class Attention(nn.Module):
-    k_cache = v_cache = None  # [B, K, L, E], made by Transformer.setup
-
     def __init__(self, config: Config):
         super().__init__()
         self.head_dim = config.head_dim
@@ -165,6 +180,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.sizes[0], config.dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.register_buffer("k_cache", None)  # [B, K, L, E], made by Transformer.setup
+        self.register_buffer("v_cache", None)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.wqkv(x).split(self.sizes, dim=-1))
@@ -175,7 +192,7 @@ class Attention(nn.Module):
         else:
             self.k_cache[rows, :, positions] = k  # each row writes at positions of its own
             self.v_cache[rows, :, positions] = v
-            k, v = self.k_cache[:len(rows)], self.v_cache[:len(rows)]  # [B, K, L, E]
+            k, v = (cache[:len(rows), :, :mask.shape[-1]] for cache in (self.k_cache, self.v_cache))  # [B, K, L, E]
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
         return self.wo(y.transpose(1, 2).flatten(2))  # [B, T, D]
 
@@ -206,7 +223,7 @@ class RMSNorm(nn.Module):
 def rope_tables(config: Config, length: int) -> tuple[Tensor, Tensor]:
     """cos, sin [L, E], in fp32 (bf16 loses 2e-3), for Hugging Face's layout: a head's first half turns with its second.
 
-    Rotary embedding: arXiv 2104.09864. Llama 3.1 stretches the long wavelengths, keeps the short ones and blends between."""
+    RoPE: arXiv 2104.09864. Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
     freq = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)  # [E/2]
     if s := config.rope_scaling:
         turns = s["original_max_position_embeddings"] * freq / (2 * torch.pi)  # full turns within the original context
@@ -219,3 +236,35 @@ def rope_tables(config: Config, length: int) -> tuple[Tensor, Tensor]:
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.8  # 0: the likeliest token
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that tokens are drawn from: logits [..., V] after temperature, then top-k, then top-p."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -math.inf)
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, index = probs.sort(dim=-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)  # the likeliest always stays
+        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
+    logits = logits.float()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+    else:  # of clocks with exponential waits of rates p, the i-th rings first with probability p[i]; multinomial blocks
+        probs = probabilities(logits, sampling)
+        tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)

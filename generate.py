@@ -1,0 +1,444 @@
+"""
+Generate text with a Llama-family checkpoint.
+
+    python generate.py                                                    # the bundled model tells a story
+    python generate.py --prompt "One day, a fox" --num-samples 3 --compile
+    python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile --interactive
+
+Text goes to stdout as it comes, everything else to stderr; with --json, stdout is one JSON object on one line.
+Shapes: B rows of the batch, P prompts (B = P x samples), T tokens of the longest prompt, V vocabulary.
+"""
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, load_model, read_json, report_errors
+from kernels import read_bandwidth, swap_linears
+from model import Config, Sampling, Transformer, choose
+
+TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+GIB = 2 ** 30
+
+
+def prefill(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor, sampling: Sampling,
+            samples: int):
+    """tokens [P, T], padded on the right, at positions [1, T]; last [P], their last columns -> choose's, of B rows."""
+    return choose(model(tokens, positions, slots, last).repeat_interleave(samples, dim=0), sampling)
+
+
+def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling):
+    """tokens, positions [B] -> the next tokens, their log-probabilities and their positions, [B] each."""
+    logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)
+    return *choose(logits, sampling), positions + 1
+
+
+class Generator:
+    """A model with caches for `prompts` x `samples` rows of `length` tokens, its prefill and its decode function."""
+
+    def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
+                 compile: bool = False, kernels: bool = True):
+        self.model, self.sampling, self.samples = model, sampling, samples
+        self.device = model.embed.weight.device
+        self.prefill, self.decode = prefill, decode_one_token
+        # A slot more for a prompt of one token, padded to two, 8 that stay unseen, and a multiple of 8, which attention
+        # kernels want of a mask's rows.
+        model.setup((length + 16) // 8 * 8, prompts * samples)
+        if compile:
+            torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
+            torch._dynamo.config.specialize_float = True  # dynamic=True is for the prompt's length alone
+            self.prefill = torch.compile(prefill, dynamic=True, fullgraph=True)
+            self.decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
+            if kernels and self.device.type == "cpu":
+                swap_linears(model)
+            for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
+                pass
+
+    def slots(self, n: int) -> Tensor:
+        """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
+        never all, as torch.compile makes a case of its own of that."""
+        slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
+        torch._dynamo.maybe_mark_dynamic(slots, 0)
+        return slots
+
+    @torch.no_grad()
+    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tokens and log-probabilities [B] of each step, on the device."""
+        width = max(2, *map(len, prompts))  # dynamic=True would compile once more for a width of 1
+        tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        positions = torch.arange(start, start + width, device=self.device)[None]
+        for tensor in (tokens, last):
+            torch._dynamo.mark_static(tensor, 0)
+        slots = self.slots(start + width)
+        tokens, logprobs = self.prefill(self.model, tokens, positions, slots, last, self.sampling, self.samples)
+        self.model.repeat_rows(self.samples)
+        yield tokens, logprobs
+        positions = (start + 1 + last).repeat_interleave(self.samples)
+        for n in range(start + width + 1, start + width + new_tokens):
+            tokens, positions = tokens.clone(), positions.clone()  # the next replay of the graph overwrites its outputs
+            tokens, logprobs, positions = self.decode(self.model, tokens, positions, self.slots(n), self.sampling)
+            yield tokens, logprobs
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, start: int = 0) -> Iterator[tuple[list, list]]:
+        """The tokens and log-probabilities of each step, on the host; `start` tokens before the prompts' are cached.
+
+        A GPU's are handed over once the step after theirs is launched: it computes while the host looks."""
+        cuda = self.device.type == "cuda"
+
+        def to_host(step: tuple[Tensor, Tensor]):
+            host = [torch.empty_like(t, device="cpu", pin_memory=cuda).copy_(t, non_blocking=cuda) for t in step]
+            return host, torch.cuda.current_stream().record_event() if cuda else None
+
+        steps = map(to_host, self.steps(prompts, new_tokens, start))
+        if cuda:
+            steps = (step for step, _ in pairwise(chain(steps, [None])))
+        for host, copied in steps:
+            if copied:
+                copied.synchronize()
+            yield tuple(t.tolist() for t in host)
+
+
+@dataclass
+class Completion:
+    """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
+    prompt: str
+    prompt_tokens: list[int]
+    tokenizer: Tokenizer
+    limit: int  # new tokens at most
+    stop_texts: list[str] = field(default_factory=list)
+    heading: str = ""  # what is shown before the text
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    steps: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        self.window = self.prompt_tokens[-8:]  # tokens decoded together with new ones, whose spaces depend on them
+        self.decoded = len(self.window)  # how many of them have given their text
+
+    def add(self, token: int, logprob: float, seconds: float) -> None:
+        self.steps, self.seconds = self.steps + 1, seconds
+        if token in self.tokenizer.stops:
+            self.finish_reason = "stop"
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.window.append(token)
+        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
+        if not after.endswith("\ufffd"):  # else the last character is not whole yet
+            self.text += after[len(before):]
+            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
+        ends = [at for stop in self.stop_texts if (at := self.text.find(stop)) >= 0]
+        if ends:
+            self.text, self.finish_reason = self.text[:min(ends)], "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+
+    def visible(self) -> str:
+        """The text, less an end that may yet turn out to begin a stop text."""
+        stops = [] if self.finish_reason else self.stop_texts
+        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
+        return self.text[:len(self.text) - held]
+
+
+def show(completions: list[Completion]) -> Iterator[None]:
+    """Each next() prints what has come: of the first unfinished completion at once, of the others in their turn."""
+    for completion in completions:
+        sys.stdout.write(completion.heading)
+        shown = 0
+        while True:
+            text = completion.visible()
+            if completion.heading != completion.prompt:  # the text stands alone: no space before its first word
+                text = text.lstrip()
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+            if completion.finish_reason:
+                break
+            yield
+        sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
+
+
+@dataclass
+class Timing:
+    """Of one run, or of all answers of a chat."""
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0  # of all rows, after the first of each
+
+
+def complete(generator: Generator, completions: list[Completion], printing: Iterator, timing: Timing, start: int = 0):
+    """Generate until each completion has ended; `start` tokens of the prompts are in the cache already."""
+    next(printing, None)
+    begun, first = time.perf_counter(), None
+    prompts = [completion.prompt_tokens[start:] for completion in completions[::generator.samples]]
+    for tokens, logprobs in generator.generate(prompts, completions[0].limit, start):
+        now = time.perf_counter() - begun
+        first = first or now
+        for completion, token, logprob in zip(completions, tokens, logprobs):
+            if not completion.finish_reason:
+                completion.add(token, logprob, now)
+        next(printing, None)
+        if all(completion.finish_reason for completion in completions):
+            break
+    timing.first_token_s = first
+    timing.decode_s += now - first
+    timing.decode_steps += max(completion.steps for completion in completions) - 1
+    timing.decode_tokens += sum(max(0, len(completion.tokens) - 1) for completion in completions)
+
+
+def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse.Namespace, timing: Timing) -> None:
+    """Answer line by line; without a chat template, continue the text so far and the line typed."""
+    with suppress(ImportError):
+        import readline  # noqa: F401: input() then edits lines and recalls them
+    hint = "Ctrl-C stops an answer, Ctrl-D leaves."
+    print(hint if tokenizer.template else f"{hint} No chat template: your text is continued.", file=sys.stderr)
+    messages, text, cached = [], "", []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not line.strip():
+            continue
+        messages, text = [*messages, dict(role="user", content=line)], text + line
+        try:
+            rendered = tokenizer.render(messages) if tokenizer.template else text
+            tokens = tokenizer.encode(rendered, rendered=bool(tokenizer.template))
+            if len(tokens) >= length:
+                raise UserError(f"{len(tokens)} tokens exceed {length}, the --max-seq-length: the chat starts afresh")
+        except UserError as error:
+            print(error, file=sys.stderr)
+            messages, text = [], ""
+            continue
+        start = len(os.path.commonprefix([cached, tokens[:-1]]))  # the last token is read again: its logits are wanted
+        limit = min(args.max_new_tokens or length, length - len(tokens))
+        answer = Completion(line, tokens, tokenizer, limit, args.stop)
+        printing = show([answer])
+
+        def interrupt(*_):
+            answer.finish_reason = "interrupted"
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the program
+
+        signal.signal(signal.SIGINT, interrupt)
+        complete(generator, [answer], printing, timing, start)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
+        messages.append(dict(role="assistant", content=answer.text))
+        text = "" if answer.finish_reason == "stop" else text + answer.text + "\n"
+
+
+def report(generator: Generator, completions: list[Completion], timing: Timing, **known) -> dict:
+    """The JSON line, part of which is the table on stderr."""
+    model, device = generator.model, generator.device
+    weights = sum(p.nbytes for p in model.parameters())
+    if not model.config.tied:
+        weights -= model.embed.weight.nbytes  # a token reads one row of it
+    rate = weights * timing.decode_steps / max(timing.decode_s, 1e-9)
+    ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
+    per_token = [1e3 * (c.seconds - timing.first_token_s) / (c.steps - 1) for c in ended] or [None]
+    samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
+                    finish_reason=c.finish_reason, seconds=c.seconds,
+                    mean_logprob=sum(c.logprobs) / len(c.logprobs) if c.tokens else None) for c in completions]
+    return known | dict(
+        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), quantize=None, world_size=1,
+        batch=len(completions), samples=samples, first_token_s=timing.first_token_s,
+        decode_tokens_per_s=timing.decode_tokens / max(timing.decode_s, 1e-9),
+        per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
+        weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
+        bandwidth_utilization=rate / read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, speculation=None)
+
+
+def table(result: dict) -> str:
+    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
+    cells = {"load s": f"{result['load_s']:.2f}", "compile s": f"{result['compile_s']:.1f}",
+             "first token s": f"{result['first_token_s']:.3f}",
+             "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}", "GB/s": f"{result['bandwidth_gb_s']:.1f}",
+             "of read bandwidth": f"{share:.0%}" if share else "-", "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
+    return "  ".join(cells) + "\n" + "  ".join(value.rjust(len(name)) for name, value in cells.items())
+
+
+def find_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
+    if count is None or not (index or "0").isdecimal():
+        raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
+    if int(index or 0) >= count:
+        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
+    return torch.device(name)
+
+
+def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> str:
+    """What to say when memory runs out later; UserError if weights and cache alone do not fit."""
+    weights = dtype.itemsize * sum(math.prod(shape) for _, _, shape in config.hf_weights().values())
+    cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[0]
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} x {length} "
+              f"tokens) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens or a smaller --dtype help")
+    if weights + cache > there:
+        raise UserError(advice)
+    return advice
+
+
+def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argument's type: a number of that kind from low to high."""
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+        return value
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; --help lists the options")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", default=TINY, help="directory or Hub id (default: the bundled model)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="several: a batch (default: Once upon a time)")
+    add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line")
+    add("--interactive", action="store_true", help="chat, or continue your text if there is no chat template")
+    add("--chat", action="store_true", help="put each prompt into the chat template")
+    add("--max-new-tokens", type=within(int, 1), metavar="N", help="default: 256, or what the context leaves")
+    add("--temperature", type=within(float, 0, 100), help="0: greedy (default: generation_config.json's, else 0.8)")
+    add("--top-k", type=within(int, 0), metavar="K", help="0: off (default: generation_config.json's, else 0)")
+    add("--top-p", type=within(float, 1e-6, 1), metavar="P", help="1: off (default: generation_config.json's, else 1)")
+    add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text")
+    add("--num-samples", type=within(int, 1), default=1, metavar="N", help="completions of each prompt, as one batch")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
+    add("--compile", action="store_true", help="torch.compile: a wait first, then several times faster")
+    add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
+    add("--max-seq-length", type=within(int, 2), metavar="N", help="prompt and new tokens at most")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--quiet", action="store_true", help="no progress, no table")
+    args = parser.parse_args()
+    if "" in args.stop:
+        parser.error("--stop: an empty text would end everything at once")
+    if args.interactive and (args.prompt or args.prompt_file or args.json or args.num_samples > 1):
+        parser.error("--interactive does not go with --prompt, --prompt-file, --json and --num-samples")
+    if args.profile and not args.profile.absolute().parent.is_dir():
+        parser.error(f"--profile {args.profile}: no such directory")
+    if args.prompt_file:
+        try:
+            lines = [line for line in args.prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--prompt-file {args.prompt_file}: {error}")
+        if not lines:
+            parser.error(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
+        args.prompt += lines
+    args.prompt = args.prompt or ["Once upon a time"]
+    return args
+
+
+def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[Completion]:
+    """A completion for each prompt and sample, with its tokens and its room."""
+    if args.chat and not tokenizer.template:
+        raise UserError(f"--chat: {args.checkpoint} has no chat template; without --chat the prompt is continued")
+    encoded = [tokenizer.encode(tokenizer.render([dict(role="user", content=prompt)]), rendered=True) if args.chat
+               else tokenizer.encode(prompt) for prompt in args.prompt]
+    if [] in encoded:
+        raise UserError("--prompt: the text is empty, and this tokenizer adds no beginning of sequence; give some text")
+    longest = max(map(len, encoded))
+    new_tokens = args.max_new_tokens or max(1, min(256, limit - longest))
+    if longest + new_tokens > limit:
+        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {limit}, the context or --max-seq-length: "
+                        "shorten the prompt or lower --max-new-tokens")
+    completions = []
+    for prompt, tokens in zip(args.prompt, encoded):
+        for sample in range(args.num_samples):
+            heading = "" if args.chat else prompt
+            if len(encoded) * args.num_samples > 1:
+                heading = f"--- {prompt}" + (f" ({sample + 1})\n" if args.num_samples > 1 else "\n")
+            completions.append(Completion(prompt, tokens, tokenizer, new_tokens, args.stop, heading))
+    return completions
+
+
+def main() -> None:
+    args = parse_args()
+    device = find_device(args.device)
+    dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    if args.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")
+    directory = find_checkpoint(args.checkpoint)
+    config, tokenizer = load_config(directory), Tokenizer(directory)
+    published = read_json(directory / "generation_config.json", {})
+    asked = {key: published.get(key) if getattr(args, key) is None else getattr(args, key)
+             for key in ("temperature", "top_k", "top_p")}
+    sampling = Sampling(**{key: value for key, value in asked.items() if value is not None})
+    limit = args.max_seq_length or config.context
+    if limit > config.context:
+        raise UserError(f"--max-seq-length {limit}: the model's context is {config.context}")
+    if args.interactive:
+        completions, prompts, length = [], 1, args.max_seq_length or min(limit, 8192)
+    else:
+        completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
+        length = max(len(c.prompt_tokens) + c.limit for c in completions)
+    advice = check_memory(config, prompts * args.num_samples, length, device, dtype)
+
+    profiler, timing, begun = nullcontext(), Timing(), time.perf_counter()
+    if args.profile:
+        from torch.profiler import profile
+        profiler = profile()
+    try:
+        model = load_model(directory, device, dtype, progress=not args.quiet)
+        loaded = time.perf_counter()
+        if args.compile and not args.quiet:
+            print("compiling ...", file=sys.stderr, flush=True)
+        generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels)
+        ready = time.perf_counter()
+        torch.seed() if args.seed is None else torch.manual_seed(args.seed)
+        with profiler:
+            if args.interactive:
+                chat(generator, tokenizer, length, args, timing)
+            else:
+                complete(generator, completions, iter(()) if args.json else show(completions), timing)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError(advice) from None
+    if args.profile:
+        partial = args.profile.with_stem(args.profile.stem + ".partial")
+        profiler.export_chrome_trace(str(partial))
+        partial.replace(args.profile)
+    result = report(generator, completions, timing, checkpoint=args.checkpoint, load_s=loaded - begun,
+                    compile_s=ready - loaded if args.compile else 0.0)
+    if args.json:
+        print(json.dumps(result))
+    if not args.quiet and timing.decode_steps:
+        print("\n" + table(result), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    report_errors(main)
