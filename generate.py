@@ -298,8 +298,8 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} x {length} "
-              f"tokens) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens or a smaller --dtype help")
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} rows of "
+              f"{length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples, tokens or a smaller --dtype help")
     if weights + cache > there:
         raise UserError(advice)
     return advice
@@ -374,8 +374,8 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
     longest = max(map(len, encoded))
     new_tokens = args.max_new_tokens or max(1, min(256, limit - longest))
     if longest + new_tokens > limit:
-        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {limit}, the context or --max-seq-length: "
-                        "shorten the prompt or lower --max-new-tokens")
+        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {limit}, the context or "
+                        "--max-seq-length: shorten the prompt or lower --max-new-tokens")
     completions = []
     for prompt, tokens in zip(args.prompt, encoded):
         for sample in range(args.num_samples):

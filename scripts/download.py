@@ -1,0 +1,21 @@
+"""
+Fetch a checkpoint from the Hub ahead of time: the files that generate.py reads and no others, into the Hub's own cache.
+
+    python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct
+"""
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from checkpoint import find_checkpoint, report_errors  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a Hub id, owner/name; gated ones need `hf auth login` first")
+    print(find_checkpoint(parser.parse_args().checkpoint))
+
+
+if __name__ == "__main__":
+    report_errors(main)
