@@ -298,8 +298,8 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} rows of "
-              f"{length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples, tokens or a smaller --dtype help")
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} rows "
+              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples, tokens or another --dtype help")
     if weights + cache > there:
         raise UserError(advice)
     return advice
