@@ -51,7 +51,7 @@ class Generator:
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  compile: bool = False, kernels: bool = True):
-        self.model, self.sampling, self.samples = model, sampling, samples
+        self.model, self.sampling, self.samples, self.compiled = model, sampling, samples, compile
         self.device = model.embed.weight.device
         self.prefill, self.decode = prefill, decode_one_token
         # A slot more for a prompt of one token, padded to two, 8 that stay unseen, and a multiple of 8, which attention
@@ -71,7 +71,8 @@ class Generator:
         """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
         never all, as torch.compile makes a case of its own of that."""
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
-        torch._dynamo.maybe_mark_dynamic(slots, 0)
+        if self.compiled:
+            torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
     @torch.no_grad()
@@ -81,8 +82,9 @@ class Generator:
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         positions = torch.arange(start, start + width, device=self.device)[None]
-        for tensor in (tokens, last):
-            torch._dynamo.mark_static(tensor, 0)
+        if self.compiled:  # a batch is one size throughout
+            for tensor in (tokens, last):
+                torch._dynamo.mark_static(tensor, 0)
         slots = self.slots(start + width)
         tokens, logprobs = self.prefill(self.model, tokens, positions, slots, last, self.sampling, self.samples)
         self.model.repeat_rows(self.samples)
@@ -298,8 +300,8 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights and {cache / GIB:.2f} GiB of cache ({rows} rows "
-              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples, tokens or another --dtype help")
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
+              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype, help")
     if weights + cache > there:
         raise UserError(advice)
     return advice
