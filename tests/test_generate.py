@@ -1,0 +1,252 @@
+"""Prefill and decode, eager and compiled; streaming, stops, chat."""
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
+
+import generate
+from checkpoint import Tokenizer, load_model
+from generate import TINY, Completion, Generator, Timing, chat, complete, show
+from model import Sampling
+
+GOLDEN = Path(__file__).parent / "golden"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GREEDY = Sampling(temperature=0)
+
+
+def tiny(device: str = "cpu"):
+    return load_model(Path(TINY), torch.device(device), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(Path(TINY))
+
+
+def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
+    """The tokens of each row."""
+    return [list(row) for row in zip(*(tokens for tokens, _ in generator.generate(prompts, new_tokens, start)))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family, compile", [
+    *((path.name, False) for path in sorted(GOLDEN.iterdir())), ("llama3.1", True), ("mistral", True), ("qwen3", True)])
+def test_greedy_ragged_batch_equals_transformers(family, compile, device):
+    values = load_file(GOLDEN / family / "golden.safetensors")
+    rows, lengths = [values[f"tokens.{i}"].tolist() for i in range(3)], (13, 1, 6)
+    model = load_model(GOLDEN / family, torch.device(device), torch.float32)
+    generator = Generator(model, 13 + 24, GREEDY, prompts=3, compile=compile)
+    out = run(generator, [row[:n] for row, n in zip(rows, lengths)], 24)
+    assert out == [row[n:] for row, n in zip(rows, lengths)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_once_for_all_prompts_and_equal_to_eager(device):
+    """Lengths 1 and 2, both sides of 256 slots in use, a cached start: two graphs, made up front, serve them all."""
+    model = tiny(device)
+    eager = Generator(model, 400, GREEDY, prompts=2)
+    cases = [[[5 + i] * n, [9] * 3] for i, n in enumerate((1, 2, 7, 250, 390))]
+    expected = [run(eager, prompts, 10) for prompts in cases]
+    counters.clear()
+    compiled = Generator(model, 400, GREEDY, prompts=2, compile=True)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert [run(compiled, prompts, 10) for prompts in cases] == expected
+    run(compiled, [[1, 2], [3]], 5, start=4)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seed_draws_the_same_compiled_or_not(device):
+    model, out = tiny(device), {}
+    for compile in (False, True):
+        generator = Generator(model, 64, Sampling(0.9, 50, 0.95), samples=3, compile=compile)
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            out.setdefault(seed, []).append(run(generator, [[1, 300, 500]], 40))
+    assert all(rows == out[1][0] for rows in out[1]) and out[2][0] == out[2][1]
+    assert out[1][0] != out[2][0]
+    assert len(set(map(tuple, out[1][0]))) == 3  # the samples of a prompt differ
+
+
+def test_samples_of_a_ragged_batch_follow_their_prompts():
+    model, prompts = tiny(), [[1, 300, 500, 20], [1, 7]]
+    alone = [run(Generator(model, 40, GREEDY), [prompt], 30)[0] for prompt in prompts]
+    batch = run(Generator(model, 40, GREEDY, prompts=2, samples=3), prompts, 30)
+    assert batch == [alone[0]] * 3 + [alone[1]] * 3
+
+
+def test_log_probabilities_are_those_of_the_raw_logits():
+    model, prompt = tiny(), [1, 300, 500]
+    generator = Generator(model, 40, Sampling(temperature=0.5, top_k=3))
+    steps = list(generator.generate([prompt], 20))
+    tokens = torch.tensor([prompt + [token for (token,), _ in steps]])
+    logits = model(tokens, torch.arange(tokens.shape[1])[None])[0].log_softmax(-1)
+    expected = logits[torch.arange(2, 22), tokens[0, 3:]]
+    assert torch.allclose(torch.tensor([logprob for _, (logprob,) in steps]), expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_is_handed_over_when_the_next_is_launched():
+    generator, launched = Generator(tiny("cuda"), 40, GREEDY), []
+    decode = generator.decode
+    generator.decode = lambda *args: launched.append(1) or decode(*args)
+    for count, _ in enumerate(islice(generator.generate([[1, 300]], 20), 5), start=1):
+        assert len(launched) == count
+
+
+def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), limit: int = 99):
+    """A completion fed token by token, and what was visible after each."""
+    completion, seen = Completion("", [1], tokenizer, limit, list(stops)), []
+    for token in tokens:
+        completion.add(token, -1.0, 0.0)
+        seen.append(completion.visible())
+        if completion.finish_reason:
+            break
+    return completion, seen
+
+
+def test_streamed_text_never_splits_a_character(tokenizer):
+    text = "A naïve café: 火曜日 🦊👩‍🚀!"
+    completion, seen = completion_of(tokenizer.encode(text)[1:], tokenizer)
+    assert completion.text == seen[-1] == text
+    assert all(text.startswith(shown) for shown in seen)
+
+
+def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
+    prompt, more = tokenizer.encode("Once upon"), tokenizer.encode("Once upon a time")
+    completion = Completion("", prompt, tokenizer, 9)
+    for token in more[len(prompt):]:
+        completion.add(token, 0.0, 0.0)
+    assert completion.text == " a time"
+
+
+def test_stop_token_ends_and_does_not_show(tokenizer):
+    completion, seen = completion_of([*tokenizer.encode("The end.")[1:], 2, 400], tokenizer)
+    assert (completion.text, completion.finish_reason) == ("The end.", "stop") and 2 not in completion.tokens
+
+
+def test_limit_ends(tokenizer):
+    completion, _ = completion_of(tokenizer.encode("one two three four")[1:], tokenizer, limit=2)
+    assert completion.finish_reason == "length" and len(completion.tokens) == 2
+
+
+@pytest.mark.parametrize("stops", [["dog ran"], ["ran away", "dog ran"], ["zzz", "dog"]])
+def test_stop_text_across_tokens_is_never_shown(tokenizer, stops):
+    tokens = tokenizer.encode("The dog sat. The do not. A dog ran away.")[1:]
+    completion, seen = completion_of(tokens, tokenizer, stops)
+    whole = "The dog sat. The do not. A dog ran away."
+    expected = whole[:min(whole.find(stop) for stop in stops if stop in whole)]
+    assert completion.text == seen[-1] == expected and completion.finish_reason == "stop"
+    assert all(expected.startswith(shown) for shown in seen)
+    assert tokenizer.decode(completion.tokens).startswith(expected)  # the tokens include the stop text
+
+
+def test_what_might_have_become_a_stop_text_shows_in_the_end(tokenizer):
+    completion, seen = completion_of([*tokenizer.encode("A do")[1:], 2], tokenizer, ["dog"])
+    assert seen[-2] == "A " and seen[-1] == "A do"
+
+
+def test_a_batch_prints_each_completion_whole_under_its_heading(tokenizer, capsys):
+    words = ["One two.", "Three."]
+    batch = [Completion(word, [1], tokenizer, 99, [], f"--- {word}\n") for word in words]
+    printing, streams = show(batch), [[*tokenizer.encode(f" {word}")[1:], 2] for word in words]
+    next(printing)
+    assert capsys.readouterr().out == "--- One two.\n"
+    for step in range(max(map(len, streams))):
+        for row, stream in zip(batch, streams):
+            if step < len(stream) and not row.finish_reason:
+                row.add(stream[step], 0.0, 0.0)
+        next(printing, None)
+    assert capsys.readouterr().out == "One two.\n\n--- Three.\nThree.\n"
+
+
+def test_streams_from_the_first_token(tokenizer, capsys):
+    generator = Generator(tiny(), 40, GREEDY)
+    prompt = tokenizer.encode("Once upon a time")
+    completion = Completion("Once upon a time", prompt, tokenizer, 20, [], "Once upon a time")
+    shown = []
+    add = completion.add
+    completion.add = lambda *args: shown.append(capsys.readouterr().out) or add(*args)
+    complete(generator, [completion], show([completion]), Timing())
+    assert shown[:3] == ["Once upon a time", ",", " there"]
+
+
+def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300, on_prefill=lambda width: None):
+    """A chat with these lines typed; returns what stdout showed and the width of each prefill."""
+    generator = Generator(tiny(), length, GREEDY)
+    typed, widths, prefill = iter(lines), [], generator.prefill
+
+    def type_line(prompt=""):
+        line = next(typed, None)
+        if line is None:
+            raise EOFError
+        if line == "^C":
+            raise KeyboardInterrupt
+        return line
+
+    def watch(model, tokens, *rest):
+        widths.append(tokens.shape[1])
+        on_prefill(len(widths))
+        return prefill(model, tokens, *rest)
+
+    generator.prefill = watch
+    monkeypatch.setattr("builtins.input", type_line)
+    chat(generator, tokenizer, length, Namespace(max_new_tokens=12, stop=[]), Timing())
+    return capsys.readouterr().out, widths
+
+
+@pytest.fixture
+def chatty() -> Tokenizer:
+    tokenizer = Tokenizer(Path(TINY))
+    tokenizer.template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    return tokenizer
+
+
+def test_chat_reads_only_what_is_new(monkeypatch, capsys, chatty):
+    _, widths = converse(monkeypatch, capsys, chatty, ["Tell me of a fox who lived in the wood.", "And then?"])
+    assert widths[1] < widths[0]
+
+
+def test_chat_over_a_kept_cache_equals_a_fresh_one(monkeypatch, capsys, chatty):
+    lines = ["Hello fox", "And then?"]
+    kept, _ = converse(monkeypatch, capsys, chatty, lines)
+    monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
+    fresh, widths = converse(monkeypatch, capsys, chatty, lines)
+    assert kept == fresh and widths[1] > widths[0]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch, capsys, chatty):
+    def interrupt_first(count: int) -> None:
+        if count == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    out, widths = converse(monkeypatch, capsys, chatty, ["Hello", "^C", "Hello again"], on_prefill=interrupt_first)
+    first, second = out.split("\n\n")
+    assert first == "" and second.strip() and len(widths) == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_conversation_too_long_starts_afresh(monkeypatch, capsys, chatty):
+    out, widths = converse(monkeypatch, capsys, chatty, ["word " * 60, "Hello"], length=50)
+    assert len(widths) == 1 and out.strip()
+
+
+def test_without_a_template_the_text_is_continued(monkeypatch, capsys, tokenizer):
+    out, widths = converse(monkeypatch, capsys, tokenizer, ["Once upon a time", "Then"])
+    assert out.startswith(", there was") and widths[1] <= 6
+
+
+def test_importing_generate_imports_no_library_ahead_of_its_use():
+    late = {"huggingface_hub", "tokenizers", "sentencepiece", "safetensors", "jinja2", "torch._dynamo"}
+    code = "import torch, sys; before = set(sys.modules); import generate; print(*(set(sys.modules) - before))"
+    root = Path(generate.__file__).parent
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout
+    assert "checkpoint" in out.split() and not late & set(out.split())
