@@ -3,9 +3,12 @@ Reading a checkpoint in Hugging Face layout: config, weights, tokenizer, chat te
 a checkpoint runs, no file outside of its directory is opened. What a user can get wrong is a UserError that says so.
 """
 import json
+import os
 import re
 import sys
+from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -21,6 +24,21 @@ CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # they end a turn, whether or not gene
 class UserError(Exception):
     """What was wrong, the limit and the remedy, in one line."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
+@contextmanager
+def blame(path: Path):
+    """What a file makes libraries raise, of whatever kind, is a UserError that names the file."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        raise UserError(f"{path}: {kind}{error}") from error
+
 
 def report_errors(main) -> None:
     """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly."""
@@ -28,7 +46,7 @@ def report_errors(main) -> None:
         main()
         sys.stdout.flush()
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -39,15 +57,16 @@ def report_errors(main) -> None:
 
 def find_checkpoint(name: str) -> Path:
     """A directory as it is; a Hub id (owner/name) from the Hub's cache, downloaded into it where needed."""
-    if Path(name).expanduser().is_dir():
+    if os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise UserError(f"{name}: no such directory, and not a Hub id of the form owner/name")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except ValueError:
+        raise UserError(f"{name}: no such directory, and not a Hub id of the form owner/name") from None
     except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        answers = (getattr(e, "response", None) for e in (error, error.__cause__))
+        status = next((answer.status_code for answer in answers if answer is not None), None)
         reason, remedy = f"is out of reach ({type(error).__name__})", "check the network, or download it beforehand"
         if status in (401, 403, 404):
             reason = f"answers {status}: a wrong name, or a gated or private repository"
@@ -56,24 +75,20 @@ def find_checkpoint(name: str) -> Path:
 
 
 def read_json(path: Path, default: dict | None = None) -> dict:
-    if default is not None and not path.exists():
+    if not path.exists():
+        if default is None:
+            raise UserError(f"{path}: no such file; a checkpoint is a directory in Hugging Face layout")
         return default
-    try:
+    with blame(path):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a checkpoint is a directory in Hugging Face layout") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}; download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: want a JSON object, found {type(content).__name__}")
-    return content
+        if not isinstance(content, dict):
+            raise ValueError(f"want a JSON object, found {type(content).__name__}")
+        return content
 
 
 def load_config(directory: Path) -> Config:
-    try:
+    with blame(directory / "config.json"):
         return Config.from_hf(read_json(directory / "config.json"))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{directory / 'config.json'}: {error}") from None
 
 
 def tensor_files(directory: Path) -> dict[Path, list[str] | None]:
@@ -84,44 +99,40 @@ def tensor_files(directory: Path) -> dict[Path, list[str] | None]:
             raise UserError(f"{directory}: no model.safetensors, nor its index; other formats (*.bin) are not read")
         return {directory / "model.safetensors": None}
     files = {}
-    for name, file in read_json(index).get("weight_map", {}).items():
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise UserError(f"{index}: puts {name} into {file}, which is outside of the checkpoint's directory")
-        files.setdefault(directory / file, []).append(name)
+    with blame(index):
+        for name, file in read_json(index)["weight_map"].items():
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                raise ValueError(f"puts {name} into {file}, which is outside of the checkpoint's directory")
+            files.setdefault(directory / file, []).append(name)
     return files
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Transformer:
     """The model, its weights read tensor by tensor straight to the device: the host holds one file's pages at most."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from tqdm import tqdm
     config = load_config(directory)
     with torch.device("meta"):
         model = Transformer(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    missing, weights = config.hf_weights(), {}
+    weights = {name: nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype), requires_grad=False)
+               for name, parameter in model.named_parameters()}
+    missing = config.hf_weights()
     bar = tqdm(total=len(missing), desc="loading", unit="tensor", delay=1, leave=False, disable=not progress)
     for path, names in tensor_files(directory).items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names or file.keys():
-                    if name not in missing:
-                        if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tied
-                                or name.endswith(".bias") and not file.get_tensor(name).any()):
-                            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
-                        continue
-                    parameter, row, shape = missing.pop(name)
-                    found = file.get_slice(name)
-                    if tuple(found.get_shape()) != shape or found.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-                        raise UserError(f"{path}: {name} is {found.get_dtype()} {found.get_shape()}, "
-                                        f"config.json wants a floating-point {list(shape)}")
-                    if parameter not in weights:
-                        empty = torch.empty(shapes[parameter], device=device, dtype=dtype)
-                        weights[parameter] = nn.Parameter(empty, requires_grad=False)
-                    weights[parameter][row:row + shape[0]].copy_(file.get_tensor(name))
-                    bar.update()
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {error}; the file is damaged or not whole, download it again") from None
+        with blame(path), safe_open(path, framework="pt") as file:
+            for name in names or file.keys():
+                if name not in missing:
+                    if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tied
+                            or name.endswith(".bias") and not file.get_tensor(name).any()):
+                        raise ValueError(f"no place for tensor {name}; config.json is of another model")
+                    continue
+                parameter, row, shape = missing.pop(name)
+                found = file.get_slice(name)
+                if tuple(found.get_shape()) != shape or found.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+                    raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, config.json wants "
+                                     f"a floating-point {list(shape)}")
+                weights[parameter][row:row + shape[0]].copy_(file.get_tensor(name))
+                bar.update()
     bar.close()
     if missing:
         raise UserError(f"{directory}: the tensor {next(iter(missing))} is missing, {len(missing)} in all")
@@ -139,28 +150,30 @@ class Tokenizer:
         config = read_json(directory / "config.json")
         generation = read_json(directory / "generation_config.json", {})
         self.vocab_size, self.add_bos = config.get("vocab_size"), settings.get("add_bos_token")
-        if (directory / "tokenizer.json").exists():
-            self.backend = TokenizerJson(directory / "tokenizer.json")
-        elif (directory / "tokenizer.model").exists():
-            self.backend, self.add_bos = SentencePiece(directory / "tokenizer.model", settings), True
-        else:
-            raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
-        special = {key: value["content"] if isinstance(value, dict) else value
-                   for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
-        self.special_tokens = special  # bos_token, eos_token, ...: templates write them
-        self.bos = self.backend.id(special.get("bos_token"))
-        if self.bos is None:
+        with blame(directory / "tokenizer_config.json, generation_config.json or chat_template.jinja"):
+            if (directory / "tokenizer.json").exists():
+                self.backend = TokenizerJson(directory / "tokenizer.json")
+            elif (directory / "tokenizer.model").exists():
+                self.backend, self.add_bos = SentencePiece(directory / "tokenizer.model", settings), True
+            else:
+                raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+            special = {key: value["content"] if isinstance(value, dict) else value
+                       for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
+            self.special_tokens = special  # bos_token, eos_token and the like, which templates write
+            self.decode = self.backend.decode  # special tokens show no text
             self.bos = config.get("bos_token_id")
-        self.stops = {self.backend.id(token) for token in (special.get("eos_token"), *CHAT_ENDS)}
-        for source in (generation, config):
-            ids = source.get("eos_token_id")
-            self.stops |= set(ids if isinstance(ids, list) else [ids])
-        self.stops -= {None}
-        self.template = settings.get("chat_template")
-        if isinstance(self.template, list):
-            self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
-        if (directory / "chat_template.jinja").exists():
-            self.template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+            if isinstance(self.backend, TokenizerJson) and special.get("bos_token"):
+                self.bos = self.backend.id(special["bos_token"])
+            self.stops = {self.backend.id(token) for token in (special.get("eos_token"), *CHAT_ENDS) if token}
+            for source in (generation, config):
+                ids = source.get("eos_token_id")
+                self.stops |= set(ids if isinstance(ids, list) else [ids])
+            self.stops -= {None}
+            self.template = settings.get("chat_template")
+            if isinstance(self.template, list):
+                self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
+            if (directory / "chat_template.jinja").exists():
+                self.template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
 
     def encode(self, text: str, rendered: bool = False) -> list[int]:
         """Who adds a beginning of sequence: tokenizer.json's post-processor, unless add_bos_token says otherwise; with
@@ -169,13 +182,8 @@ class Tokenizer:
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if ids and max(ids) >= self.vocab_size:
-            raise UserError(f"the tokenizer gives token {max(ids)}, config.json's vocab_size is {self.vocab_size}: "
-                            "they do not belong together")
+            raise UserError(f"the tokenizer gives token {max(ids)}, config.json has a vocab_size of {self.vocab_size}")
         return ids
-
-    def decode(self, ids: list[int]) -> str:
-        """Special tokens show no text."""
-        return self.backend.decode(ids)
 
     def render(self, messages: list[dict]) -> str:
         """[{"role": ..., "content": ...}, ...] as the model was trained to read it, up to where its answer begins."""
@@ -185,18 +193,13 @@ class Tokenizer:
         def raise_exception(message: str):
             raise TemplateError(message)
 
-        def to_json(value, ensure_ascii=False, **options):  # jinja2's own escapes for HTML
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-        loop_controls = ["jinja2.ext.loopcontrols"]
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loop_controls)
-        env.filters["tojson"] = to_json
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        env.add_extension("jinja2.ext.loopcontrols")
+        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes for HTML
         env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
-        try:
-            template = env.from_string(self.template)
-            return template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the chat template refuses this conversation: {error}") from None
+        with blame(Path("the chat template")):
+            return env.from_string(self.template).render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.special_tokens)
 
 
 class TokenizerJson:
@@ -204,15 +207,13 @@ class TokenizerJson:
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
-        try:
+        with blame(path):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no kind of its own
-            raise UserError(f"{path}: {error}") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
-    def id(self, token: str | None) -> int | None:
-        return self.tokenizer.token_to_id(token) if token else None
+    def id(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
 
     def encode(self, text: str, post_process: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=post_process).ids
@@ -226,21 +227,20 @@ class SentencePiece:
 
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor
-        try:
+        with blame(path):
             self.processor = SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{path}: {error}") from None
         self.size = self.processor.vocab_size()
         self.special = {self.processor.id_to_piece(i): i for i in range(self.size) if self.processor.is_control(i)}
         self.special |= {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
 
-    def id(self, token: str | None) -> int | None:
-        return self.special.get(token)
+    def id(self, token: str) -> int | None:
+        found = self.special.get(token, self.processor.piece_to_id(token))
+        return None if found == self.processor.unk_id() else found
 
     def encode(self, text: str, post_process: bool) -> list[int]:
         longest_first = sorted(map(re.escape, self.special), key=len, reverse=True)
         ids = []
-        for part in re.split(f"({'|'.join(longest_first)})", text):
+        for part in re.split(f"({'|'.join(longest_first)})", text) if self.special else [text]:
             ids += [self.special[part]] if part in self.special else self.processor.encode(part)
         return ids
 

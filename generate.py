@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -257,6 +258,8 @@ def report(generator: Generator, completions: list[Completion], timing: Timing, 
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
     rate = weights * timing.decode_steps / max(timing.decode_s, 1e-9)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    ceiling = read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - timing.first_token_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
@@ -268,8 +271,7 @@ def report(generator: Generator, completions: list[Completion], timing: Timing, 
         decode_tokens_per_s=timing.decode_tokens / max(timing.decode_s, 1e-9),
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
-        bandwidth_utilization=rate / read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, speculation=None)
+        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=None)
 
 
 def table(result: dict) -> str:
@@ -345,7 +347,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation")
     add("--json", action="store_true", help="print one JSON object instead of the text")
-    add("--quiet", action="store_true", help="no progress, no table")
+    add("--quiet", action="store_true", help="no loading bar, no table")
     args = parser.parse_args()
     if "" in args.stop:
         parser.error("--stop: an empty text would end everything at once")
@@ -389,6 +391,7 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     args = parse_args()
     device = find_device(args.device)
     dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]

@@ -43,34 +43,38 @@ class Config:
         kind = hf.get("model_type")
         if kind not in ("llama", "mistral", "qwen2", "qwen3"):
             raise ValueError(f"model_type {kind!r} is not supported: want llama, mistral, qwen2 or qwen3")
-        plain = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
-        for key, want in dict(plain, quantization_config=None).items():
-            if hf.get(key, want) != want:
-                raise ValueError(f"{key}={hf[key]!r} is not supported: want {want!r}")
         rope = dict(rope_theta=hf.get("rope_theta", 10000.0))
         rope |= hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope_type {rope_type!r} is not supported: want 'default' or 'llama3'")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported: want 1.0")
-        try:
-            heads = hf["num_attention_heads"]
-            config = Config(
-                dim=hf["hidden_size"], n_layer=hf["num_hidden_layers"], n_head=heads,
-                n_kv_head=hf.get("num_key_value_heads") or heads,
-                head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, ffn_dim=hf["intermediate_size"],
-                vocab_size=hf["vocab_size"], context=hf["max_position_embeddings"], norm_eps=hf["rms_norm_eps"],
-                rope_theta=rope["rope_theta"],
-                rope_scaling={key: rope[key] for key in LLAMA3_ROPE} if rope_type == "llama3" else None,
-                qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
-                window=hf.get("sliding_window") if kind == "mistral" else None,
-                tied=hf.get("tie_word_embeddings", False))
-        except KeyError as error:
-            raise ValueError(f"{error.args[0]} is missing") from None
-        if config.n_head % config.n_kv_head:
-            raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={config.n_kv_head}")
-        return config
+        plain = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
+                     partial_rotary_factor=1.0, quantization_config=None)
+        for key, want in plain.items():
+            if (found := {**rope, **hf}.get(key, want)) != want:
+                raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
+
+        def number(key: str, default: float | None = None, of: dict = hf):
+            value = of.get(key) or default
+            if not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(f"{key}={of.get(key)!r}: want a number above 0")
+            return value
+
+        dim, heads = number("hidden_size"), number("num_attention_heads")
+        kv_heads = number("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+        if dim % heads and not hf.get("head_dim"):
+            raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+        return Config(
+            dim=dim, n_layer=number("num_hidden_layers"), n_head=heads, n_kv_head=kv_heads,
+            head_dim=number("head_dim", default=dim // heads),
+            ffn_dim=number("intermediate_size"), vocab_size=number("vocab_size"),
+            context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps"),
+            rope_theta=number("rope_theta", of=rope),
+            rope_scaling={key: number(key, of=rope) for key in LLAMA3_ROPE} if rope_type == "llama3" else None,
+            qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
+            window=hf.get("sliding_window") if kind == "mistral" else None, tied=hf.get("tie_word_embeddings", False))
 
     def hf_weights(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
         """Hugging Face's name of each tensor -> our parameter, its row where the tensor starts, the tensor's shape.

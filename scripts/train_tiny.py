@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import Tokenizer, UserError, load_config, load_model, report_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
-COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", vocab_size=2048, head_dim=128,
-              num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0, attention_bias=False,
-              mlp_bias=False, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
+              num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,
+              attention_bias=False, mlp_bias=False, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=1,
+              eos_token_id=2)
 SHAPES = {
     "tiny": dict(hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640),
     "tiny-draft": dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384),
@@ -35,19 +36,24 @@ BOS, EOS = 1, 2
 
 
 def read_stories(path: Path) -> list[str]:
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-    with opened as file:
-        return [story.strip() for story in file.read().split("\n\n") if story.strip()]
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            return [story.strip() for story in file.read().split("\n\n") if story.strip()]
+    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise UserError(f"--text {path}: {error}") from None
 
 
-def train_tokenizer(stories: list[str], prefix: Path) -> None:
+def train_tokenizer(stories: list[str], vocab_size: int, prefix: Path) -> None:
     """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
     from sentencepiece import SentencePieceTrainer
     paragraphs = (line for story in stories[:30000] for line in story.split("\n"))
-    SentencePieceTrainer.train(
-        sentence_iterator=paragraphs, model_prefix=str(prefix), vocab_size=COMMON["vocab_size"], model_type="bpe",
-        byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-        add_dummy_prefix=False, character_coverage=0.9999, bos_id=BOS, eos_id=EOS, minloglevel=2)
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=paragraphs, model_prefix=str(prefix), vocab_size=vocab_size, model_type="bpe",
+            byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=False, character_coverage=0.9999, bos_id=BOS, eos_id=EOS, minloglevel=2)
+    except RuntimeError as error:
+        raise UserError(f"--vocab {vocab_size}: sentencepiece says: {error}") from None
 
 
 def token_stream(stories: list[str], tokenizer_file: Path) -> tuple[Tensor, Tensor]:
@@ -60,7 +66,8 @@ def token_stream(stories: list[str], tokenizer_file: Path) -> tuple[Tensor, Tens
     return stream, ((stream == BOS) | (stream == newline)).nonzero().squeeze(1)
 
 
-def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespace, teacher: Transformer | None) -> Transformer:
+def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespace,
+          teacher: Transformer | None) -> Transformer:
     """AdamW with a warm-up and a cosine to zero. A teacher's distribution is the target where there is one."""
     device = stream.device
     model = Transformer(config).to(device)
@@ -83,10 +90,13 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
                 return F.cross_entropy(logits, rows[:, 1:].flatten())
             with torch.no_grad():
                 target = teacher(rows[:, :-1], positions).flatten(0, 1)
-        return F.kl_div(logits.float().log_softmax(-1), target.float().log_softmax(-1), log_target=True, reduction="batchmean")
+        ours, theirs = (x.float().log_softmax(-1) for x in (logits, target))
+        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
 
     step_loss = torch.compile(loss_of) if device.type == "cuda" else loss_of
     begins = starts[starts + args.context < len(stream)]
+    if not len(begins):
+        raise UserError(f"--text: {len(stream)} tokens are fewer than a row of {args.context}; give more text")
     bar = tqdm(range(args.steps), unit="step", mininterval=5)
     for step in bar:
         warm, left = min(1.0, (step + 1) / 300), (1 + math.cos(math.pi * step / args.steps)) / 2
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
     parser.add_argument("--out", type=Path, default=Path("checkpoints"))
     parser.add_argument("--measure", action="store_true", help="no training: measure the pair in --out")
+    parser.add_argument("--vocab", type=int, default=2048, help="pieces of the tokenizer")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=64, help="rows a step")
     parser.add_argument("--context", type=int, default=512, help="tokens a row")
@@ -166,12 +177,13 @@ def main() -> None:
         torch.manual_seed(0)
         stories, teacher = read_stories(args.text), None
         args.out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(stories, args.out / "tokenizer")
+        train_tokenizer(stories, args.vocab, args.out / "tokenizer")
         stream, starts = (t.to(device) for t in token_stream(stories, args.out / "tokenizer.model"))
-        print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens, {args.steps * args.batch * args.context / 1e6:.0f}M to train on")
+        seen = args.steps * args.batch * args.context
+        print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens; {seen / len(stream):.1f} times over")
         for name, shape in SHAPES.items():
             begun = time.perf_counter()
-            hf_config = COMMON | shape
+            hf_config = COMMON | shape | dict(vocab_size=args.vocab)
             teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher)
             save(teacher, hf_config, args.out / "tokenizer.model", args.out / name)
             print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")

@@ -1,0 +1,429 @@
+"""
+Checkpoints in Hugging Face layout, as good and as bad as they come: config, weights, tokenizer, chat template, Hub. All
+but the bundled tokenizer.model is made here; the Hub is a server of our own, which the real client asks.
+"""
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import tokenizers as hf
+import torch
+from safetensors.torch import save_file
+from sentencepiece import SentencePieceTrainer
+
+from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, load_model
+from model import Config
+
+ROOT = Path(__file__).parent.parent
+LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, intermediate_size=48, vocab_size=64, max_position_embeddings=128,
+             rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
+ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=64)
+INDEX, WHOLE, SHARD = "model.safetensors.index.json", "model.safetensors", "model-1.safetensors"
+LAYER, NORM, Q = "model.layers.1.", "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def write(path: Path, content) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Tensor]:
+    """config.json, and tensors that go with it, not saved yet."""
+    write(directory / "config.json", LLAMA | changes)
+    weights = Config.from_hf(LLAMA | changes).hf_weights()
+    return {name: torch.randn(shape).to(dtype) for name, (_, _, shape) in weights.items()}
+
+
+def save(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 0) -> None:
+    """With an index where shards are asked for."""
+    file = {name: f"model-{i % shards}.safetensors" if shards else WHOLE for i, name in enumerate(tensors)}
+    if shards:
+        write(directory / INDEX, dict(weight_map=file))
+    for one in set(file.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
+
+
+def load(directory: Path, dtype=torch.float32) -> torch.nn.Module:
+    return load_model(directory, torch.device("cpu"), dtype)
+
+
+def refusal(function, *args) -> str:
+    """The message of the UserError that the call raises; each is one line."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def absent(words: str, text: str) -> list[str]:
+    return [word for word in words.split() if word not in text]
+
+
+ROWS = {"attn.wqkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "attn.wo": ["self_attn.o_proj"],
+        "ffn.w_gate_up": ["mlp.gate_proj", "mlp.up_proj"], "ffn.w_down": ["mlp.down_proj"],
+        "attn_norm": ["input_layernorm"], "ffn_norm": ["post_attention_layernorm"],
+        "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"]}
+
+
+@pytest.mark.parametrize("stored, wanted", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_tensor_lands_where_it_belongs_in_the_wanted_dtype(tmp_path, kind, stored, wanted):
+    theirs = make(tmp_path, getattr(torch, stored), model_type=kind)
+    save(tmp_path, theirs)
+    want = {"embed.weight": theirs.pop("model.embed_tokens.weight"), "norm.weight": theirs.pop("model.norm.weight"),
+            "head.weight": theirs.pop("lm_head.weight")}
+    for layer in ("layers.0.", "layers.1."):
+        for ours, parts in ROWS.items():
+            for kind in ("weight", "bias"):
+                names = [name for part in parts if (name := f"model.{layer}{part}.{kind}") in theirs]
+                if names:
+                    want[f"{layer}{ours}.{kind}"] = torch.cat([theirs.pop(name) for name in names])
+    found = load(tmp_path, getattr(torch, wanted)).state_dict()
+    assert theirs == {} and found.keys() == want.keys()
+    assert {str(tensor.dtype) for tensor in found.values()} == {f"torch.{wanted}"}
+    assert [name for name in want if not torch.equal(found[name], want[name].to(found[name].dtype))] == []
+
+
+def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_opened(tmp_path):
+    tensors = make(tmp_path)
+    save(tmp_path, tensors)
+    whole = load(tmp_path).state_dict()
+    save(tmp_path, tensors, shards=3)
+    for name in (WHOLE, "consolidated.safetensors", "model-3.safetensors"):
+        write(tmp_path / name, b"garbage, refused by whoever opens it")
+    assert [name for name, tensor in load(tmp_path).state_dict().items() if not torch.equal(tensor, whole[name])] == []
+
+
+@pytest.mark.parametrize("surplus", [{}, {"lm_head.weight": torch.ones(64, 32)},
+                                     {LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4)},
+                                     {LAYER + "self_attn.o_proj.bias": torch.zeros(32)}], ids=" ".join)
+def test_a_tied_head_is_the_embedding_and_tensors_without_effect_are_skipped(tmp_path, surplus):
+    theirs = make(tmp_path, tie_word_embeddings=True)
+    save(tmp_path, theirs | surplus)
+    model = load(tmp_path)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, theirs["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name, tensor, words", [
+    (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""), (LAYER + "self_attn.q_norm.weight", torch.ones(8), ""),
+    ("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32), ""), (Q, None, "missing"),
+    ("lm_head.weight", None, "missing"), (Q, torch.ones(16, 32), "[16, [32,"), (NORM, torch.tensor(1.0), "[] [32]"),
+    (Q, torch.ones(32, 32, dtype=torch.int8), "I8"), (Q, torch.ones(32, 32).to(torch.float8_e4m3fn), "F8_E4M3")])
+def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, words):
+    tensors = make(tmp_path) | {name: tensor}
+    save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    assert absent(f"{name} {words}", refusal(load, tmp_path)) == []
+
+
+@pytest.mark.parametrize("file, content", [
+    (SHARD, None), (SHARD, 0), (SHARD, 4), (SHARD, 100), (SHARD, -1), (INDEX, b"{"), (INDEX, []),
+    (INDEX, dict(weight_map=[])), (INDEX, dict(weight_map={Q: 1})), (INDEX, dict(weight_map={Q: "/x.safetensors"})),
+    (INDEX, dict(weight_map={Q: "../x.safetensors"})), (INDEX, dict(weight_map={Q: "x/../../x.safetensors"})),
+    ("config.json", None), ("config.json", b"{"), ("config.json", [1]), ("config.json", b"\xff\xfe"),
+    ("config.json", b"[" * 100_000)])
+def test_a_damaged_file_and_an_index_that_leads_out_of_the_directory_are_refused(tmp_path, file, content):
+    save(tmp_path, make(tmp_path), shards=2)
+    whole = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    if content is not None:
+        write(tmp_path / file, whole[:content] if isinstance(content, int) else content)
+    assert str(tmp_path / file) in refusal(load, tmp_path)
+
+
+@pytest.mark.parametrize("index", [False, True], ids=["alone", "in the index"])
+def test_a_pickle_is_refused_and_never_loaded(tmp_path, index):
+    trap = f"cos\nmkdir\n(V{tmp_path / 'made'}\ntR.".encode()  # unpickled, it makes a directory
+    write(tmp_path / "pytorch_model.bin", trap)
+    tensors = make(tmp_path)
+    if index:
+        write(tmp_path / INDEX, dict(weight_map=dict.fromkeys(tensors, "pytorch_model.bin")))
+    assert str(tmp_path) in refusal(load, tmp_path)
+    assert not (tmp_path / "made").exists()
+    pickle.loads(trap)
+    assert (tmp_path / "made").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc")
+def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
+    save(tmp_path, make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6), shards=6)
+    program = ("import sys, torch, checkpoint, safetensors.torch, tqdm; from pathlib import Path\n"
+               "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
+               "before = status('VmRSS')\n"
+               "model = checkpoint.load_model(Path(sys.argv[1]), torch.device('cpu'), torch.float32)\n"
+               "print(status('VmHWM') - before)")
+    grown = int(subprocess.check_output([sys.executable, "-c", program, tmp_path], cwd=ROOT)) / 1024
+    shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
+    shutil.rmtree(tmp_path)
+    assert sum(shards) < grown < sum(shards) + max(shards) + 25
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(model_type="gpt2"), "model_type gpt2"), (dict(hidden_act="gelu"), "hidden_act gelu"),
+    (dict(attention_bias=True), "attention_bias True"), (dict(mlp_bias=True), "mlp_bias True"),
+    (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window True"),
+    (dict(quantization_config=dict(bits=4)), "quantization_config bits"), (dict(rope_theta=None), "rope_theta None"),
+    (dict(rope_scaling=dict(rope_type="yarn")), "rope_type yarn"),
+    (dict(rope_scaling=dict(type="linear")), "type linear"),
+    (dict(rope_parameters=dict(rope_type="longrope")), "rope_type longrope"),
+    (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    (dict(num_key_value_heads=3), "num_key_value_heads 3 num_attention_heads 4"),
+    (dict(num_attention_heads=5, num_key_value_heads=5), "hidden_size 32 num_attention_heads 5"),
+    (dict(num_attention_heads=0), "num_attention_heads 0"), (dict(vocab_size=-1), "vocab_size -1"),
+    (dict(num_hidden_layers="2"), "num_hidden_layers '2'")])
+def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, changes, words):
+    write(tmp_path / "config.json", LLAMA | changes)
+    assert absent(f"config.json {words}", refusal(load_config, tmp_path)) == []
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                                 "vocab_size", "max_position_embeddings", "rms_norm_eps", *list(ROPE)[1:]])
+def test_a_missing_key_is_refused_by_name(key):
+    whole = LLAMA | dict(rope_scaling=dict(ROPE))
+    Config.from_hf(whole)
+    (whole if key in whole else whole["rope_scaling"]).pop(key)
+    with pytest.raises(ValueError, match=key):
+        Config.from_hf(whole)
+
+
+def test_every_spelling_of_rope_is_one_config():
+    old = {"type" if key == "rope_type" else key: value for key, value in ROPE.items()}
+    new = dict(rope_parameters=dict(rope_theta=5e5, **ROPE))
+    spellings = [dict(rope_theta=5e5, rope_scaling=ROPE), dict(rope_theta=5e5, rope_scaling=old), new]
+    one, *others = [Config.from_hf(LLAMA | spelling) for spelling in spellings]
+    assert others == [one, one]
+    assert one.rope_theta == 5e5 and one.rope_scaling["factor"] == 8.0
+
+
+@pytest.mark.parametrize("kind, window", [("mistral", 16), ("llama", None), ("qwen2", None), ("qwen3", None)])
+def test_only_mistral_has_a_sliding_window(kind, window):
+    assert Config.from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).window == window
+
+
+BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
+
+
+def with_json(directory: Path, config: dict | None = None, post_process: bool = True, **settings) -> Tokenizer:
+    """Bytes as tokens, special tokens, and a post-processor that adds <s>."""
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    made = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False), hf.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<|eot_id|>", "<|im_end|>"])
+    if post_process:
+        made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    made.save(str(directory / "tokenizer.json"))
+    write(directory / "config.json", LLAMA | dict(vocab_size=260, bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
+    write(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
+    return Tokenizer(directory)
+
+
+def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
+    shutil.copy(ROOT / "checkpoints" / "tiny" / "tokenizer.model", directory)
+    write(directory / "config.json", LLAMA | dict(vocab_size=2048) | (config or {}))
+    write(directory / "tokenizer_config.json", settings)
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("make_tokenizer, config, settings, begin", [
+    (with_json, {}, {}, [BOS]), (with_json, {}, dict(add_bos_token=None), [BOS]),
+    (with_json, {}, dict(add_bos_token=False), []), (with_json, {}, dict(add_bos_token=True), [BOS]),
+    (with_json, {}, dict(post_process=False), []),
+    (with_json, {}, dict(post_process=False, add_bos_token=True), [BOS]),
+    (with_model, {}, {}, [1]), (with_model, dict(bos_token_id=5), {}, [5]),
+    (with_model, dict(bos_token_id=None), {}, []), (with_model, dict(bos_token_id=5), dict(bos_token="<s>"), [5])])
+def test_a_text_begins_as_the_files_say_and_a_rendered_one_with_its_own(
+        tmp_path, make_tokenizer, config, settings, begin):
+    tokenizer = make_tokenizer(tmp_path, config, **settings)
+    rendered = tokenizer.encode("hi", rendered=True)
+    assert tokenizer.encode("hi") == begin + rendered
+    assert tokenizer.decode(rendered[:1]).startswith("h")
+
+
+@pytest.mark.parametrize("make_tokenizer, ids", [(with_json, (BOS, EOS, IM_END)), (with_model, (1, 2, 2048))])
+def test_special_tokens_in_rendered_text_become_their_ids(tmp_path, make_tokenizer, ids):
+    added = {"2048": dict(content="<|im_end|>", special=True)}
+    tokenizer = make_tokenizer(tmp_path, dict(vocab_size=2049), added_tokens_decoder=added)
+    hi, there = (tokenizer.encode(text, rendered=True) for text in ("hi", " there"))
+    assert tokenizer.encode("<s>hi<|im_end|> there</s>", rendered=True) == [ids[0], *hi, ids[2], *there, ids[1]]
+
+
+@pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
+@pytest.mark.parametrize("text", [
+    "Once upon a time", "naïve café", "🙂👩‍🚀 日本語", "  two  spaces\n\ttab\n"])
+def test_decode_inverts_encode_and_hides_special_tokens(tmp_path, make_tokenizer, text):
+    tokenizer = make_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text) + tokenizer.encode("</s>", rendered=True)) == text
+
+
+@pytest.mark.parametrize("eos_token", ["</s>", dict(content="</s>", lstrip=False), None])
+@pytest.mark.parametrize("generation, config, more", [([7, 8], 9, {7, 8, 9}), (7, [8], {7, 8}), (None, None, set())])
+def test_every_known_end_stops(tmp_path, eos_token, generation, config, more):
+    write(tmp_path / "generation_config.json", dict(eos_token_id=generation))
+    tokenizer = with_json(tmp_path, dict(eos_token_id=config), eos_token=eos_token)
+    assert tokenizer.stops == {EOT, IM_END} | more | ({EOS} if eos_token else set())
+
+
+@pytest.mark.parametrize("ids", [{}, dict(bos_id=-1, eos_id=-1)], ids=["with <s>", "without <s>"])
+def test_symbols_that_a_tokenizer_model_defines_are_tokens_too(tmp_path, ids):
+    made = io.BytesIO()
+    SentencePieceTrainer.train(sentence_iterator=iter(["abc ab bc " * 9]), model_writer=made, model_type="bpe",
+                               vocab_size=12, user_defined_symbols=["<|im_end|>"], minloglevel=2, **ids)
+    write(tmp_path / "tokenizer.model", made.getvalue())
+    write(tmp_path / "config.json", LLAMA | dict(bos_token_id=None, eos_token_id=None))
+    tokenizer = Tokenizer(tmp_path)
+    im_end = tokenizer.backend.processor.piece_to_id("<|im_end|>")
+    assert tokenizer.encode("abc<|im_end|>") == tokenizer.backend.processor.encode("abc") + [im_end]
+    assert tokenizer.stops == {im_end}
+
+
+def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
+    tokenizer = with_json(tmp_path, dict(vocab_size=200))
+    assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode, "hi")) == []
+
+
+@pytest.mark.parametrize("file, content", [
+    ("tokenizer.model", None), ("tokenizer.model", b""), ("tokenizer.model", b"garbage"), ("tokenizer.json", b"{"),
+    ("tokenizer.json", {}), ("tokenizer.json", b"\xff"), ("chat_template.jinja", b"\xff"),
+    ("generation_config.json", b"{"), ("tokenizer_config.json", []),
+    ("tokenizer_config.json", dict(chat_template=["x"])), ("tokenizer_config.json", dict(added_tokens_decoder=[]))])
+def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, capfd, file, content):
+    with_model(tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    if content is not None:
+        write(tmp_path / file, content)
+    assert file in refusal(Tokenizer, tmp_path)
+    assert capfd.readouterr().err == ""  # nor has a library said more
+
+
+CHAT = [dict(role="user", content="<b>é</b>")]
+
+
+@pytest.mark.parametrize("setting, file, text", [
+    ("a", None, "a"), ([dict(name="tool_use", template="b"), dict(name="default", template="a")], None, "a"),
+    ("a", b"c", "c"), (None, b"c", "c"), (None, None, None), ([dict(name="tool_use", template="b")], None, None)])
+def test_where_the_chat_template_is_found(tmp_path, setting, file, text):
+    if file:
+        write(tmp_path / "chat_template.jinja", file)
+    assert with_json(tmp_path, chat_template=setting).template == text
+
+
+@pytest.mark.parametrize("template, text", [
+    ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] }}{% endfor %}", "<s>[user] <b>é</b>"),
+    ("{% if add_generation_prompt %}\n  go\n  {% endif %}\n", "  go\n"),
+    ("{% for i in range(9) %}{% if i == 0 %}{% continue %}{% endif %}{{ i }}{% break %}{% endfor %}", "1"),
+    ("{{ messages | tojson }}", '[{"role": "user", "content": "<b>é</b>"}]'),
+    ("{{ {'b': 1, 'a': 2} | tojson }}", '{"b": 1, "a": 2}'), ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+    ("{{ ''.__class__ }}{{ raise_exception.__globals__ }}{{ '{0.__class__}'.format(1) }}", ""),
+    ("{{ tools is none and documents is none }}", "True")])  # so do templates know them from transformers
+def test_a_chat_template_renders(tmp_path, template, text):
+    assert with_json(tmp_path, chat_template=template).render(CHAT) == text
+
+
+@pytest.mark.parametrize("template, word", [
+    ("{{ raise_exception('roles alternate') }}", "roles alternate"), ("{% if %}", "expression"), ("{{ x", "end"),
+    ("{{ ''.__class__.__mro__ }}", "__class__"), ("{{ messages.append(1) }}", "append"),
+    ("{{ messages[0].update(role='x') }}", "update"), ("{% include 'x' %}", "loader"), ("{{ messages[9].role }}", "9"),
+    ("{{ none + 1 }}", "None"), ("{{ 1 // 0 }}", "zero"), ("{{ range(10 ** 9) | list }}", "Range"),
+    ("{{ '%(a)s' % {} }}", "a"), ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion")])
+def test_what_fails_in_a_chat_template_is_refused(tmp_path, template, word):
+    messages = [dict(message) for message in CHAT]
+    assert word in refusal(with_json(tmp_path, chat_template=template).render, messages)
+    assert messages == CHAT
+
+
+WANTED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", INDEX,
+          "chat_template.jinja", "model.safetensors", "model-00001-of-00002.safetensors"]
+SURPLUS = ["consolidated.safetensors", "pytorch_model.bin", "README.md", "original/consolidated.00.pth",
+           "original/tokenizer.model", "onnx/model.safetensors"]
+COMMIT = "0123456789" * 4
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub. The server's refuse: a part of the path, a status and an error code."""
+
+    def do_GET(self):
+        path, (part, status, code) = self.path.split("?")[0], self.server.refuse
+        self.server.asked.append(path)
+        answer = dict(id="owner/name", sha=COMMIT, siblings=[])
+        if "/tree/" in path:
+            answer = [dict(type="file", path=file, size=len(file), oid=sha1(file.encode()).hexdigest())
+                      for file in WANTED + SURPLUS]
+        file = path.partition(f"/resolve/{COMMIT}/")[2]  # it holds its own name
+        body = file.encode() if file else json.dumps(answer).encode()
+        self.send_response(status if part and part in path else 200)
+        for key, value in {"X-Error-Code": code, "X-Repo-Commit": COMMIT, "ETag": f'"{sha1(body).hexdigest()}"',
+                           "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.refuse = [], ("", 200, "")
+    Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def download(home: Path, hub: ThreadingHTTPServer, name: str = "owner/name") -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGING"))}
+    environment |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(home), NO_PROXY="127.0.0.1",
+                        HF_HUB_DISABLE_XET="1")
+    return subprocess.run([sys.executable, ROOT / "scripts" / "download.py", name], env=environment, cwd=home,
+                          capture_output=True, text=True, timeout=60)
+
+
+def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path, hub):
+    online = download(tmp_path, hub)
+    assert online.returncode == 0, online.stderr
+    files = {str(file.relative_to(online.stdout.strip())): file.read_text()
+             for file in Path(online.stdout.strip()).rglob("*") if file.is_file()}
+    assert files == {file: file for file in WANTED}
+    asked = {path.partition(f"/resolve/{COMMIT}/")[2] for path in hub.asked if "/resolve/" in path}
+    assert asked == set(WANTED)
+    hub.shutdown()
+    hub.server_close()
+    offline = download(tmp_path, hub)
+    assert (offline.returncode, offline.stdout) == (0, online.stdout), offline.stderr
+
+
+@pytest.mark.parametrize("name, refuse, words", [
+    ("a/b", ("/api/", 401, "RepoNotFound"), "401 licence"), ("a/b", ("/resolve/", 401, "GatedRepo"), "401 licence"),
+    ("a/b", ("/api/", 403, "GatedRepo"), "403 licence"), ("a/b", ("/api/", 403, ""), "403 licence"),
+    ("a/b", ("/resolve/", 403, ""), "403 licence"), ("a/b", ("/api/", 404, "RepoNotFound"), "404"),
+    ("a/b", None, "network"), ("no such dir", None, "directory owner/name"), ("a/b/c", None, "directory owner/name")])
+def test_what_does_not_download_is_one_line_and_exit_code_2(tmp_path, hub, name, refuse, words):
+    hub.refuse = refuse or hub.refuse
+    if not refuse:
+        hub.shutdown()
+        hub.server_close()
+    done = download(tmp_path, hub, name)
+    *progress, line = done.stderr.splitlines()
+    assert [other for other in progress if other.strip() and not other.strip().startswith("Fetching")] == []
+    assert absent(f"{name} {words}", line) == [] and ("hf auth login" in line or "licence" not in words)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("name", ["/none", "~nobody-here/x", "x" * 300, "a/..", "a/b--c"])
+def test_a_name_that_is_neither_directory_nor_id_is_refused_without_asking(name):
+    assert "not a Hub id" in refusal(find_checkpoint, name)

@@ -1,0 +1,169 @@
+"""The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+from checkpoint import report_errors
+
+ROOT = Path(generate.__file__).parent
+TINY = ROOT / "checkpoints" / "tiny"
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs generate.py with these arguments in this process; returns exit code, stdout, stderr."""
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
+        code = 0
+        try:
+            report_errors(generate.main)
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+    return run
+
+
+def test_no_arguments_tell_a_story_that_ends():
+    """As a process of its own: the story on stdout, all else on stderr."""
+    command = [sys.executable, ROOT / "generate.py", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0
+    assert done.stdout.startswith("Once upon a time") and done.stdout.endswith("\n") and len(done.stdout) > 200
+    assert "decode tokens/s" in done.stderr and len(done.stderr.strip().splitlines()) == 2
+
+
+def test_a_closed_pipe_ends_it_quietly():
+    command = f"{sys.executable} {ROOT / 'generate.py'} --max-new-tokens 300 --stop zzz | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout == "Once upon " and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_json_is_one_line_with_every_key(cli):
+    code, out, err = cli("--json", "--seed", "7", "--prompt", "One day", "--prompt", "Tom and Sue",
+                         "--num-samples", "2", "--max-new-tokens", "9")
+    result = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert set(result) == {
+        "checkpoint", "device", "dtype", "quantize", "world_size", "batch", "samples", "load_s", "compile_s",
+        "first_token_s", "decode_tokens_per_s", "per_token_ms", "weights_bytes", "bandwidth_gb_s",
+        "bandwidth_utilization", "peak_memory_bytes", "speculation"}
+    assert result["batch"] == 4 and [s["prompt"] for s in result["samples"]] == ["One day"] * 2 + ["Tom and Sue"] * 2
+    for sample in result["samples"]:
+        assert set(sample) == {"prompt", "text", "prompt_tokens", "tokens", "finish_reason", "mean_logprob", "seconds"}
+        assert sample["finish_reason"] in ("stop", "length") and len(sample["tokens"]) <= 9
+        assert sample["mean_logprob"] < 0 < sample["seconds"]
+    assert set(result["per_token_ms"]) == {"first", "last", "all"}
+    model = generate.load_model(TINY, torch.device("cpu"), torch.float32)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert result["weights_bytes"] == 4 * parameters  # tied: the head reads the whole embedding
+
+
+def test_a_seed_repeats_the_text_and_another_does_not(cli):
+    first, again, other = (cli("--seed", seed, "--max-new-tokens", 40)[1] for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_stop_text_ends_the_text_before_it(cli):
+    assert cli("--temperature", "0", "--stop", "little girl", "--quiet")[1:] == ("Once upon a time, there was a \n", "")
+
+
+def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
+    (tmp_path / "prompts.txt").write_text("One day\n\nTom and Sue\n")
+    _, out, _ = cli("--prompt-file", tmp_path / "prompts.txt", "--max-new-tokens", "5", "--num-samples", "2")
+    headings = [line for line in out.splitlines() if line.startswith("--- ")]
+    assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
+
+
+def test_greedy_batch_equals_solo(cli):
+    prompts = ["One day", "Tom and Sue went to the park to play", "The"]
+    options = ("--temperature", "0", "--max-new-tokens", "30", "--json")
+    solo = [json.loads(cli("--prompt", prompt, *options)[1])["samples"][0]["tokens"] for prompt in prompts]
+    batch = json.loads(cli(*(word for prompt in prompts for word in ("--prompt", prompt)), *options)[1])["samples"]
+    assert [sample["tokens"] for sample in batch] == solo
+
+
+def test_profile_writes_a_trace_and_no_partial_file(cli, tmp_path):
+    cli("--max-new-tokens", "3", "--profile", tmp_path / "trace.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
+    directory = shutil.copytree(TINY, tmp_path / "greedy")
+    (directory / "generation_config.json").write_text('{"temperature": 0, "eos_token_id": [2, 7]}')
+    outs = {cli("--checkpoint", directory, "--max-new-tokens", "30", "--seed", seed)[1] for seed in (1, 2)}
+    assert len(outs) == 1
+    assert outs == {cli("--max-new-tokens", "30", "--temperature", "0")[1]}
+
+
+def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
+    directory = shutil.copytree(TINY, tmp_path / "chatty")
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }} upon a time")
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    options = ("--temperature", "0", "--max-new-tokens", "20", "--quiet")
+    _, plain, _ = cli("--prompt", "Once upon a time", *options)
+    code, chat, _ = cli("--checkpoint", directory, "--prompt", "Once", "--chat", *options)
+    assert (code, "Once upon a time" + chat) == (0, plain)
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--checkpoint", "no/such/dir"], "no/such/dir"),
+    (["--device", "tpu"], "--device tpu: want cpu, cuda, cuda:N or mps"),
+    (["--device", "cuda:99"], "--device cuda:99"),
+    (["--dtype", "int3"], "int3"),
+    (["--chat"], "has no chat template"),
+    (["--temperature", "-1"], "-1 is not from 0 to 100"),
+    (["--temperature", "nan"], "nan is not from"),
+    (["--temperature", "warm"], "'warm'"),
+    (["--top-p", "0"], "0 is not from"),
+    (["--top-p", "1.5"], "1.5 is not from"),
+    (["--top-k", "-3"], "-3 is not from 0"),
+    (["--seed", "-1"], "-1 is not from 0"),
+    (["--num-samples", "0"], "0 is not from 1"),
+    (["--max-new-tokens", "0"], "0 is not from 1"),
+    (["--max-new-tokens", "600"], "600 new ones exceed 512"),
+    (["--max-new-tokens", "20", "--max-seq-length", "16"], "20 new ones exceed 16"),
+    (["--max-seq-length", "4096"], "the model's context is 512"),
+    (["--prompt", "word " * 600], "exceed 512"),
+    (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    (["--prompt-file", "/dev/null"], "no prompt in it"),
+    (["--stop", ""], "--stop"),
+    (["--interactive", "--json"], "--interactive"),
+    (["--profile", "no/such/dir/trace.json"], "no/such/dir"),
+    (["--num-samples", "99999"], "out of memory"),
+    (["--frobnicate"], "--frobnicate"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
+    code, out, err = cli(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: ") and said in err
+
+
+def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
+    def burst(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(generate, "load_model", burst)
+    code, out, err = cli("--max-new-tokens", "9")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "GiB of cache" in err
+
+
+def test_train_tiny_writes_a_pair_that_generates(cli, tmp_path):
+    story = "Once upon a time, there was a fox. The fox ran to the {} and said: \"Hello, {}!\" They played all day.\n"
+    words = ["tree", "house", "bird", "river", "cat", "dog", "ball", "moon", "sun", "girl", "boy", "park"]
+    text = "\n".join(story.format(a, b) + f"Then the {b} went home to the {a}.\n" for a in words for b in words) * 20
+    (tmp_path / "stories.txt").write_text(text)
+    paths = ("--text", tmp_path / "stories.txt", "--eval", tmp_path / "stories.txt", "--out", tmp_path / "out")
+    sizes = ("--steps", "3", "--batch", "2", "--context", "64", "--vocab", "300")
+    command = [sys.executable, ROOT / "scripts" / "train_tiny.py", *map(str, paths), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "greedy agreement" in done.stdout, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tiny", "tiny-draft"]
+    for name in ("tiny", "tiny-draft"):
+        assert cli("--checkpoint", tmp_path / "out" / name, "--max-new-tokens", "5")[0] == 0

@@ -1,0 +1,33 @@
+"""The README is true today."""
+import re
+from pathlib import Path
+
+import generate
+
+ROOT = Path(generate.__file__).parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_line_counts_are_true():
+    rows = re.findall(r"^\| \[(\S+\.py)\]\(\1\) \| (\d+) \|", README, re.M)
+    assert {name: int(lines) for name, lines in rows} == {
+        str(path.relative_to(ROOT)): path.read_text().count("\n")
+        for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")])}
+
+
+def test_options_named_exist(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["generate.py", "--help"])
+    try:
+        generate.parse_args()
+    except SystemExit:
+        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert set(re.findall(r"`(--[a-z-]+)", README)) <= known
+    for command in re.findall(r"^python generate\.py (.*?)(?:  #.*)?$", README, re.M):
+        assert set(re.findall(r"--[a-z-]+", command)) <= known
+
+
+def test_the_bundled_pair_stays_small_and_shares_its_tokenizer():
+    files = [path for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 9_000_000
+    tiny, draft = (ROOT / "checkpoints" / name / "tokenizer.model" for name in ("tiny", "tiny-draft"))
+    assert tiny.read_bytes() == draft.read_bytes()
