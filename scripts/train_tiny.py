@@ -85,8 +85,7 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
             logits = model(rows[:, :-1], positions).flatten(0, 1)
             if teacher is None:
                 return F.cross_entropy(logits, rows[:, 1:].flatten())
-            with torch.no_grad():
-                target = teacher(rows[:, :-1], positions).flatten(0, 1)
+            target = teacher(rows[:, :-1], positions).flatten(0, 1)
         ours, theirs = (x.float().log_softmax(-1) for x in (logits, target))
         return F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
 
@@ -167,7 +166,7 @@ def train_pair(args: argparse.Namespace, tokenizer: Path, device: torch.device) 
     for name, shape in SHAPES.items():
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
-        teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher)
+        teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
         save(teacher, hf_config, tokenizer_file, args.out / name)
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 

@@ -139,3 +139,23 @@ def test_choose_draws_from_the_probabilities():
 def test_temperature_zero_is_argmax():
     logits = torch.randn(5, 99)
     assert choose(logits, Sampling(temperature=0))[0].equal(logits.argmax(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_gradients_equal_eager_ones(device):
+    """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
+    model = load_model(GOLDEN[0].parent / "qwen3", torch.device(device), torch.float32).requires_grad_(True)
+    model.setup(length=32)
+    tokens = torch.randint(0, model.config.vocab_size, (4, 32), device=device)
+
+    def loss() -> torch.Tensor:
+        logits = model(tokens[:, :-1], torch.arange(31, device=device)[None])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    gradients = []
+    for function in (loss, torch.compile(loss)):
+        model.zero_grad()
+        function().backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert error(gradients[1][name], gradient) < 1e-4, name
