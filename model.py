@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         if self.config.window:
             mask &= slots > positions[:, None, :, None] - self.config.window
         x = self.embed(tokens)  # [B, T, D]
-        run = nn.Module.__call__ if torch.is_grad_enabled() else run_shared
+        run = nn.Module.__call__ if torch.is_grad_enabled() else compiled_once
         for layer in self.layers:
             x = run(layer, x, positions, cos, sin, mask, rows)
         if last is not None:
@@ -164,9 +164,9 @@ class Transformer(nn.Module):
 
 
 @torch.compiler.nested_compile_region
-def run_shared(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """Compiled, all layers share the code of one: SmolLM2 is ready in 15 s instead of 61 s on 2 CPU cores. For inference:
-    torch 2.11 to 2.13 computes wrong gradients through such a region, with which training diverges."""
+def compiled_once(layer: nn.Module, *inputs: Tensor) -> Tensor:
+    """Compiled, all layers share the code of one: SmolLM2 is ready in 15 s, not 61 s, on 2 CPU cores. Not for training:
+    torch 2.11 to 2.13 computes wrong gradients through such a region."""
     return layer(*inputs)
 
 

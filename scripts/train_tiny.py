@@ -6,12 +6,12 @@ between two: two minutes on an H200. Each checkpoint is written beside its place
     python scripts/train_tiny.py --measure --eval validation.txt --out checkpoints    # measure the pair that is there
 """
 import argparse
+import io
 import json
 import lzma
 import math
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -42,23 +42,23 @@ def read_stories(path: Path) -> list[str]:
         return [story.strip() for story in text.decode().split("\n\n") if story.strip()]
 
 
-def train_tokenizer(stories: list[str], vocab_size: int, prefix: Path) -> None:
+def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
     """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
     from sentencepiece import SentencePieceTrainer
-    paragraphs = (line for story in stories[:30000] for line in story.split("\n"))
+    paragraphs, model = (line for story in stories[:30000] for line in story.split("\n")), io.BytesIO()
     with blame(Path("sentencepiece")):
         SentencePieceTrainer.train(
-            sentence_iterator=paragraphs, model_prefix=str(prefix), vocab_size=vocab_size, model_type="bpe",
+            sentence_iterator=paragraphs, model_writer=model, vocab_size=vocab_size, model_type="bpe",
             byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=False, character_coverage=0.9999, bos_id=BOS, eos_id=EOS, minloglevel=2)
+    return model.getvalue()
 
 
-def token_stream(stories: list[str], tokenizer_file: Path) -> tuple[Tensor, Tensor]:
+def token_stream(stories: list[str], tokenizer: bytes) -> tuple[Tensor, Tensor]:
     """All stories as one stream [N], and where a row may start: at each story and at each paragraph within one."""
     from sentencepiece import SentencePieceProcessor
-    processor = SentencePieceProcessor(model_file=str(tokenizer_file))
-    stream = [id for ids in processor.encode(stories, add_bos=True, add_eos=True) for id in ids]
-    stream = torch.tensor(stream)
+    processor = SentencePieceProcessor(model_proto=tokenizer)
+    stream = torch.tensor([i for ids in processor.encode(stories, add_bos=True, add_eos=True) for i in ids])
     newline = processor.piece_to_id("<0x0A>")
     return stream, ((stream == BOS) | (stream == newline)).nonzero().squeeze(1)
 
@@ -111,7 +111,7 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
     return model
 
 
-def save(model: Transformer, hf_config: dict, tokenizer_file: Path, out: Path) -> None:
+def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> None:
     """The Hugging Face layout, in bf16; out stands for the whole directory, which appears at once."""
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def save(model: Transformer, hf_config: dict, tokenizer_file: Path, out: Path) -
     weights = {name: ours[parameter].detach()[row:row + shape[0]].bfloat16().cpu().contiguous()
                for name, (parameter, row, shape) in model.config.hf_weights().items()}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    shutil.copy(tokenizer_file, partial / "tokenizer.model")
+    (partial / "tokenizer.model").write_bytes(tokenizer)
     generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
     for name, content in {"config": hf_config, "generation_config": generation}.items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -155,19 +155,18 @@ def measure(directory: Path, text: Path, device: torch.device) -> None:
     print(f"greedy agreement: {(target == draft).float().mean():.1%} of {len(target)} tokens")
 
 
-def train_pair(args: argparse.Namespace, tokenizer: Path, device: torch.device) -> None:
+def train_pair(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     stories, teacher = read_stories(args.text), None
-    train_tokenizer(stories, args.vocab, tokenizer)
-    tokenizer_file = tokenizer.with_suffix(".model")
-    stream, starts = (t.to(device) for t in token_stream(stories, tokenizer_file))
+    tokenizer = train_tokenizer(stories, args.vocab)
+    stream, starts = (t.to(device) for t in token_stream(stories, tokenizer))
     seen = args.steps * args.batch * args.context
     print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens; {seen / len(stream):.1f} times over")
     for name, shape in SHAPES.items():
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
         teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
-        save(teacher, hf_config, tokenizer_file, args.out / name)
+        save(teacher, hf_config, tokenizer, args.out / name)
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 
 
@@ -187,8 +186,7 @@ def main() -> None:
     if not args.measure:
         if not args.text:
             raise UserError("--text is missing: name a file of stories, or give --measure")
-        with tempfile.TemporaryDirectory() as temporary:
-            train_pair(args, Path(temporary) / "tokenizer", device)
+        train_pair(args, device)
     measure(args.out, args.eval, device)
 
 
