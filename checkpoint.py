@@ -45,14 +45,15 @@ def report_errors(main) -> None:
     try:
         main()
         sys.stdout.flush()
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # whoever reads, `head` say, has read enough
         sys.stdout = None
         sys.exit(141)
+    except (UserError, OSError) as error:
+        sys.stdout = None  # it may be what failed
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def find_checkpoint(name: str) -> Path:
@@ -165,8 +166,7 @@ class Tokenizer:
             if isinstance(self.backend, TokenizerJson) and special.get("bos_token"):
                 self.bos = self.backend.id(special["bos_token"])
             self.stops = {self.backend.id(token) for token in (special.get("eos_token"), *CHAT_ENDS) if token}
-            for source in (generation, config):
-                ids = source.get("eos_token_id")
+            for ids in (generation.get("eos_token_id"), config.get("eos_token_id")):
                 self.stops |= set(ids if isinstance(ids, list) else [ids])
             self.stops -= {None}
             self.template = settings.get("chat_template")
@@ -178,7 +178,8 @@ class Tokenizer:
     def encode(self, text: str, rendered: bool = False) -> list[int]:
         """Who adds a beginning of sequence: tokenizer.json's post-processor, unless add_bos_token says otherwise; with
         tokenizer.model alone, we, config.json's bos_token_id; nobody, to text that a chat template rendered."""
-        ids = self.backend.encode(text, post_process=self.add_bos is None and not rendered)
+        with blame(Path("the text")):  # a command line may hold what is not UTF-8
+            ids = self.backend.encode(text, post_process=self.add_bos is None and not rendered)
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if ids and max(ids) >= self.vocab_size:

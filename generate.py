@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, load_model, read_json, report_errors
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, load_model, read_json, report_errors
 from kernels import read_bandwidth, swap_linears
 from model import Config, Sampling, Transformer, choose
 
@@ -128,15 +128,16 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    steps: int = 0
-    seconds: float = 0.0
+    steps: int = 0  # the one of a stop token included
+    first_s: float = 0.0  # when the first step came, since the start
+    seconds: float = 0.0  # when the last one did
 
     def __post_init__(self):
         self.window = self.prompt_tokens[-8:]  # tokens decoded together with new ones, whose spaces depend on them
         self.decoded = len(self.window)  # how many of them have given their text
 
     def add(self, token: int, logprob: float, seconds: float) -> None:
-        self.steps, self.seconds = self.steps + 1, seconds
+        self.steps, self.first_s, self.seconds = self.steps + 1, self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
             self.finish_reason = "stop"
             return
@@ -144,7 +145,7 @@ class Completion:
         self.logprobs.append(logprob)
         self.window.append(token)
         before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
-        if not after.endswith("\ufffd"):  # else the last character is not whole yet
+        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is not whole yet
             self.text += after[len(before):]
             self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
         ends = [at for stop in self.stop_texts if (at := self.text.find(stop)) >= 0]
@@ -168,7 +169,7 @@ def show(completions: list[Completion]) -> Iterator[None]:
         while True:
             text = completion.visible()
             if completion.heading != completion.prompt:  # the text stands alone: no space before its first word
-                text = text.lstrip()
+                text = text.lstrip(" ")
             sys.stdout.write(text[shown:])
             sys.stdout.flush()
             shown = len(text)
@@ -178,97 +179,92 @@ def show(completions: list[Completion]) -> Iterator[None]:
         sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
 
 
-@dataclass
-class Timing:
-    """Of one run, or of all answers of a chat."""
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
-    decode_steps: int = 0
-    decode_tokens: int = 0  # of all rows, after the first of each
-
-
-def complete(generator: Generator, completions: list[Completion], printing: Iterator, timing: Timing, start: int = 0):
+def complete(generator: Generator, completions: list[Completion], printing: Iterator, start: int = 0) -> None:
     """Generate until each completion has ended; `start` tokens of the prompts are in the cache already."""
     next(printing, None)
-    begun, first = time.perf_counter(), None
+    begun = time.perf_counter()
     prompts = [completion.prompt_tokens[start:] for completion in completions[::generator.samples]]
     for tokens, logprobs in generator.generate(prompts, completions[0].limit, start):
-        now = time.perf_counter() - begun
-        first = first or now
+        seconds = time.perf_counter() - begun
         for completion, token, logprob in zip(completions, tokens, logprobs):
             if not completion.finish_reason:
-                completion.add(token, logprob, now)
+                completion.add(token, logprob, seconds)
         next(printing, None)
         if all(completion.finish_reason for completion in completions):
             break
-    timing.first_token_s = first
-    timing.decode_s += now - first
-    timing.decode_steps += max(completion.steps for completion in completions) - 1
-    timing.decode_tokens += sum(max(0, len(completion.tokens) - 1) for completion in completions)
 
 
-def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse.Namespace, timing: Timing) -> None:
+def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse.Namespace) -> list[Completion]:
     """Answer line by line; without a chat template, continue the text so far and the line typed."""
     with suppress(ImportError):
         import readline  # noqa: F401: input() then edits lines and recalls them
     hint = "Ctrl-C stops an answer, Ctrl-D leaves."
     print(hint if tokenizer.template else f"{hint} No chat template: your text is continued.", file=sys.stderr)
-    messages, text, cached = [], "", []
+
+    def encode(messages: list[dict]) -> list[int]:
+        if tokenizer.template:
+            return tokenizer.encode(tokenizer.render(messages), rendered=True)
+        return tokenizer.encode("".join(message["content"] for message in messages))
+
+    messages, cached, answers = [], [], []
     while True:
         try:
             line = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
         except EOFError:
-            return
+            return answers
         except KeyboardInterrupt:
             print()
             continue
         if not line.strip():
             continue
-        messages, text = [*messages, dict(role="user", content=line)], text + line
+        messages.append(dict(role="user", content=line))
         try:
-            rendered = tokenizer.render(messages) if tokenizer.template else text
-            tokens = tokenizer.encode(rendered, rendered=bool(tokenizer.template))
+            tokens = encode(messages)
+            if len(tokens) >= length and len(messages) > 1:
+                print(f"the chat fills the {length} tokens of --max-seq-length and starts afresh", file=sys.stderr)
+                messages = messages[-1:]
+                tokens = encode(messages)
             if len(tokens) >= length:
-                raise UserError(f"{len(tokens)} tokens exceed {length}, the --max-seq-length: the chat starts afresh")
+                raise UserError(f"{len(tokens)} tokens leave no room in {length}: shorten, or raise --max-seq-length")
         except UserError as error:
             print(error, file=sys.stderr)
-            messages, text = [], ""
+            messages = []
             continue
         start = len(os.path.commonprefix([cached, tokens[:-1]]))  # the last token is read again: its logits are wanted
         limit = min(args.max_new_tokens or length, length - len(tokens))
         answer = Completion(line, tokens, tokenizer, limit, args.stop)
         printing = show([answer])
-
-        def interrupt(*_):
-            answer.finish_reason = "interrupted"
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the program
-
-        signal.signal(signal.SIGINT, interrupt)
-        complete(generator, [answer], printing, timing, start)
+        signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))  # ends after this step
+        complete(generator, [answer], printing, start)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        answers.append(answer)
         cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
-        messages.append(dict(role="assistant", content=answer.text))
-        text = "" if answer.finish_reason == "stop" else text + answer.text + "\n"
+        messages.append(dict(role="assistant", content=answer.text if tokenizer.template else answer.text + "\n"))
+        if not tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the text is told
+            messages = []
 
 
-def report(generator: Generator, completions: list[Completion], timing: Timing, **known) -> dict:
-    """The JSON line, part of which is the table on stderr."""
+def report(generator: Generator, runs: list[list[Completion]], **known) -> dict:
+    """The JSON line, part of which is the table on stderr; runs: the batch, or each answer of a chat."""
     model, device = generator.model, generator.device
     weights = sum(p.nbytes for p in model.parameters())
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
-    rate = weights * timing.decode_steps / max(timing.decode_s, 1e-9)
+    completions = [completion for run in runs for completion in run]
+    decode_steps = sum(max(c.steps for c in run) - 1 for run in runs)
+    decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
+    rate = weights * decode_steps / decode_s
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     ceiling = read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
-    per_token = [1e3 * (c.seconds - timing.first_token_s) / (c.steps - 1) for c in ended] or [None]
+    per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
                     finish_reason=c.finish_reason, seconds=c.seconds,
                     mean_logprob=sum(c.logprobs) / len(c.logprobs) if c.tokens else None) for c in completions]
     return known | dict(
         device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), quantize=None, world_size=1,
-        batch=len(completions), samples=samples, first_token_s=timing.first_token_s,
-        decode_tokens_per_s=timing.decode_tokens / max(timing.decode_s, 1e-9),
+        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
         bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=None)
@@ -333,12 +329,12 @@ def parse_args() -> argparse.Namespace:
     add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line")
     add("--interactive", action="store_true", help="chat, or continue your text if there is no chat template")
     add("--chat", action="store_true", help="put each prompt into the chat template")
-    add("--max-new-tokens", type=within(int, 1), metavar="N", help="default: 256, or what the context leaves")
+    add("--max-new-tokens", type=within(int, 1), metavar="N", help="default: 256; in a chat, what the context leaves")
     add("--temperature", type=within(float, 0, 100), help="0: greedy (default: generation_config.json's, else 0.8)")
     add("--top-k", type=within(int, 0), metavar="K", help="0: off (default: generation_config.json's, else 0)")
     add("--top-p", type=within(float, 1e-6, 1), metavar="P", help="1: off (default: generation_config.json's, else 1)")
     add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text")
-    add("--num-samples", type=within(int, 1), default=1, metavar="N", help="completions of each prompt, as one batch")
+    add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N", help="completions of each prompt")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
     add("--compile", action="store_true", help="torch.compile: a wait first, then several times faster")
     add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
@@ -353,13 +349,11 @@ def parse_args() -> argparse.Namespace:
         parser.error("--stop: an empty text would end everything at once")
     if args.interactive and (args.prompt or args.prompt_file or args.json or args.num_samples > 1):
         parser.error("--interactive does not go with --prompt, --prompt-file, --json and --num-samples")
-    if args.profile and not args.profile.absolute().parent.is_dir():
-        parser.error(f"--profile {args.profile}: no such directory")
+    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+        parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
     if args.prompt_file:
-        try:
-            lines = [line for line in args.prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            parser.error(f"--prompt-file {args.prompt_file}: {error}")
+        with blame(args.prompt_file):
+            lines = [line for line in args.prompt_file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         if not lines:
             parser.error(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
         args.prompt += lines
@@ -369,8 +363,6 @@ def parse_args() -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[Completion]:
     """A completion for each prompt and sample, with its tokens and its room."""
-    if args.chat and not tokenizer.template:
-        raise UserError(f"--chat: {args.checkpoint} has no chat template; without --chat the prompt is continued")
     encoded = [tokenizer.encode(tokenizer.render([dict(role="user", content=prompt)]), rendered=True) if args.chat
                else tokenizer.encode(prompt) for prompt in args.prompt]
     if [] in encoded:
@@ -392,6 +384,7 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
+    sys.stdout.reconfigure(errors="replace")  # not all terminals show all of Unicode
     args = parse_args()
     device = find_device(args.device)
     dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
@@ -400,24 +393,24 @@ def main() -> None:
         raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")
     directory = find_checkpoint(args.checkpoint)
     config, tokenizer = load_config(directory), Tokenizer(directory)
-    published = read_json(directory / "generation_config.json", {})
-    asked = {key: published.get(key) if getattr(args, key) is None else getattr(args, key)
-             for key in ("temperature", "top_k", "top_p")}
-    sampling = Sampling(**{key: value for key, value in asked.items() if value is not None})
+    if args.chat and not tokenizer.template:
+        raise UserError(f"--chat: {args.checkpoint} has no chat template; without --chat the prompt is continued")
+    with blame(directory / "generation_config.json"):
+        asked = read_json(directory / "generation_config.json", {}), vars(args)
+        sampling = Sampling(**{key: value for source in asked for key, value in source.items()
+                               if key in ("temperature", "top_k", "top_p") and value is not None})
     limit = args.max_seq_length or config.context
     if limit > config.context:
         raise UserError(f"--max-seq-length {limit}: the model's context is {config.context}")
     if args.interactive:
+        sys.stdin.reconfigure(errors="replace")
         completions, prompts, length = [], 1, args.max_seq_length or min(limit, 8192)
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
     advice = check_memory(config, prompts * args.num_samples, length, device, dtype)
 
-    profiler, timing, begun = nullcontext(), Timing(), time.perf_counter()
-    if args.profile:
-        from torch.profiler import profile
-        profiler = profile()
+    profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:
         model = load_model(directory, device, dtype, progress=not args.quiet)
         loaded = time.perf_counter()
@@ -428,20 +421,25 @@ def main() -> None:
         torch.seed() if args.seed is None else torch.manual_seed(args.seed)
         with profiler:
             if args.interactive:
-                chat(generator, tokenizer, length, args, timing)
+                runs = [[answer] for answer in chat(generator, tokenizer, length, args) if answer.steps]
             else:
-                complete(generator, completions, iter(()) if args.json else show(completions), timing)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise UserError(advice) from None
+                complete(generator, completions, iter(()) if args.json else show(completions))
+                runs = [completions]
+    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
+        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+            raise UserError(advice) from None
+        raise
     if args.profile:
         partial = args.profile.with_stem(args.profile.stem + ".partial")
         profiler.export_chrome_trace(str(partial))
         partial.replace(args.profile)
-    result = report(generator, completions, timing, checkpoint=args.checkpoint, load_s=loaded - begun,
+    if not runs:
+        return
+    result = report(generator, runs, checkpoint=args.checkpoint, load_s=loaded - begun,
                     compile_s=ready - loaded if args.compile else 0.0)
     if args.json:
         print(json.dumps(result))
-    if not args.quiet and timing.decode_steps:
+    if not args.quiet:
         print("\n" + table(result), file=sys.stderr)
 
 

@@ -54,10 +54,10 @@ class Config:
             if (found := {**rope, **hf}.get(key, want)) != want:
                 raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
 
-        def number(key: str, default: float | None = None, of: dict = hf):
+        def number(key: str, default: int | None = None, of: dict = hf, kind: type = int):
             value = of.get(key) or default
-            if not isinstance(value, (int, float)) or value <= 0:
-                raise ValueError(f"{key}={of.get(key)!r}: want a number above 0")
+            if not isinstance(value, (int, kind)) or value <= 0:
+                raise ValueError(f"{key}={of.get(key)!r}: want {kind.__name__} above 0")
             return value
 
         dim, heads = number("hidden_size"), number("num_attention_heads")
@@ -70,11 +70,13 @@ class Config:
             dim=dim, n_layer=number("num_hidden_layers"), n_head=heads, n_kv_head=kv_heads,
             head_dim=number("head_dim", default=dim // heads),
             ffn_dim=number("intermediate_size"), vocab_size=number("vocab_size"),
-            context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps"),
-            rope_theta=number("rope_theta", of=rope),
-            rope_scaling={key: number(key, of=rope) for key in LLAMA3_ROPE} if rope_type == "llama3" else None,
+            context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps", kind=float),
+            rope_theta=number("rope_theta", of=rope, kind=float),
+            rope_scaling=None if rope_type == "default" else {
+                key: number(key, of=rope, kind=float) for key in LLAMA3_ROPE},
             qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
-            window=hf.get("sliding_window") if kind == "mistral" else None, tied=hf.get("tie_word_embeddings", False))
+            window=number("sliding_window") if kind == "mistral" and hf.get("sliding_window") else None,
+            tied=hf.get("tie_word_embeddings", False))
 
     def hf_weights(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
         """Hugging Face's name of each tensor -> our parameter, its row where the tensor starts, the tensor's shape.
@@ -256,6 +258,10 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
 
+    def __post_init__(self):
+        if not (0 <= self.temperature <= 100 and isinstance(self.top_k, int) and 0 < self.top_p <= 1):
+            raise ValueError(f"{self}: want temperature from 0 to 100, a whole top_k, top_p above 0 and up to 1")
+
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution that tokens are drawn from: logits [..., V] after temperature, then top-k, then top-p."""
@@ -274,7 +280,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
     logits = logits.float()
-    if sampling.temperature == 0:
+    if sampling.temperature < 1e-5:  # a quotient by less overflows
         tokens = logits.argmax(-1)
     else:  # of clocks with exponential waits of rates p, the i-th rings first with probability p[i]; multinomial blocks
         probs = probabilities(logits, sampling)

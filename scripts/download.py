@@ -9,10 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import find_checkpoint, report_errors  # noqa: E402
+from generate import Parser  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="a Hub id, owner/name; gated ones need `hf auth login` first")
     print(find_checkpoint(parser.parse_args().checkpoint))
 

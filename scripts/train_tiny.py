@@ -22,7 +22,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import Tokenizer, UserError, blame, load_config, load_model, report_errors  # noqa: E402
+from checkpoint import Tokenizer, UserError, blame, load_model, report_errors  # noqa: E402
+from generate import Parser  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
@@ -39,7 +40,7 @@ BOS, EOS = 1, 2
 def read_stories(path: Path) -> list[str]:
     with blame(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
-        return [story.strip() for story in text.decode().split("\n\n") if story.strip()]
+        return [story.strip() for story in text.decode().replace("\r\n", "\n").split("\n\n") if story.strip()]
 
 
 def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
@@ -135,16 +136,17 @@ def measure(directory: Path, text: Path, device: torch.device) -> None:
     and on how many of their tokens the draft's greedy choice is the target's."""
     with blame(text):
         paragraphs = [line for line in text.read_text(encoding="utf-8").split("\n") if len(line) > 100][:200]
+    if not paragraphs:
+        raise UserError(f"--eval {text}: no line of over 100 characters in it")
     choices = {}
     for name in SHAPES:
         path = directory / name
-        config = load_config(path)
-        tokenizer = Tokenizer(path)
+        encoded = list(map(Tokenizer(path).encode, paragraphs))
         model = load_model(path, device, torch.float32)
-        model.setup(config.context)
+        model.setup(max(map(len, encoded)))
         nats, choices[name] = 0.0, []
-        for paragraph in paragraphs:
-            ids = torch.tensor(tokenizer.encode(paragraph), device=device)[None]
+        for ids in encoded:
+            ids = torch.tensor(ids, device=device)[None]
             logits = model(ids[:, :-1], torch.arange(ids.shape[1] - 1, device=device)[None])[0]
             nats += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
             choices[name].append(logits.argmax(-1))
@@ -171,7 +173,7 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
     parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
     parser.add_argument("--out", type=Path, default=Path("checkpoints"))

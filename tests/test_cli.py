@@ -103,6 +103,28 @@ def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     assert outs == {cli("--max-new-tokens", "30", "--temperature", "0")[1]}
 
 
+@pytest.mark.parametrize("values", [
+    {"temperature": "hot"}, {"temperature": -1}, {"top_k": 50.5}, {"top_p": 0}, {"top_p": "all"}, {"temperature": 1e9}])
+def test_absurd_sampling_in_generation_config_is_one_line(cli, tmp_path, values):
+    directory = shutil.copytree(TINY, tmp_path / "absurd")
+    (directory / "generation_config.json").write_text(json.dumps(values))
+    code, out, err = cli("--checkpoint", directory)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "generation_config.json" in err
+
+
+def test_a_full_disk_is_one_line():
+    command = f"{sys.executable} {ROOT / 'generate.py'} --max-new-tokens 9 --quiet > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+def test_prompt_file_from_another_system(cli, tmp_path):
+    """A byte order mark, CRLF, and characters that str.splitlines would cut at."""
+    (tmp_path / "prompts.txt").write_bytes("\ufeffOnce upon a time\r\nOne\u2028day\r\n".encode())
+    result = json.loads(cli("--prompt-file", tmp_path / "prompts.txt", "--max-new-tokens", "2", "--json")[1])
+    assert [sample["prompt"] for sample in result["samples"]] == ["Once upon a time", "One\u2028day"]
+
+
 def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     directory = shutil.copytree(TINY, tmp_path / "chatty")
     (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }} upon a time")
@@ -137,6 +159,9 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--stop", ""], "--stop"),
     (["--interactive", "--json"], "--interactive"),
     (["--profile", "no/such/dir/trace.json"], "no/such/dir"),
+    (["--profile", "/tmp"], "--profile /tmp"),
+    (["--prompt", "\udcff is not UTF-8"], "the text"),
+    (["--interactive", "--chat"], "has no chat template"),
     (["--num-samples", "99999"], "out of memory"),
     (["--frobnicate"], "--frobnicate"),
 ])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import generate
 from checkpoint import Tokenizer, load_model
-from generate import TINY, Completion, Generator, Timing, chat, complete, show
+from generate import TINY, Completion, Generator, chat, complete, show
 from model import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -128,6 +128,16 @@ def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
     assert completion.text == " a time"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_streamed_text_equals_the_text_decoded_at_once(tokenizer, seed):
+    """Random tokens, with a beginning of sequence, which has no text of its own, strewn among them."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(259, tokenizer.vocab_size, (60,), generator=random)
+    tokens[torch.rand(60, generator=random) < 0.1] = 1
+    completion, _ = completion_of(tokens.tolist(), tokenizer)
+    assert completion.text == tokenizer.decode(tokens.tolist())
+
+
 def test_stop_token_ends_and_does_not_show(tokenizer):
     completion, seen = completion_of([*tokenizer.encode("The end.")[1:], 2, 400], tokenizer)
     assert (completion.text, completion.finish_reason) == ("The end.", "stop") and 2 not in completion.tokens
@@ -175,11 +185,12 @@ def test_streams_from_the_first_token(tokenizer, capsys):
     shown = []
     add = completion.add
     completion.add = lambda *args: shown.append(capsys.readouterr().out) or add(*args)
-    complete(generator, [completion], show([completion]), Timing())
+    complete(generator, [completion], show([completion]))
     assert shown[:3] == ["Once upon a time", ",", " there"]
 
 
-def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300, on_prefill=lambda width: None):
+def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300, stop=(),
+             on_prefill=lambda width: None):
     """A chat with these lines typed; returns what stdout showed and the width of each prefill."""
     generator = Generator(tiny(), length, GREEDY)
     typed, widths, prefill = iter(lines), [], generator.prefill
@@ -199,7 +210,7 @@ def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300
 
     generator.prefill = watch
     monkeypatch.setattr("builtins.input", type_line)
-    chat(generator, tokenizer, length, Namespace(max_new_tokens=12, stop=[]), Timing())
+    chat(generator, tokenizer, length, Namespace(max_new_tokens=12, stop=stop))
     return capsys.readouterr().out, widths
 
 
@@ -239,9 +250,19 @@ def test_a_conversation_too_long_starts_afresh(monkeypatch, capsys, chatty):
     assert len(widths) == 1 and out.strip()
 
 
+def test_a_conversation_that_grew_too_long_goes_on_with_its_last_line(monkeypatch, capsys, chatty):
+    out, widths = converse(monkeypatch, capsys, chatty, ["Hello fox", "Where is the tree?", "And then?"], length=48)
+    assert len(widths) == len(out.strip().split("\n")) == 3
+
+
 def test_without_a_template_the_text_is_continued(monkeypatch, capsys, tokenizer):
     out, widths = converse(monkeypatch, capsys, tokenizer, ["Once upon a time", "Then"])
     assert out.startswith(", there was") and widths[1] <= 6
+
+
+def test_a_stop_text_does_not_end_the_story_that_is_continued(monkeypatch, capsys, tokenizer):
+    _, widths = converse(monkeypatch, capsys, tokenizer, ["Once upon a time", "dog"], stop=["little"])
+    assert widths[1] > len(tokenizer.encode("dog"))  # the text so far is read, too
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():
