@@ -6,7 +6,6 @@ Generate text with a Llama-family checkpoint.
     python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile --interactive
 
 Text goes to stdout as it comes, everything else to stderr; with --json, stdout is one JSON object on one line.
-Shapes: B rows of the batch, P prompts (B = P x samples), T tokens of the longest prompt, V vocabulary.
 """
 import argparse
 import json
@@ -48,7 +47,9 @@ def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slot
 
 
 class Generator:
-    """A model with caches for `prompts` x `samples` rows of `length` tokens, its prefill and its decode function."""
+    """A model with caches for `prompts` x `samples` rows of `length` tokens, its prefill and its decode function.
+
+    Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  compile: bool = False, kernels: bool = True):
@@ -336,7 +337,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text")
     add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N", help="completions of each prompt")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
-    add("--compile", action="store_true", help="torch.compile: a wait first, then several times faster")
+    add("--compile", action="store_true", help="torch.compile: a wait first, then faster")
     add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
     add("--max-seq-length", type=within(int, 2), metavar="N", help="prompt and new tokens at most")
     add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
