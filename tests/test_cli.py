@@ -17,9 +17,10 @@ TINY = ROOT / "checkpoints" / "tiny"
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
-    """Runs generate.py with these arguments in this process; returns exit code, stdout, stderr."""
+    """Runs generate.py with these arguments in this process, on the CPU; returns exit code, stdout, stderr."""
     def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
+        device = () if "--device" in args else ("--device", "cpu")
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args), *device])
         code = 0
         try:
             report_errors(generate.main)
