@@ -405,7 +405,7 @@ def main() -> None:
         raise UserError(f"--max-seq-length {limit}: the model's context is {config.context}")
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        completions, prompts, length = [], 1, args.max_seq_length or min(limit, 8192)
+        prompts, length = 1, args.max_seq_length or min(limit, 8192)
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
