@@ -26,24 +26,29 @@ import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, load_model, read_json, report_errors
-from kernels import read_bandwidth, swap_linears
+from fast import fast_choose, fast_path, swap_linears
+from kernels import read_bandwidth, triton
 from model import Config, Sampling, Transformer, choose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 GIB = 2 ** 30
+PREFILL_TOKENS = 4096  # at a time, prompts counted in
 
 
 def prefill(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor, sampling: Sampling,
-            samples: int):
-    """tokens [P, T], padded on the right, at positions [1, T]; last [P], their last columns -> choose's, of B rows."""
-    return choose(model(tokens, positions, slots, last).repeat_interleave(samples, dim=0), sampling)
+            choose: Callable, samples: int) -> Tensor:
+    """tokens [P, T], padded on the right, at positions [1, T]; last [P], their last columns -> as decode_one_token."""
+    return torch.stack(choose(model(tokens, positions, slots, last).repeat_interleave(samples, dim=0), sampling))
 
 
-def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling):
-    """tokens, positions [B] -> the next tokens, their log-probabilities and their positions, [B] each."""
-    logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)
-    return *choose(logits, sampling), positions + 1
+def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling,
+                     choose: Callable) -> Tensor:
+    """tokens, positions [B] -> the next tokens and their log-probabilities [2, B]; moves tokens and positions on."""
+    chosen = torch.stack(choose(model(tokens[:, None], positions[:, None], slots).squeeze(1), sampling))
+    tokens.copy_(chosen[0])  # floats hold them exactly: up to 2 ** 24
+    positions += 1
+    return chosen
 
 
 class Generator:
@@ -53,49 +58,63 @@ class Generator:
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  compile: bool = False, kernels: bool = True):
-        self.model, self.sampling, self.samples, self.compiled = model, sampling, samples, compile
+        self.model, self.decoder, self.sampling, self.samples, self.compiled = model, model, sampling, samples, compile
         self.device = model.embed.weight.device
-        self.prefill, self.decode = prefill, decode_one_token
+        self.decode, self.choose = decode_one_token, choose
+        self.tokens, self.positions = (
+            torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
         # A slot more for a prompt of one token, padded to two, 8 that stay unseen, and a multiple of 8, which attention
         # kernels want of a mask's rows.
         model.setup((length + 16) // 8 * 8, prompts * samples)
         if compile:
             torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
             torch._dynamo.config.specialize_float = True  # dynamic=True is for the prompt's length alone
-            self.prefill = torch.compile(prefill, dynamic=True, fullgraph=True)
+            torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal once need not stay so
+            for layer in model.layers:  # prefill: the code of one layer serves all; decode: one graph
+                layer.compile(dynamic=True, fullgraph=True)
             self.decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
             if kernels and self.device.type == "cpu":
                 swap_linears(model)
+            if kernels and self.device.type == "cuda" and triton and model.embed.weight.itemsize == 2:
+                self.decoder = fast_path(model)
+                if sampling.top_p == 1:
+                    self.choose = fast_choose
+            for state in (self.tokens, self.positions):  # the graph then changes them where they are
+                torch._dynamo.mark_static_address(state)
             for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
                 pass
 
     def slots(self, n: int) -> Tensor:
         """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
-        never all, as torch.compile makes a case of its own of that."""
+        never all, as torch.compile makes a case of its own of that. The kernels look by themselves."""
+        if self.decoder is not self.model:
+            return self.model.slots[:0]
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
         if self.compiled:
             torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
     @torch.no_grad()
-    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tokens and log-probabilities [B] of each step, on the device."""
-        width = max(2, *map(len, prompts))  # dynamic=True would compile once more for a width of 1
+    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
+        """The tokens and log-probabilities [2, B] of each step, on the device; the next step overwrites them."""
+        size = max(2, PREFILL_TOKENS // len(prompts))  # columns at a time: memory does not grow with the prompt
+        width = max(2, *map(len, prompts))
+        width += width % size == 1  # dynamic=True would compile once more for a width of 1
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         positions = torch.arange(start, start + width, device=self.device)[None]
-        if self.compiled:  # a batch is one size throughout
-            for tensor in (tokens, last):
-                torch._dynamo.mark_static(tensor, 0)
-        slots = self.slots(start + width)
-        tokens, logprobs = self.prefill(self.model, tokens, positions, slots, last, self.sampling, self.samples)
+        chosen = 0
+        for at in range(0, width, size):
+            piece, end = tokens[:, at:at + size], (last - at).clamp(0, size - 1)
+            slots, places = self.slots(start + at + size), positions[:, at:at + size]
+            fresh = prefill(self.model, piece, places, slots, end, self.sampling, self.choose, self.samples)
+            chosen = torch.where((last // size == at // size).repeat_interleave(self.samples), fresh, chosen)
         self.model.repeat_rows(self.samples)
-        yield tokens, logprobs
-        positions = (start + 1 + last).repeat_interleave(self.samples)
+        yield chosen
+        self.tokens.copy_(chosen[0])
+        self.positions.copy_((start + 1 + last).repeat_interleave(self.samples))
         for n in range(start + width + 1, start + width + new_tokens):
-            tokens, positions = tokens.clone(), positions.clone()  # the next replay of the graph overwrites its outputs
-            tokens, logprobs, positions = self.decode(self.model, tokens, positions, self.slots(n), self.sampling)
-            yield tokens, logprobs
+            yield self.decode(self.decoder, self.tokens, self.positions, self.slots(n), self.sampling, self.choose)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, start: int = 0) -> Iterator[tuple[list, list]]:
         """The tokens and log-probabilities of each step, on the host; `start` tokens before the prompts' are cached.
@@ -103,8 +122,8 @@ class Generator:
         A GPU's are handed over once the step after theirs is launched: it computes while the host looks."""
         cuda = self.device.type == "cuda"
 
-        def to_host(step: tuple[Tensor, Tensor]):
-            host = [torch.empty_like(t, device="cpu", pin_memory=cuda).copy_(t, non_blocking=cuda) for t in step]
+        def to_host(chosen: Tensor):
+            host = torch.empty_like(chosen, device="cpu", pin_memory=cuda).copy_(chosen, non_blocking=cuda)
             return host, torch.cuda.current_stream().record_event() if cuda else None
 
         steps = map(to_host, self.steps(prompts, new_tokens, start))
@@ -113,7 +132,7 @@ class Generator:
         for host, copied in steps:
             if copied:
                 copied.synchronize()
-            yield tuple(t.tolist() for t in host)
+            yield [int(token) for token in host[0].tolist()], host[1].tolist()
 
 
 @dataclass

@@ -1,6 +1,16 @@
 """
-What torch.compile does not find by itself, beside its plain twin; generate.py swaps it in with --compile.
+Triton kernels of the GPU decode path, each beside its plain twin; fast.py puts them together.
+
+At batch 1 a launch is over in 10 to 40 us, and what counts is that memory never idles in between. With programmatic
+dependent launch (compute capability 9.0) a kernel starts while the one before drains, and its first weights are on
+their way before it waits for its input.
+
+Shapes: M = B x T rows of B sequences and T new tokens, K inputs, N outputs; in attention H query heads, K kv heads,
+G = H / K, E head dim, L cache length.
 """
+import functools
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,48 +18,561 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no GPU build of PyTorch: nothing here needs it then
-    triton = None
+    from triton import jit
+    from triton.language import constexpr
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # no GPU build of PyTorch: the plain twins serve
+    triton = constexpr = None
+
+    def jit(kernel):
+        return None
 
 
-class RowLinear(nn.Module):
-    """nn.Linear, for one row on a CPU as a product and a sum, which torch.compile fuses into one pass over the weights.
+@jit
+def row_kernel(x, w, norm, bias, residual, out, N, K, eps,
+               GATED: constexpr, BN: constexpr, BK: constexpr, STAGES: constexpr, PDL: constexpr):
+    """One row of linear(). A program takes BN rows of w at a time, whole, through a ring of STAGES - 1 tiles."""
+    k = tl.arange(0, BK)
+    inside = k < K
+    i = tl.arange(0, BN)
+    N_OUT = N // 2 if GATED else N
+    STEP: constexpr = BN // 2 if GATED else BN
+    if PDL:
+        gdc_launch_dependents()
+    if norm is not None:
+        g = tl.load(norm + k, mask=inside, other=0).to(tl.float32)
+    xs = tl.zeros((BK,), tl.float32)
+    scale = 1.0
+    first = tl.program_id(0) * STEP
+    for n0 in tl.range(first, N_OUT, tl.num_programs(0) * STEP, num_stages=STAGES):
+        if GATED:  # a gate's row, its up's row, the next gate's ...
+            rows = tl.minimum(n0 + i // 2, N_OUT - 1) + i % 2 * N_OUT
+        else:
+            rows = tl.minimum(n0 + i, N_OUT - 1)
+        at = w + rows.to(tl.int64)[:, None] * K + k[None, :]
+        tile = tl.load(at, mask=inside[None, :], other=0, eviction_policy="evict_first")
+        if n0 == first:  # within the loop, so that the compiler puts the first tiles' loads before the wait
+            if PDL:
+                gdc_wait()
+            xs = tl.load(x + k, mask=inside, other=0).to(tl.float32)
+            if norm is not None:
+                scale = tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
+                xs *= g
+        y = tl.sum(tile.to(tl.float32) * xs[None, :], 1) * scale
+        if bias is not None:
+            y += tl.load(bias + rows)
+        n = n0 + tl.arange(0, STEP)
+        if GATED:
+            gate, up = tl.split(tl.reshape(y, (STEP, 2)))
+            y = gate / (1 + tl.exp(-gate)) * up
+        if residual is not None:
+            y += tl.load(residual + n, mask=n < N_OUT, other=0)
+        tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N_OUT)
 
-    It reads them at 30 to 48 GB/s, MKL's matrix-vector product at 16 (fp32, 2 cores of an AMD EPYC): SmolLM2-135M
-    decodes at 79 tokens/s instead of 32. Several rows, and eager code, take the plain twin."""
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+@jit
+def rows_kernel(x, w, bias, residual, out, M, N, K,
+                GATED: constexpr, BM: constexpr, BN: constexpr, BK: constexpr, STAGES: constexpr,
+                PDL: constexpr):
+    """Several rows of linear(), without norm: w's tiles are the left operand of the matrix unit, which takes 8 rows of
+    x for the price of one."""
+    i = tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    N_OUT = N // 2 if GATED else N
+    STEP: constexpr = BN // 2 if GATED else BN
+    n0 = tl.program_id(0) * STEP
+    if GATED:
+        rows = tl.minimum(n0 + i // 2, N_OUT - 1) + i % 2 * N_OUT
+    else:
+        rows = tl.minimum(n0 + i, N_OUT - 1)
+    at_w = w + rows.to(tl.int64)[:, None] * K
+    at_x = x + m[None, :] * K
+    if PDL:
+        gdc_launch_dependents()
+    k = tl.arange(0, BK)
+    ahead = tl.load(at_w + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k0 in tl.range(BK, K, BK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BK)
+        tile = tl.load(at_w + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first")
+        xs = tl.load(at_x + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0)
+        acc = tl.dot(tile, xs, acc)
+    k = tl.arange(0, BK)
+    xs = tl.load(at_x + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0)
+    acc = tl.dot(ahead, xs, acc)
+    if bias is not None:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    n = n0 + tl.arange(0, STEP)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (STEP, 2, BM)), (0, 2, 1)))
+        acc = gate / (1 + tl.exp(-gate)) * up
+    at = m[None, :] * N_OUT + n[:, None]
+    inside = (n < N_OUT)[:, None] & (m < M)[None, :]
+    if residual is not None:
+        acc += tl.load(residual + at, mask=inside, other=0)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]"""
-        N, K = self.weight.shape
-        if not torch.compiler.is_compiling() or x.numel() != K:
-            return F.linear(x, self.weight, self.bias)
-        y = (self.weight.float() * x.view(K).float()).sum(-1)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], N)
+
+@jit
+def norm_kernel(x, weight, out, K, eps, BK: constexpr, PDL: constexpr):
+    """RMSNorm of one row a program."""
+    k = tl.arange(0, BK)
+    if PDL:
+        gdc_launch_dependents()
+    g = tl.load(weight + k, mask=k < K, other=0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    at = tl.program_id(0) * K + k
+    xs = tl.load(x + at, mask=k < K, other=0).to(tl.float32)
+    y = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * g
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=k < K)
 
 
-def swap_linears(model: nn.Module) -> None:
-    """Put a RowLinear in the place of each nn.Linear; the weights stay where they are."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                setattr(module, name, RowLinear(child))
+@jit
+def turned(x, swapped, e, cos, sin, norm, eps, E: constexpr):
+    """Heads x [rows, E], normed if there is a norm, and turned by rope; swapped: x with its halves exchanged."""
+    half: constexpr = E // 2
+    x = x.to(tl.float32)
+    swapped = swapped.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
+        x *= scale * tl.load(norm + e, mask=e < E, other=0).to(tl.float32)[None, :]
+        other = tl.where(e < half, e + half, e - half)
+        swapped *= scale * tl.load(norm + other, mask=e < E, other=0).to(tl.float32)[None, :]
+    return x * cos + tl.where(e < half, -swapped, swapped) * sin
 
 
-if triton:
-    @triton.jit
-    def read_chunk(addresses, sums, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-        """Sum one chunk of 8-byte words; a sum that is stored, or the reads would be left out."""
-        words = tl.multiple_of(tl.load(addresses + tl.program_id(0)), 16).to(tl.pointer_type(tl.int64))
-        total = tl.zeros((BLOCK,), tl.int64)
-        for at in range(0, BYTES // 8, BLOCK):
-            total += tl.load(words + at + tl.arange(0, BLOCK))
-        tl.store(sums + tl.program_id(0), tl.sum(total))
+@jit
+def attend(q, k, v, visible, scale, top, total, acc):
+    """A tile of the online softmax (FlashAttention-2, arXiv 2307.08691): q [BM, E], k [E, BL], v [BL, E]."""
+    s = tl.where(visible, tl.dot(q, k) * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    keep = tl.exp2(top - new)
+    return new, total * keep + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * keep[:, None])
+
+
+@jit
+def combine(tops, parts, first, splits, r, real, BE: constexpr, BS: constexpr):
+    """Rows r of the softmax whose parts `first` .. first + splits - 1 were computed apart; always in the same order."""
+    e = tl.arange(0, BE)
+    top = tl.full(r.shape, -1e30, tl.float32)
+    total = tl.zeros(r.shape, tl.float32)
+    acc = tl.zeros((r.shape[0], BE), tl.float32)
+    for s0 in range(0, splits, BS):
+        s = s0 + tl.arange(0, BS)
+        there = (s < splits)[:, None] & real[None, :]
+        row = (first + s)[:, None] * r.shape[0] + r[None, :]
+        part_top = tl.load(tops + row * 2, mask=there, other=-1e30)
+        part_total = tl.load(tops + row * 2 + 1, mask=there, other=0)
+        part = tl.load(parts + row[:, :, None] * BE + e[None, None, :], mask=there[:, :, None], other=0)
+        new = tl.maximum(top, tl.max(part_top, 0))
+        keep = tl.exp2(top - new)
+        weight = tl.exp2(part_top - new[None, :])
+        total = total * keep + tl.sum(part_total * weight, 0)
+        acc = acc * keep[:, None] + tl.sum(part * weight[:, :, None], 0)
+        top = new
+    return acc / total[:, None]
+
+
+@jit
+def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, out, tops, parts, arrived,
+                     T, L, position_stride, scale, eps,
+                     G: constexpr, KV: constexpr, E: constexpr, BE: constexpr, WINDOW: constexpr,
+                     NEW: constexpr, SPLITS: constexpr, CHUNK: constexpr, BM: constexpr, BR: constexpr,
+                     BT: constexpr, BL: constexpr, BS: constexpr, STAGES: constexpr, PDL: constexpr):
+    """Program (row of the batch and kv head, block of BM (token, head) pairs, split of the slots).
+
+    NEW: q is [B, T, H + 2K, E] fresh from the matrix product; its keys and values are turned, stored and seen here.
+    Otherwise q is [B, T, H, E], turned, and the cache is complete."""
+    group = tl.program_id(0)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    b = group // KV
+    kv = group % KV
+    if PDL:
+        gdc_launch_dependents()
+    H: constexpr = KV * G
+    HEADS: constexpr = H + 2 * KV if NEW else H  # of a token in q
+    e = tl.arange(0, BE)
+    other = tl.where(e < E // 2, e + E // 2, e - E // 2)
+    r = block * BM + tl.arange(0, BM)
+    t = tl.minimum(r // G, T - 1)
+    real = (r < T * G)[:, None] & (e < E)[None, :]
+    at_q = q + (((b * T + t) * HEADS + kv * G + r % G) * E)[:, None]
+    # Positions come from before the layers, the cache's old slots from earlier steps: no need to wait for these.
+    positions += b * position_stride
+    pos = tl.load(positions + t)
+    first_pos = tl.load(positions + block * BM // G)
+    if NEW:
+        end = first_pos
+        n = tl.arange(0, BT)
+        real_n = (n < T)[:, None] & (e < E)[None, :]
+        pos_n = tl.load(positions + n, mask=n < T, other=0)
+        at_n = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
+        at_cos = pos[:, None] * E + e[None, :]
+        at_cos_n = pos_n[:, None] * E + e[None, :]
+        cos_q = tl.load(cos + at_cos, mask=real, other=0)
+        sin_q = tl.load(sin + at_cos, mask=real, other=0)
+        cos_n = tl.load(cos + at_cos_n, mask=real_n, other=0)
+        sin_n = tl.load(sin + at_cos_n, mask=real_n, other=0)
+    else:
+        end = tl.load(positions + tl.minimum((block * BM + BM - 1) // G, T - 1)) + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BL * BL
+    splits = tl.minimum(tl.maximum(tl.cdiv(end - begin, CHUNK), 1), SPLITS)  # those that have work
+    if split >= splits:
+        return
+    share = tl.cdiv(tl.cdiv(end - begin, splits), BL) * BL
+    start = begin + split * share
+    stop = tl.minimum(start + share, end)
+
+    base = group.to(tl.int64) * L * E
+    qs = tl.zeros((BM, BE), k_cache.dtype.element_ty)
+    top = tl.full((BM,), -1e30, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BE), tl.float32)
+    for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
+        slot = l0 + tl.arange(0, BL)
+        k = tl.load(k_cache + base + slot[None, :] * E + e[:, None],
+                    mask=(slot < stop)[None, :] & (e < E)[:, None], other=0)
+        v = tl.load(v_cache + base + slot[:, None] * E + e[None, :],
+                    mask=(slot < stop)[:, None] & (e < E)[None, :], other=0)
+        if l0 == start:
+            if PDL:
+                gdc_wait()
+            qs = tl.load(at_q + e[None, :], mask=real, other=0)
+            if NEW:
+                mine = real_n & (split == splits - 1)
+                swapped = tl.load(at_q + other[None, :], mask=real, other=0)
+                k_n = tl.load(at_n + e[None, :], mask=mine, other=0)
+                swapped_n = tl.load(at_n + other[None, :], mask=mine, other=0)
+                v_n = tl.load(at_n + KV * E + e[None, :], mask=mine, other=0)
+                qs = turned(qs, swapped, e, cos_q, sin_q, q_norm, eps, E).to(k_cache.dtype.element_ty)
+                if split == splits - 1:
+                    k_n = turned(k_n, swapped_n, e, cos_n, sin_n, k_norm, eps, E).to(k_cache.dtype.element_ty)
+                    at = base + pos_n[:, None] * E + e[None, :]
+                    tl.store(k_cache + at, k_n, mask=real_n)
+                    tl.store(v_cache + at, v_n, mask=real_n)
+                    seen = (n < T)[None, :] & (pos_n[None, :] <= pos[:, None])
+                    if WINDOW > 0:
+                        seen = seen & (pos_n[None, :] > pos[:, None] - WINDOW)
+                    top, total, acc = attend(qs, tl.trans(k_n), v_n, seen, scale, top, total, acc)
+        seen = (slot < stop)[None, :] & (slot[None, :] <= pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (slot[None, :] > pos[:, None] - WINDOW)
+        top, total, acc = attend(qs, k, v, seen, scale, top, total, acc)
+
+    if splits == 1:
+        at = ((b * T + t) * H + kv * G + r % G) * E
+        tl.store(out + at[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+    if SPLITS > 1:
+        if splits > 1:  # each split leaves its part; the one that comes last adds them up
+            i = tl.arange(0, BM)
+            row = (group * SPLITS + split) * BR + i
+            tl.store(parts + row[:, None] * BE + e[None, :], acc, mask=(i < BR)[:, None])
+            tl.store(tops + row * 2, top, mask=i < BR)
+            tl.store(tops + row * 2 + 1, total, mask=i < BR)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + group, 1, sem="acq_rel") == splits - 1:
+                tl.debug_barrier()
+                tl.store(arrived + group, 0)  # for the next launch
+                j = tl.arange(0, BR)
+                y = combine(tops, parts, group * SPLITS, splits, j, j < T * G, BE, BS)
+                at_j = ((b * T + j // G) * H + kv * G + j % G) * E
+                tl.store(out + at_j[:, None] + e[None, :], y.to(out.dtype.element_ty),
+                         mask=(j < T * G)[:, None] & (e < E)[None, :])
+
+
+@jit
+def order(logits):
+    """16-bit floats as integers 0 .. 65535 in the same order."""
+    bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7fff, bits) + 0x8000
+
+
+@jit
+def kth_largest(counts, k):
+    """counts [256] of the values 0 .. 255 -> the k-th largest value, and how many are larger."""
+    above = tl.sum(counts) - tl.cumsum(counts)  # of each value, how many are larger
+    value = tl.sum((above >= k).to(tl.int32))
+    return value, tl.sum(tl.where(tl.arange(0, 256) > value, counts, 0))
+
+
+@jit
+def count_kernel(logits, counts, top_k, V, LOW: constexpr, BV: constexpr):
+    """Adds up how many of a row's BV logits have each high byte or, LOW, each low byte under the k-th largest's high."""
+    row = tl.program_id(0)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    key = order(tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=0))
+    bins = tl.arange(0, 256)
+    counts += row * 512
+    if LOW:
+        high, _ = kth_largest(tl.load(counts + bins), top_k)
+        found = tl.histogram(key & 255, 256, mask=(v < V) & (key >> 8 == high))
+        counts += 256
+    else:
+        found = tl.histogram(key >> 8, 256, mask=v < V)
+    tl.atomic_add(counts + bins, found, mask=found > 0, sem="relaxed")
+
+
+@jit
+def choose_kernel(logits, waits, counts, arrived, bests, tokens, logprobs, temperature, top_k, V, BV: constexpr,
+                  BP: constexpr):
+    """The best of BV logits, those under the top_k-th left out; of a row's programs the last chooses among the bests."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    v = part * BV + tl.arange(0, BV)
+    at = row.to(tl.int64) * V + v
+    x16 = tl.load(logits + at, mask=v < V, other=float("-inf"))
+    x = x16.to(tl.float32)
+    score = x
+    if waits is not None:
+        score = x / temperature - tl.log(tl.load(waits + at, mask=v < V, other=1))
+    if top_k > 0:
+        bins = tl.arange(0, 256)
+        high, larger = kth_largest(tl.load(counts + row * 512 + bins), top_k)
+        low, _ = kth_largest(tl.load(counts + row * 512 + 256 + bins), top_k - larger)
+        score = tl.where(order(x16) >= high * 256 + low, score, float("-inf"))
+    best = tl.max(score, 0)
+    top = tl.max(x, 0)
+    at = bests + (row * parts + part) * 4
+    tl.store(at, best)
+    tl.store(at + 1, tl.min(tl.where((score == best) & (v < V), v, V), 0).to(tl.float32, bitcast=True))
+    tl.store(at + 2, top)
+    tl.store(at + 3, tl.sum(tl.exp(x - top), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
+        p = tl.arange(0, BP)
+        at_p = bests + (row * parts + p) * 4
+        score_p = tl.load(at_p, mask=p < parts, other=float("-inf"))
+        token_p = tl.load(at_p + 1, mask=p < parts, other=0).to(tl.int32, bitcast=True)
+        top_p = tl.load(at_p + 2, mask=p < parts, other=float("-inf"))
+        total_p = tl.load(at_p + 3, mask=p < parts, other=0)
+        token = tl.min(tl.where((score_p == tl.max(score_p, 0)) & (p < parts), token_p, V), 0)
+        peak = tl.max(top_p, 0)
+        total = tl.sum(total_p * tl.exp(top_p - peak), 0)
+        tl.store(tokens + row, token)
+        chosen = tl.load(logits + row.to(tl.int64) * V + token).to(tl.float32)
+        tl.store(logprobs + row, chosen - peak - tl.log(total))
+
+
+MOST_ROWS = 16  # more than that, and cuBLAS is as fast
+
+# Tiles of w by its shape: (rows, stages, warps, programs a multiprocessor) of row_kernel and (rows, columns, stages,
+# warps) of rows_kernel, the fastest found on an H200 in a whole layer.
+TILES = {
+    (12288, 4096): ((4, 5, 4, 1), (32, 256, 3, 2)), (4096, 4096): ((2, 3, 4, 4), (16, 256, 6, 1)),
+    (22016, 4096): ((2, 4, 4, 12), (64, 64, 5, 4)), (4096, 11008): ((2, 4, 8, 1), (16, 256, 6, 2)),
+    (6144, 4096): ((4, 5, 4, 1), (64, 128, 6, 4)), (28672, 4096): ((2, 4, 4, 16), (64, 128, 4, 4)),
+    (4096, 14336): ((2, 4, 8, 1), (16, 512, 3, 2)), (3072, 2048): ((4, 4, 4, 3), (16, 256, 6, 2)),
+    (2048, 2048): ((8, 3, 4, 2), (16, 256, 6, 2)), (16384, 2048): ((2, 5, 4, 6), (64, 128, 4, 4)),
+    (2048, 8192): ((2, 2, 4, 4), (16, 256, 6, 2)),
+}
+
+
+@functools.cache
+def gpu(device: torch.device):
+    return torch.cuda.get_device_properties(device)
+
+
+def launch(device: torch.device) -> dict:
+    """Programmatic dependent launch, from compute capability 9.0 on."""
+    return dict(launch_pdl=True) if gpu(device).major >= 9 else {}
+
+
+def tiles(N: int, K: int, device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if (N, K) in TILES and gpu(device).major == 9:
+        return TILES[N, K]
+    row = 2 * triton.next_power_of_2(K)  # bytes
+    rows = max(2, min(8, 16384 // row))
+    memory = min(gpu(device).shared_memory_per_block_optin, 192 * 1024)
+    stages = max(2, min(4, memory // (rows * row) + 1))
+    return ((rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1),
+            (64, 128, 4, 4) if N > 8192 else (16, 256, 6, 2))
+
+
+def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
+                 residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
+    """The plain twin of linear()."""
+    if norm is not None:
+        x = F.rms_norm(x.float(), x.shape[-1:], eps=eps).type_as(x) * norm
+    y = F.linear(x, w, bias)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+@torch.library.custom_op("llama_fast::linear", mutates_args=(), device_types="cuda")
+def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
+           residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
+    """x [M, K], w [N, K] -> residual [M, N] + rms_norm(x, norm) @ w.T + bias [N], what is None left out.
+
+    gated: w's first half is the gate, its second half up, and the result silu(gate) * up, [M, N / 2]."""
+    M, K = x.shape
+    N = len(w)
+    if M > MOST_ROWS:
+        return plain_linear(x, w, norm, bias, residual, gated, eps)
+    x = x.contiguous()
+    out = x.new_empty(M, N // 2 if gated else N)
+    pdl = launch(x.device)
+    if M == 1:
+        rows, stages, warps, programs = tiles(N, K, x.device)[0]
+        grid = min(triton.cdiv(N, rows), programs * gpu(x.device).multi_processor_count)
+        row_kernel[(grid,)](x, w, norm, bias, residual, out, N, K, eps, gated, rows, triton.next_power_of_2(K), stages,
+                            bool(pdl), num_warps=warps, **pdl)
+        return out
+    if norm is not None:
+        normed = torch.empty_like(x)
+        norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
+        x = normed
+    rows, block, stages, warps = tiles(N, K, x.device)[1]
+    rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(8, triton.next_power_of_2(M)),
+                                         rows, block, stages, bool(pdl), num_warps=warps, **pdl)
+    return out
+
+
+linear.register_kernel("cpu")(plain_linear)
+
+
+@linear.register_fake
+def _(x, w, norm=None, bias=None, residual=None, gated=False, eps=1e-5):
+    return x.new_empty(len(x), len(w) // 2 if gated else len(w))
+
+
+def launch_attention(q, positions, k_cache, v_cache, window, heads, **new):
+    """new: what is to be done with a fresh qkv, else q is turned and the cache is complete."""
+    B, T = q.shape[:2]
+    KV, L, E = k_cache.shape[1:]
+    G = heads // KV
+    BE = max(16, triton.next_power_of_2(E))  # the least that a matrix unit takes
+    out = q.new_empty(B, T, heads, E)
+    if new:
+        BM, BL, warps, stages, splits = max(16, triton.next_power_of_2(T * G)), 64, 4, 2, 1
+        splits = max(1, min(64, 2 * gpu(q.device).multi_processor_count // (B * KV)))
+    else:
+        BM, BL, warps, stages, splits = 128, 64, 8, 3, 1
+    BR = triton.next_power_of_2(T * G)  # rows of a part
+    parts = tops = None
+    if splits > 1:
+        parts, tops = (torch.empty(B * KV * splits * BR * n, device=q.device) for n in (BE, 2))
+    pdl = launch(q.device)
+    attention_kernel[(B * KV, triton.cdiv(T * G, BM), splits)](
+        q, positions, new.get("cos"), new.get("sin"), new.get("q_norm"), new.get("k_norm"), k_cache, v_cache, out,
+        tops, parts, new.get("arrived"), T, L, positions.stride(0) if len(positions) > 1 else 0,
+        E ** -0.5 / math.log(2), new.get("eps", 0.0), G, KV, E, BE, window, bool(new), splits, 256, BM, BR,
+        max(16, triton.next_power_of_2(T)), BL, max(1, 8192 // (BR * BE)), stages, bool(pdl), num_warps=warps, **pdl)
+    return out
+
+
+def plain_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, eps) -> Tensor:
+    """Puts qkv's keys and values into the cache -> its queries, turned, [B, T, H, E]."""
+    KV = k_cache.shape[1]
+    q, k, v = qkv.split([qkv.shape[2] - 2 * KV, KV, KV], dim=2)
+    cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)  # [B, T, 1, E]
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        x = x.float() if norm is None else F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps)
+        x1, x2 = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(qkv)
+
+    rows = torch.arange(len(qkv), device=qkv.device)[:, None]
+    k_cache[rows, :, positions] = turned(k, k_norm)
+    v_cache[rows, :, positions] = v
+    return turned(q, q_norm)
+
+
+def plain_update_and_attend(qkv, positions, cos, sin, k_cache, v_cache, arrived, q_norm=None, k_norm=None, window=0,
+                            eps=1e-5) -> Tensor:
+    """The plain twin of update_and_attend()."""
+    q = plain_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, eps)
+    slots = torch.arange(k_cache.shape[2], device=q.device)
+    mask = slots <= positions[:, None, :, None]  # [B, 1, T, L]
+    if window:
+        mask &= slots > positions[:, None, :, None] - window
+    k, v = k_cache[:len(q)], v_cache[:len(q)]
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "arrived"),
+                         device_types="cuda")
+def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+                      arrived: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None, window: int = 0,
+                      eps: float = 1e-5) -> Tensor:
+    """qkv [B, T, H + 2K, E] fresh from the product: norms q and k [E], turns them by cos, sin [L, E], writes k and v
+    into the caches' [>= B, K, L, E] first rows at positions [B, T] or [1, T], and attends -> [B, T, H, E].
+
+    A token sees the slots up to its position, of these the last `window` if that is not 0; a row's positions follow
+    one another. Nothing of T x L elements is ever in memory. arrived: int32 zeros [>= B * K], zeros again after."""
+    heads, T = qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[1]
+    if T > 16 or T * heads // k_cache.shape[1] > 64:  # prefill: bound by arithmetic
+        q = plain_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, eps)
+        return launch_attention(q, positions, k_cache, v_cache, window, heads)
+    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, window, heads, cos=cos, sin=sin,
+                            arrived=arrived, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+
+update_and_attend.register_kernel("cpu")(plain_update_and_attend)
+
+
+@update_and_attend.register_fake
+def _(qkv, positions, cos, sin, k_cache, v_cache, arrived, q_norm=None, k_norm=None, window=0, eps=1e-5):
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[3])
+
+
+def plain_sample(logits: Tensor, waits: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
+    """The plain twin of sample()."""
+    score = logits.float()
+    if top_k:
+        score = score.masked_fill(score < score.topk(top_k).values[..., -1:], -torch.inf)
+    if waits is not None:
+        score = score / temperature - waits.log()
+    tokens = score.argmax(-1)
+    return tokens, logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+@torch.library.custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
+def sample(logits: Tensor, waits: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
+    """16-bit logits [B, V], waits [B, V] (exponential, of rate 1) -> tokens [B] and their log-probabilities [B].
+
+    waits None: the likeliest token. torch.topk alone takes 65 us for 32,000 logits on an H200."""
+    B, V = logits.shape
+    tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(B, device=logits.device)
+    block = 4096
+    parts = triton.cdiv(V, block)
+    scratch = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)
+    counts, arrived = scratch[:B * 512], scratch[B * 512:]
+    bests = torch.empty(B * parts * 4, device=logits.device)
+    logits, top_k = logits.contiguous(), top_k if top_k < V else 0
+    for low in (False, True) if top_k else ():
+        count_kernel[(B, parts)](logits, counts, top_k, V, low, block, num_warps=8)
+    choose_kernel[(B, parts)](logits, waits, counts, arrived, bests, tokens, logprobs, temperature, top_k, V, block,
+                              triton.next_power_of_2(parts), num_warps=8)
+    return tokens, logprobs
+
+
+sample.register_kernel("cpu")(plain_sample)
+
+
+@sample.register_fake
+def _(logits, waits, temperature, top_k):
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@jit
+def read_chunk(addresses, sums, BYTES: constexpr, BLOCK: constexpr):
+    """Sum one chunk of 8-byte words; a sum that is stored, or the reads would be left out."""
+    words = tl.multiple_of(tl.load(addresses + tl.program_id(0)), 16).to(tl.pointer_type(tl.int64))
+    total = tl.zeros((BLOCK,), tl.int64)
+    for at in range(0, BYTES // 8, BLOCK):
+        total += tl.load(words + at + tl.arange(0, BLOCK))
+    tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
 def read_bandwidth(model: nn.Module) -> float | None:

@@ -1,35 +1,176 @@
-"""Each fast path against its plain twin."""
+"""Each kernel against its plain twin, and that against float64."""
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels import RowLinear, read_bandwidth, swap_linears
+from kernels import linear, plain_linear, plain_sample, read_bandwidth, sample, update_and_attend
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
-    linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
-    compiled = torch.compile(RowLinear(linear), fullgraph=True)
-    for shape in [(577,), (1, 1, 577), (3, 577)]:
-        x = torch.randn(shape, dtype=dtype)
-        b = linear.bias.double() if bias else None
-        ref = F.linear(x.double(), linear.weight.double(), b)
-        out = compiled(x)
-        assert out.shape == ref.shape and out.dtype == dtype
-        assert ((out.double() - ref).norm() / ref.norm()).item() < tolerance
+def error(out, ref):
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-def test_swap_keeps_the_weights_where_they_are():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
-    x, before = torch.randn(2, 3), dict(model.named_parameters())
-    ref = model(x)
-    swap_linears(model)
-    assert isinstance(model[0], RowLinear) and isinstance(model[1][0], RowLinear)
-    assert all(before[name] is parameter for name, parameter in model.named_parameters())
-    assert model(x).equal(ref)
+def exact_linear(x, w, norm, bias, residual, gated):
+    """linear() in float64."""
+    x, w, norm, bias, residual = (None if t is None else t.double() for t in (x, w, norm, bias, residual))
+    y = F.linear(x if norm is None else F.rms_norm(x, x.shape[-1:], norm, 1e-5), w, bias)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
+LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (2 * 11008, 4096, "norm gated"), (4096, 14336, "residual")]
+
+
+@pytest.mark.parametrize("device, N, K, parts", [
+    *(("cpu", *shape) for shape in SMALL),
+    *(pytest.param("cuda", *shape, marks=pytest.mark.gpu) for shape in SMALL + LARGE)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 40])
+def test_linear(device, dtype, rows, N, K, parts):
+    x, w = torch.randn(rows, K, device=device, dtype=dtype), torch.randn(N, K, device=device, dtype=dtype) / K ** 0.5
+    norm = torch.rand(K, device=device, dtype=dtype) + 0.5 if "norm" in parts else None
+    bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
+    residual = torch.randn(rows, N, device=device, dtype=dtype) if "residual" in parts else None
+    ref = exact_linear(x, w, norm, bias, residual, "gated" in parts)
+    out = linear(x, w, norm, bias, residual, "gated" in parts)
+    assert out.shape == ref.shape and out.dtype == dtype
+    # no worse than the plain twin, which rounds more often
+    assert error(out, ref) < max(1.1 * error(plain_linear(x, w, norm, bias, residual, "gated" in parts), ref), 3e-3)
+
+
+CASES = [  # B, T, H, K, E, L, window, qk_norm
+    (1, 1, 32, 32, 128, 230, 0, False), (2, 1, 9, 3, 64, 300, 0, False), (3, 5, 6, 2, 48, 700, 0, True),
+    (1, 1, 32, 8, 128, 9000, 0, False), (2, 3, 8, 8, 64, 3000, 777, False), (4, 16, 16, 2, 128, 600, 0, True),
+    (1, 2, 4, 1, 80, 5000, 4096, False), (2, 300, 6, 2, 64, 500, 0, False), (1, 400, 32, 8, 128, 900, 256, True)]
+
+
+def inputs(B, T, H, K, E, L, window, qk_norm, device, dtype):
+    def randn(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    start = torch.randint(0, L - T + 1, (B, 1), device=device)
+    start[0] = L - T if B == 1 else 0  # a full cache, an empty one, and any between
+    angle = torch.outer(torch.arange(L), 1e4 ** -(torch.arange(0, E, 2) / E)).repeat(1, 2).to(device)
+    norms = (randn(E).abs() + 0.5, randn(E).abs() + 0.5) if qk_norm else (None, None)
+    return (randn(B, T, H + 2 * K, E), start + torch.arange(T, device=device), angle.cos(), angle.sin(),
+            randn(B, K, L, E), randn(B, K, L, E), *norms)
+
+
+def exact_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, window):
+    """Row by row and token by token in float64 -> the output, and the caches after."""
+    B, T, heads, E = qkv.shape
+    K = k_cache.shape[1]
+    H, G = heads - 2 * K, heads // K - 2
+    k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
+
+    def turned(x, norm, at):
+        x = x.double() if norm is None else F.rms_norm(x.double(), (E,), norm.double(), 1e-5)
+        return x * cos[at].double() + torch.cat((-x[..., E // 2:], x[..., :E // 2]), -1) * sin[at].double()
+
+    for b in range(B):
+        for t, at in enumerate(positions[b].tolist()):
+            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], k_norm, at)
+            v_cache[b, :, at] = qkv[b, t, H + K:]
+            first = max(0, at + 1 - window) if window else 0
+            q = turned(qkv[b, t, :H], q_norm, at).view(K, G, E)
+            scores = q @ k_cache[b, :, first:at + 1].mT / E ** 0.5
+            out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
+    return out, k_cache, v_cache
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_update_and_attend(device, case):
+    """Ragged rows, GQA of any ratio, windows; one split, many, and the second launch after the counters were used."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm = inputs(*case, device, dtype)
+    ref, k_ref, v_ref = exact_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, case[6])
+    arrived = torch.zeros(case[0] * case[3], dtype=torch.int32, device=device)
+    for _ in range(2):
+        out = update_and_attend(qkv, positions, cos, sin, k_cache, v_cache, arrived, q_norm, k_norm, case[6])
+        assert error(out.cpu(), ref) < (5e-3 if device == "cuda" else 1e-5)
+        assert error(k_cache, k_ref) < (4e-3 if device == "cuda" else 1e-6) and v_cache.double().equal(v_ref)
+        assert not arrived.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("T", [3, 50])
+def test_update_and_attend_of_shared_positions_in_a_larger_cache(device, T):
+    """As in prefill: one row of positions for all prompts, and rows of the cache for more samples of each."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    qkv, positions, cos, sin, k_cache, v_cache, *_ = inputs(4, T, 4, 2, 64, 200, 0, False, device, dtype)
+    positions[:] = torch.arange(90, 90 + T, device=device)
+    k_ref, v_ref, arrived = k_cache.clone(), v_cache.clone(), torch.zeros(8, dtype=torch.int32, device=device)
+    ref = kernels.plain_update_and_attend(qkv[:2], positions[:2], cos, sin, k_ref, v_ref, arrived)
+    out = update_and_attend(qkv[:2], positions[:1], cos, sin, k_cache, v_cache, arrived)
+    assert error(out, ref) < (1e-2 if device == "cuda" else 1e-6) and v_cache.equal(v_ref)
+    assert error(k_cache, k_ref) < 1e-2 and k_cache[2:].equal(k_ref[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [40, 4096, 32000, 128256, 151936])
+@pytest.mark.parametrize("top_k", [0, 1, 50, 200])
+def test_sample(V, top_k):
+    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
+    logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
+    waits = torch.empty(5, V, device="cuda").exponential_()
+    tokens, logprobs = sample(logits, waits, 0.7, top_k)
+    expected, expected_logprobs = plain_sample(logits, waits, 0.7, min(top_k, V))
+    assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
+    tokens, logprobs = sample(logits, None, 0.0, 0)
+    assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
+    assert torch.allclose(logprobs, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_every_output_is_written():
+    """The kernels' outputs come from torch.empty: fill the memory that it will hand out with NaN first."""
+    x, w = torch.randn(3, 200, device="cuda").half(), torch.randn(331, 200, device="cuda").half()
+    for rows in (1, 3):
+        torch.full((64, 1024, 1024), torch.nan, device="cuda")  # freed at once
+        assert linear(x[:rows], w).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_kernels_compile_for_compute_capability_8():
+    """In a process of its own, with a GPU of 8.0 pretended: no programmatic dependent launch, less shared memory."""
+    code = """
+import torch, triton, kernels
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+kernels.gpu = lambda device: SimpleNamespace(major=8, multi_processor_count=108, shared_memory_per_block_optin=101376)
+compile, targets = triton.compile, []
+def compile_for_8(src, target=None, options=None, **more):
+    few = {key: options[key] for key in ("num_warps", "num_stages")}
+    targets.append(compile(src, target=GPUTarget("cuda", 80, 32), options=few, **more))
+    assert targets[-1].metadata.shared <= 101376
+    return compile(src, target=target, options=options, **more)
+triton.runtime.jit.JITFunction.compile = property(lambda self: compile_for_8, lambda self, value: None)
+bf16 = dict(device="cuda", dtype=torch.bfloat16)
+for rows in (1, 16):
+    kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), torch.ones(4096, **bf16), gated=True)
+    kernels.linear(torch.randn(rows, 14336, **bf16), torch.randn(64, 14336, **bf16))
+cache, at = torch.randn(1, 8, 512, 128, **bf16), torch.full((1, 1), 300, device="cuda")
+table = torch.randn(512, 128, device="cuda")
+arrived = torch.zeros(8, dtype=torch.int32, device="cuda")
+kernels.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
+at = torch.arange(100, device="cuda")[None]
+kernels.update_and_attend(torch.randn(1, 100, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
+kernels.sample(torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda"), 0.8, 50)
+torch.cuda.synchronize()
+assert len(targets) >= 8, len(targets)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,94 @@
+"""The swapped-in modules against the ones they replace."""
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checkpoint import load_model
+from fast import RowLinear, fast_choose, fast_path, swap_linears
+from generate import Generator
+from model import Sampling, choose
+
+GOLDEN = Path(__file__).parent / "golden"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
+    linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
+    compiled = torch.compile(RowLinear(linear), fullgraph=True)
+    for shape in [(577,), (1, 1, 577), (3, 577)]:
+        x = torch.randn(shape, dtype=dtype)
+        b = linear.bias.double() if bias else None
+        ref = F.linear(x.double(), linear.weight.double(), b)
+        out = compiled(x)
+        assert out.shape == ref.shape and out.dtype == dtype
+        assert ((out.double() - ref).norm() / ref.norm()).item() < tolerance
+
+
+def test_swap_keeps_the_weights_where_they_are():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
+    x, before = torch.randn(2, 3), dict(model.named_parameters())
+    ref = model(x)
+    swap_linears(model)
+    assert isinstance(model[0], RowLinear) and isinstance(model[1][0], RowLinear)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert model(x).equal(ref)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir()))
+@torch.no_grad()
+def test_fast_decoder_equals_the_model(family, device):
+    """Prefill, then tokens one at a time and three at once, ragged, over a dirty cache."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    plain, fast = (load_model(GOLDEN / family, torch.device(device), dtype) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(64, 3)
+        for layer in model.layers:
+            layer.attn.k_cache.fill_(3)
+            layer.attn.v_cache.fill_(-2)
+    decoder, vocabulary = fast_path(fast), plain.config.vocab_size
+    prompt = torch.randint(vocabulary, (3, 17), device=device)
+    last, positions = torch.tensor([16, 3, 9], device=device), torch.arange(17, device=device)[None]
+    ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots[:0], last)
+    at = last[:, None] + 1
+    for n in (0, 1, 1, 3, 1, 3):
+        if n:
+            tokens, where = torch.randint(vocabulary, (3, n), device=device), at + torch.arange(n, device=device)
+            ref, out = plain(tokens, where), decoder(tokens, where)
+            at += n
+        assert out.shape == ref.shape
+        assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 5e-3)
+
+
+def test_fast_choose_draws_what_choose_draws():
+    logits = torch.randn(64, 500)
+    for sampling in (Sampling(0.0), Sampling(0.8), Sampling(1.3, 20)):
+        draws = []
+        for function in (choose, fast_choose):
+            torch.manual_seed(3)
+            draws.append(function(logits, sampling))
+        assert draws[0][0].equal(draws[1][0]) and torch.allclose(draws[0][1], draws[1][1], atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_kernels_change_greedy_tokens_at_ties_only():
+    """bf16, compiled, with and without kernels; where rows part, the two tokens' logits are a rounding apart."""
+    directory, rows = Path(__file__).parents[1] / "checkpoints" / "tiny", []
+    prompts = [[1, 5 + i, 300 + 7 * i] for i in range(4)]
+    for kernels in (False, True):
+        model = load_model(directory, torch.device("cuda"), torch.bfloat16)
+        generator = Generator(model, 80, Sampling(0.0), prompts=4, compile=True, kernels=kernels)
+        rows.append(list(zip(*(tokens for tokens, _ in generator.generate(prompts, 64)))))
+    exact = load_model(directory, torch.device("cuda"), torch.float32)
+    exact.setup(80)
+    for prompt, plain, fast in zip(prompts, *rows):
+        same = next((i for i, (a, b) in enumerate(zip(plain, fast)) if a != b), None)
+        if same is not None:
+            tokens = torch.tensor([[*prompt, *plain[:same]]], device="cuda")
+            logits = exact(tokens, torch.arange(tokens.shape[1], device="cuda")[None])[0, -1]
+            assert abs(logits[plain[same]] - logits[fast[same]]) < 0.02 * logits.abs().max()
