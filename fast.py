@@ -2,14 +2,14 @@
 Swaps a model.py Transformer's slow modules for fast ones; generate.py does so with --compile.
 
 On a CUDA GPU in 16-bit types a decode step is five launches a layer: the four matrix products, with norms, biases,
-residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a matrix product
-with one row is one pass over the weights. Shapes as in model.py, and M = B x T.
+residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a product with
+one row is one pass over the weights. Shapes as in model.py, and M = B x T.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import linear, sample, update_and_attend
+from kernels import linear, triton, update_and_attend
 
 
 class RowLinear(nn.Module):
@@ -39,14 +39,6 @@ def swap_linears(model: nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) is nn.Linear:
                 setattr(module, name, RowLinear(child))
-
-
-def fast_choose(logits: Tensor, sampling) -> tuple[Tensor, Tensor]:
-    """model.py's choose(), where top_p is off."""
-    waits = None
-    if sampling.temperature >= 1e-5:
-        waits = torch.empty_like(logits, dtype=torch.float32).exponential_()
-    return sample(logits, waits, sampling.temperature, sampling.top_k)
 
 
 class FastAttention(nn.Module):
@@ -110,9 +102,19 @@ class FastDecoder(nn.Module):
         return linear(x, model.head.weight, model.norm.weight, eps=model.norm.eps).unflatten(0, tokens.shape)
 
 
+def swap_in(model: nn.Module) -> nn.Module:
+    """After model.setup(): puts fast modules into the model and returns the one to decode with, the same or another;
+    they share weights and caches."""
+    weight = model.embed.weight
+    if weight.device.type == "cpu":
+        swap_linears(model)
+    if weight.device.type == "cuda" and weight.itemsize == 2 and triton:
+        return fast_path(model)
+    return model
+
+
 def fast_path(model: nn.Module) -> FastDecoder:
-    """After model.setup(): swaps in attention, for prefill, and returns the model for decode. They share weights and
-    caches."""
+    """Swaps in attention, for prefill, and returns the model for decode."""
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
     # Unless they are listed, Inductor writes out all that each operator's arguments are made of, and a residual doubles
     # that text: no end to be seen after 20 layers (torch 2.11).

@@ -9,7 +9,6 @@ Text goes to stdout as it comes, everything else to stderr; with --json, stdout 
 """
 import argparse
 import json
-import math
 import os
 import shutil
 import signal
@@ -26,13 +25,13 @@ import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, load_model, read_json, report_errors
-from fast import fast_choose, fast_path, swap_linears
-from kernels import read_bandwidth, triton
-from model import Config, Sampling, Transformer, choose
+from command import DTYPES, GIB, Parser, check_memory, find_device, find_dtype, within
+from fast import swap_in
+from kernels import read_bandwidth
+from model import Transformer
+from sampling import Sampling, choose, fast_choose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
-DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
-GIB = 2 ** 30
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
 
 
@@ -60,7 +59,7 @@ class Generator:
                  compile: bool = False, kernels: bool = True):
         self.model, self.decoder, self.sampling, self.samples, self.compiled = model, model, sampling, samples, compile
         self.device = model.embed.weight.device
-        self.decode, self.choose = decode_one_token, choose
+        self.prefill, self.decode, self.choose = prefill, decode_one_token, choose
         self.tokens, self.positions = (
             torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
         # A slot more for a prompt of one token, padded to two, 8 that stay unseen, and a multiple of 8, which attention
@@ -73,12 +72,10 @@ class Generator:
             for layer in model.layers:  # prefill: the code of one layer serves all; decode: one graph
                 layer.compile(dynamic=True, fullgraph=True)
             self.decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
-            if kernels and self.device.type == "cpu":
-                swap_linears(model)
-            if kernels and self.device.type == "cuda" and triton and model.embed.weight.itemsize == 2:
-                self.decoder = fast_path(model)
-                if sampling.top_p == 1:
-                    self.choose = fast_choose
+            if kernels:
+                self.decoder = swap_in(model)
+            if self.decoder is not model and sampling.top_p == 1:
+                self.choose = fast_choose
             for state in (self.tokens, self.positions):  # the graph then changes them where they are
                 torch._dynamo.mark_static_address(state)
             for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
@@ -107,7 +104,7 @@ class Generator:
         for at in range(0, width, size):
             piece, end = tokens[:, at:at + size], (last - at).clamp(0, size - 1)
             slots, places = self.slots(start + at + size), positions[:, at:at + size]
-            fresh = prefill(self.model, piece, places, slots, end, self.sampling, self.choose, self.samples)
+            fresh = self.prefill(self.model, piece, places, slots, end, self.sampling, self.choose, self.samples)
             chosen = torch.where((last // size == at // size).repeat_interleave(self.samples), fresh, chosen)
         self.model.repeat_rows(self.samples)
         yield chosen
@@ -299,48 +296,6 @@ def table(result: dict) -> str:
     return "  ".join(cells) + "\n" + "  ".join(value.rjust(len(name)) for name, value in cells.items())
 
 
-def find_device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
-    if count is None or not (index or "0").isdecimal():
-        raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
-    if int(index or 0) >= count:
-        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
-    return torch.device(name)
-
-
-def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> str:
-    """What to say when memory runs out later; UserError if weights and cache alone do not fit."""
-    weights = dtype.itemsize * sum(math.prod(shape) for _, _, shape in config.hf_weights().values())
-    cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type == "cuda":
-        there = torch.cuda.mem_get_info(device)[0]
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
-              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype, help")
-    if weights + cache > there:
-        raise UserError(advice)
-    return advice
-
-
-def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argument's type: a number of that kind from low to high."""
-    def parse(text: str):
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
-        return value
-    parse.__name__ = kind.__name__  # argparse says "invalid int value"
-    return parse
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; --help lists the options")
-
-
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
@@ -407,7 +362,7 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # not all terminals show all of Unicode
     args = parse_args()
     device = find_device(args.device)
-    dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    dtype = find_dtype(args.dtype, device)
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if args.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
         raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")

@@ -8,7 +8,6 @@ A slot is written before it becomes visible, so padding and rejected drafts need
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
 V vocabulary.
 """
-import math
 from dataclasses import dataclass
 
 import torch
@@ -250,39 +249,3 @@ def rope_tables(config: Config, length: int) -> tuple[Tensor, Tensor]:
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float = 0.8  # 0: the likeliest token
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-
-    def __post_init__(self):
-        if not (0 <= self.temperature <= 100 and isinstance(self.top_k, int) and 0 < self.top_p <= 1):
-            raise ValueError(f"{self}: want temperature from 0 to 100, a whole top_k, top_p above 0 and up to 1")
-
-
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that tokens are drawn from: logits [..., V] after temperature, then top-k, then top-p."""
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -math.inf)
-    probs = logits.softmax(-1)
-    if sampling.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)  # the likeliest always stays
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
-
-
-def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
-    logits = logits.float()
-    if sampling.temperature < 1e-5:  # a quotient by less overflows
-        tokens = logits.argmax(-1)
-    else:  # of clocks with exponential waits of rates p, the i-th rings first with probability p[i]; multinomial blocks
-        probs = probabilities(logits, sampling)
-        tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)

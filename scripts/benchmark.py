@@ -1,13 +1,13 @@
 """
-Measure decode and prefill of a public shape, with random weights on the device, or of a checkpoint.
+Measure decode and prefill of a public shape, with random weights made on the device, or of a checkpoint.
 
     python scripts/benchmark.py llama-2-7b
     python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
-    python scripts/benchmark.py checkpoints/tiny --device cpu
+    python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py --markdown results.jsonl
 
-A configuration is one JSON object on one line of stdout; the progress bar is on stderr. Everything that is compared is
-measured in the same run: the GPU's read bandwidth, its matrix rate, and the plain references of --against.
+A configuration gives one JSON object on one line of stdout; the progress bar is on stderr. All that is compared is
+measured in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against.
 """
 import json
 import os
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+import warnings
+from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,9 +27,11 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import UserError, find_checkpoint, load_config, load_model, report_errors  # noqa: E402
-from generate import DTYPES, GIB, Generator, Parser, check_memory, find_device, within  # noqa: E402
+from command import DTYPES, Parser, check_memory, find_device, find_dtype, within  # noqa: E402
+from generate import Generator  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
-from model import Config, Sampling, Transformer  # noqa: E402
+from model import Config, Transformer  # noqa: E402
+from sampling import Sampling  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 SHAPES = {  # dim, layers, heads, kv heads, head dim, ffn dim, vocabulary, context
@@ -55,3 +58,205 @@ def random_model(config: Config, device: torch.device, dtype: torch.dtype) -> Tr
     for weight in model.parameters():
         weight.fill_(1) if weight.dim() == 1 else weight.normal_(std=0.02)
     return model
+
+
+def parse_args() -> Namespace:
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("what", nargs="*", help=f"shapes, or checkpoints (directories or Hub ids); shapes: {', '.join(SHAPES)}")
+    add("--batch", type=within(int, 1), default=1, metavar="N", help="sequences at once (default: 1)")
+    add("--prompt-length", type=within(int, 1), default=5, metavar="N", help="tokens of each prompt (default: 5)")
+    add("--context", type=within(int, 0), default=0, metavar="N", help="tokens in the cache before it (default: 0)")
+    add("--new-tokens", type=within(int, 2), default=200, metavar="N", help="default: 200")
+    add("--temperature", type=within(float, 0, 100), default=0.8, help="default: 0.8")
+    add("--top-k", type=within(int, 0), default=200, help="default: 200")
+    add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
+    add("--no-compile", action="store_true", help="eager code")
+    add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
+    add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run")
+    add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
+    add("--device", help="as generate.py's")
+    add("--dtype", choices=DTYPES, help="as generate.py's")
+    add("--markdown", nargs="+", type=Path, metavar="FILE", help="print a table and a chart of these saved lines")
+    add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
+    args = parser.parse_args()
+    unknown = set(args.against.split(",")) - {"", "eager", "cublas"}
+    if unknown:
+        parser.error(f"--against {','.join(sorted(unknown))}: want eager, cublas or eager,cublas")
+    if not args.what and not args.markdown:
+        parser.error(f"no shape and no checkpoint given: want some of {', '.join(SHAPES)}, or a checkpoint")
+    return args
+
+
+def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The model, if it fits."""
+    directory = None
+    if what not in SHAPES:
+        if not Path(what).exists() and "/" not in what:
+            raise UserError(f"{what}: no such shape and no such directory; the shapes are {', '.join(SHAPES)}")
+        directory = find_checkpoint(what)
+    config = SHAPES[what] if directory is None else load_config(directory)
+    length = args.context + args.prompt_length + args.new_tokens
+    if length > config.context:
+        raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
+                        f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
+    check_memory(config, args.batch, length, device, dtype)
+    return random_model(config, device, dtype) if directory is None else load_model(directory, device, dtype)
+
+
+def ready(model: Transformer, args: Namespace, compile: bool = True, kernels: bool = True) -> Generator:
+    length = args.context + args.prompt_length + args.new_tokens
+    return Generator(model, length, Sampling(args.temperature, args.top_k), args.batch, 1, compile, kernels)
+
+
+def prompts(args: Namespace, vocabulary: int) -> list[list[int]]:
+    return torch.randint(vocabulary, (args.batch, args.prompt_length)).tolist()
+
+
+def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
+    """Seconds to the first token, and from it to the last a step."""
+    begun, times = time.perf_counter(), []
+    for _ in generator.generate(prompts(args, generator.model.config.vocab_size), args.new_tokens, args.context):
+        times.append(time.perf_counter())
+    return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
+
+
+def cold_start(what: str, args: Namespace) -> tuple[float, float]:
+    """Seconds from the start of compilation to the first token, in new processes: without caches, then with them."""
+    with tempfile.TemporaryDirectory() as caches:
+        env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
+        options = [option for option in sys.argv[1:] if option not in ("--cold-start", *args.what)]
+        command = [sys.executable, __file__, what, *options, "--only-compile"]
+        return tuple(float(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
+                     for _ in range(2))
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """Operations a second of a square matrix product of random numbers; the median of 10."""
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(13):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        a @ b
+        ended.record()
+        ended.synchronize()
+        seconds.append(begun.elapsed_time(ended) / 1e3)
+    return 2 * size ** 3 / statistics.median(seconds[3:])
+
+
+def measure(what: str, args: Namespace, bar: tqdm) -> dict:
+    """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read, and the keys and
+    values in use; operations of a prompt: two a token and weight of the layers, and attention's under the mask."""
+    device = find_device(args.device)
+    dtype = find_dtype(args.dtype, device)
+    cuda = device.type == "cuda"
+    model = build(what, args, device, dtype)
+    config = model.config
+    weights = sum(weight.nbytes for weight in model.parameters())
+    embedding = 0 if config.tied else model.embed.weight.nbytes
+    layers = sum(weight.numel() for weight in model.layers.parameters())
+    read = read_bandwidth(model) if cuda else None
+    peak_rate = matrix_rate(device, dtype) if cuda else None
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    generator = ready(model, args, not args.no_compile, not args.no_kernels)
+    runs = []
+    for _ in range(args.runs):
+        runs.append(one_run(generator, args))
+        bar.update()
+    first, step = (statistics.median(column) for column in zip(*runs))
+    steps = sorted(1 / seconds for _, seconds in runs)
+    token_kv = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
+    in_use = args.batch * token_kv * (args.context + args.prompt_length + args.new_tokens / 2)
+    cache = args.batch * token_kv * len(model.slots)
+    rate = (weights - embedding + in_use) / step
+    T = args.prompt_length
+    seen = args.batch * T * (args.context + (T + 1) / 2)  # pairs of a token and one that it sees
+    operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
+    result = dict(
+        what=what, dtype=str(dtype).removeprefix("torch."), quantize=None, ranks=1, batch=args.batch,
+        prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
+        top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels,
+        tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
+        ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
+        share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
+        matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
+        weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+        gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
+    for name in filter(None, args.against.split(",")):
+        model = generator = None  # their memory is needed
+        torch._dynamo.reset()
+        generator = ready(build(what, args, device, dtype), args, compile=name == "cublas", kernels=False)
+        seconds = []
+        for _ in range(args.runs):
+            seconds.append(one_run(generator, args)[1])
+            bar.update()
+        result["against"][name] = dict(steps_per_s=1 / statistics.median(seconds),
+                                       ratio=statistics.median(seconds) / step)
+    return result
+
+
+def commit() -> str | None:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() or None
+
+
+def markdown(files: list[Path]) -> str:
+    """README's table and chart; a command in each row."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    if not lines:
+        raise UserError(f"--markdown {files[0]}: no line in it; want lines that this script printed")
+    head = ["`python scripts/benchmark.py`", "tokens/s", "ms a step", "of read bandwidth", "first token s",
+            "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
+    rows = []
+    for line in lines:
+        options = {"batch": 1, "context": 0, "prompt_length": 5, "new_tokens": 200, "temperature": 0.8, "top_k": 200}
+        command = " ".join([line["what"], *(f"--{name.replace('_', '-')} {line[name]}" for name, default in
+                                            options.items() if line[name] != default),
+                            *(f"--no-{name}" for name in ("compile", "kernels") if not line[name])])
+        peak = line["peak_memory_bytes"] and line["peak_memory_bytes"] / (line["weights_bytes"] + line["cache_bytes"])
+        cells = [f"`{command}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
+                 f"{line['share_of_read']:.0%}" if line["share_of_read"] else "-", f"{line['first_token_s']:.3f}",
+                 f"{line['share_of_matrix']:.0%}" if line["share_of_matrix"] and line["prompt_length"] > 500 else "-",
+                 f"{line['compile_cold_s']:.1f} / {line['compile_warm_s']:.1f}" if line["compile_cold_s"] else "-",
+                 f"{peak - 1:+.1%}" if peak else "-"]
+        rows.append("| " + " | ".join(cells) + " |")
+    alone = [line for line in lines if line["batch"] == 1 and line["share_of_read"] and line["prompt_length"] == 5]
+    names = ", ".join(f'"{line["what"]}{" at " + str(line["context"]) if line["context"] else ""}"' for line in alone)
+    shares = ", ".join(f"{100 * line['share_of_read']:.0f}" for line in alone)
+    title = f"Batch 1, one {lines[0]['gpu']}: percent of the read bandwidth"
+    chart = ["```mermaid", "xychart-beta", f'    title "{title}"',
+             f"    x-axis [{names}]", '    y-axis "percent" 0 --> 100', f"    bar [{shares}]", "```"]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows, "", *chart])
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    args = parse_args()
+    if args.markdown:
+        for file in args.markdown:
+            if not file.is_file():
+                raise UserError(f"--markdown {file}: no such file; want lines that this script printed")
+        print(markdown(args.markdown))
+        return
+    for what in args.what:
+        if args.only_compile:
+            device = find_device(args.device)
+            model = build(what, args, device, find_dtype(args.dtype, device))
+            begun = time.perf_counter()
+            generator = ready(model, args, not args.no_compile, not args.no_kernels)
+            one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
+            print(time.perf_counter() - begun)
+            continue
+        times = cold_start(what, args) if args.cold_start else (None, None)
+        count = args.runs * (1 + len(list(filter(None, args.against.split(",")))))
+        with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
+            result = measure(what, args, bar)
+        print(json.dumps(result | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
+
+
+if __name__ == "__main__":
+    report_errors(main)

@@ -5,11 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from checkpoint import load_model
-from fast import RowLinear, fast_choose, fast_path, swap_linears
+from fast import RowLinear, fast_path, swap_linears
 from generate import Generator
-from model import Sampling, choose
+from sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,14 +66,14 @@ def test_fast_decoder_equals_the_model(family, device):
         assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 5e-3)
 
 
-def test_fast_choose_draws_what_choose_draws():
-    logits = torch.randn(64, 500)
-    for sampling in (Sampling(0.0), Sampling(0.8), Sampling(1.3, 20)):
-        draws = []
-        for function in (choose, fast_choose):
-            torch.manual_seed(3)
-            draws.append(function(logits, sampling))
-        assert draws[0][0].equal(draws[1][0]) and torch.allclose(draws[0][1], draws[1][1], atol=1e-6)
+@pytest.mark.gpu
+def test_one_graph_for_all_prompts_lengths_and_conversations():
+    model = load_model(Path(__file__).parents[1] / "checkpoints" / "tiny", torch.device("cuda"), torch.bfloat16)
+    counters.clear()
+    generator = Generator(model, 500, Sampling(0.8, 50), prompts=2, compile=True)
+    for prompts, start in ([[1], [2]], 0), ([[5] * 300, [6]], 0), ([[7, 8], [9]], 100), ([[5] * 17, [1] * 40], 3):
+        assert len(list(generator.generate(prompts, 12, start))) == 12
+    assert counters["stats"]["unique_graphs"] == 2  # a layer's, for prefill, and decode
 
 
 @pytest.mark.gpu

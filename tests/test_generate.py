@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import generate
 from checkpoint import Tokenizer, load_model
 from generate import TINY, Completion, Generator, chat, complete, show
-from model import Sampling
+from sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

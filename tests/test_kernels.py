@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels import linear, plain_linear, plain_sample, read_bandwidth, sample, update_and_attend
+from kernels import linear, plain_linear, read_bandwidth, update_and_attend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -28,7 +28,7 @@ def exact_linear(x, w, norm, bias, residual, gated):
 
 
 SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
-LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (2 * 11008, 4096, "norm gated"), (4096, 14336, "residual")]
+LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (22016, 4096, "norm gated"), (4096, 14336, "residual")]
 
 
 @pytest.mark.parametrize("device, N, K, parts", [
@@ -118,21 +118,6 @@ def test_update_and_attend_of_shared_positions_in_a_larger_cache(device, T):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("V", [40, 4096, 32000, 128256, 151936])
-@pytest.mark.parametrize("top_k", [0, 1, 50, 200])
-def test_sample(V, top_k):
-    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
-    logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
-    waits = torch.empty(5, V, device="cuda").exponential_()
-    tokens, logprobs = sample(logits, waits, 0.7, top_k)
-    expected, expected_logprobs = plain_sample(logits, waits, 0.7, min(top_k, V))
-    assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
-    tokens, logprobs = sample(logits, None, 0.0, 0)
-    assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
-    assert torch.allclose(logprobs, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=1e-4)
-
-
-@pytest.mark.gpu
 def test_every_output_is_written():
     """The kernels' outputs come from torch.empty: fill the memory that it will hand out with NaN first."""
     x, w = torch.randn(3, 200, device="cuda").half(), torch.randn(331, 200, device="cuda").half()
@@ -145,7 +130,7 @@ def test_every_output_is_written():
 def test_kernels_compile_for_compute_capability_8():
     """In a process of its own, with a GPU of 8.0 pretended: no programmatic dependent launch, less shared memory."""
     code = """
-import torch, triton, kernels
+import torch, triton, kernels, sampling
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 kernels.gpu = lambda device: SimpleNamespace(major=8, multi_processor_count=108, shared_memory_per_block_optin=101376)
@@ -158,7 +143,8 @@ def compile_for_8(src, target=None, options=None, **more):
 triton.runtime.jit.JITFunction.compile = property(lambda self: compile_for_8, lambda self, value: None)
 bf16 = dict(device="cuda", dtype=torch.bfloat16)
 for rows in (1, 16):
-    kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), torch.ones(4096, **bf16), gated=True)
+    ones = torch.ones(4096, **bf16)
+    kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
     kernels.linear(torch.randn(rows, 14336, **bf16), torch.randn(64, 14336, **bf16))
 cache, at = torch.randn(1, 8, 512, 128, **bf16), torch.full((1, 1), 300, device="cuda")
 table = torch.randn(512, 128, device="cuda")
@@ -166,7 +152,7 @@ arrived = torch.zeros(8, dtype=torch.int32, device="cuda")
 kernels.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
 at = torch.arange(100, device="cuda")[None]
 kernels.update_and_attend(torch.randn(1, 100, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
-kernels.sample(torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda"), 0.8, 50)
+sampling.sample(torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda"), 0.8, 50)
 torch.cuda.synchronize()
 assert len(targets) >= 8, len(targets)
 """

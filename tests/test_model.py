@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import load_model
-from model import Sampling, choose, probabilities, rope_tables
+from model import rope_tables
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/config.json"))
 CPU = torch.device("cpu")
@@ -102,43 +102,6 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
     cos, sin = rope_tables(model.config, 128)
     assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
-
-
-def reference_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Spelt out: scale, keep the k likeliest, keep the likeliest until they make up p, normalise."""
-    weights = [torch.tensor(x / temperature, dtype=torch.double).exp().item() for x in logits]
-    order = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k or None]
-    total, kept, mass = sum(weights[i] for i in order), [], 0.0
-    for i in order:
-        if mass >= top_p:
-            break
-        kept.append(i)
-        mass += weights[i] / total
-    return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in range(len(weights))]
-
-
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, 0, 1.0), (0.3, 0, 1.0), (2.0, 3, 1.0), (0.8, 0, 0.5), (0.8, 5, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6),
-    (1.0, 99, 1.0)])
-def test_probabilities_equal_the_spelt_out_ones(temperature, top_k, top_p):
-    logits = torch.randn(4, 17) * 2
-    out = probabilities(logits, Sampling(temperature, top_k, top_p))
-    for row, ref in zip(out, logits.tolist()):
-        assert error(row, torch.tensor(reference_probabilities(ref, temperature, top_k, top_p))) < 1e-5
-
-
-def test_choose_draws_from_the_probabilities():
-    """Chi-square of 40,000 draws over 8 tokens: 7 degrees of freedom, whose 1 - 1e-6 quantile is 40.5."""
-    logits, n = torch.randn(8), 40_000
-    tokens, logprobs = choose(logits.expand(n, 8), Sampling(temperature=0.7))
-    expected = n * (logits / 0.7).softmax(-1)
-    assert ((tokens.bincount(minlength=8) - expected) ** 2 / expected).sum() < 40.5
-    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens])  # of the raw logits, whatever the temperature
-
-
-def test_temperature_zero_is_argmax():
-    logits = torch.randn(5, 99)
-    assert choose(logits, Sampling(temperature=0))[0].equal(logits.argmax(-1))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,64 @@
+"""
+What the commands share: options, the device and its memory.
+"""
+import argparse
+import math
+import os
+from collections.abc import Callable
+
+import torch
+
+from checkpoint import UserError
+from model import Config
+
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+GIB = 2 ** 30
+
+
+def find_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
+    if count is None or not (index or "0").isdecimal():
+        raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
+    if int(index or 0) >= count:
+        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
+    return torch.device(name)
+
+
+def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    dtype = DTYPES[name or ("float32" if device.type == "cpu" else "bfloat16")]
+    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: --dtype float16 or float32 runs there")
+    return dtype
+
+
+def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> str:
+    """What to say when memory runs out later; UserError if weights and cache alone do not fit."""
+    weights = dtype.itemsize * sum(math.prod(shape) for _, _, shape in config.hf_weights().values())
+    cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[0]
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
+              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype, help")
+    if weights + cache > there:
+        raise UserError(advice)
+    return advice
+
+
+def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argument's type: a number of that kind from low to high."""
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+        return value
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; --help lists the options")

@@ -1,0 +1,44 @@
+"""scripts/benchmark.py as a user runs it, on the CPU."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def benchmark(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "scripts" / "benchmark.py", *args], capture_output=True, text=True)
+
+
+def test_a_line_and_its_table(tmp_path):
+    run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--batch", "2", "--prompt-length", "9",
+                    "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager")
+    assert run.returncode == 0, run.stderr
+    line = json.loads(run.stdout)
+    weights = 4 * 3967744  # tied: all of it is read
+    assert line["weights_bytes"] == weights and line["batch"] == 2 and line["steps_per_s"]["runs"] == 3
+    assert line["tokens_per_s"] == pytest.approx(2e3 / line["ms_per_token"])
+    keys = line["gb_per_s"] * 1e9 * line["ms_per_token"] / 1e3 - weights  # in use, of the cache's
+    assert keys / line["cache_bytes"] == pytest.approx((20 + 9 + 6) / 56)  # 41 tokens and the generator's slack
+    assert 0.2 < line["against"]["eager"]["ratio"] < 5
+    saved = tmp_path / "lines.jsonl"
+    saved.write_text(run.stdout)
+    table = benchmark("--markdown", str(saved)).stdout
+    assert "`checkpoints/tiny --batch 2 --context 20 --prompt-length 9 --new-tokens 12 --no-compile`" in table
+    assert f"{line['tokens_per_s']:,.0f}" in table and "xychart-beta" in table
+
+
+@pytest.mark.parametrize("args, words", [
+    (["llama-9b"], ["llama-9b", "llama-2-7b", "smollm2-135m"]), ([], ["llama-2-7b"]),
+    (["smollm2-135m", "--context", "9000"], ["9000", "8192"]),
+    (["llama-2-70b", "--device", "cpu"], ["GiB of torch.float32 weights"]),
+    (["llama-3.2-1b", "--device", "cpu", "--batch", "100000"], ["GiB of cache", "100000 rows"]),
+    (["smollm2-135m", "--against", "vllm"], ["vllm", "eager"]), (["--markdown", "missing"], ["missing"]),
+    (["smollm2-135m", "--batch", "0"], ["--batch"])])
+def test_mistakes_are_one_line(args, words):
+    run = benchmark(*args)
+    assert run.returncode == 2 and not run.stdout and run.stderr.count("\n") == 1
+    assert all(word in run.stderr for word in words)

@@ -1,0 +1,71 @@
+
+import pytest
+import torch
+
+from sampling import Sampling, choose, fast_choose, plain_sample, probabilities, sample
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+
+
+def reference_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Spelt out: scale, keep the k likeliest, keep the likeliest until they make up p, normalise."""
+    weights = [torch.tensor(x / temperature, dtype=torch.double).exp().item() for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k or None]
+    total, kept, mass = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if mass >= top_p:
+            break
+        kept.append(i)
+        mass += weights[i] / total
+    return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in range(len(weights))]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (1.0, 0, 1.0), (0.3, 0, 1.0), (2.0, 3, 1.0), (0.8, 0, 0.5), (0.8, 5, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6),
+    (1.0, 99, 1.0)])
+def test_probabilities_equal_the_spelt_out_ones(temperature, top_k, top_p):
+    logits = torch.randn(4, 17) * 2
+    out = probabilities(logits, Sampling(temperature, top_k, top_p))
+    for row, ref in zip(out, logits.tolist()):
+        assert error(row, torch.tensor(reference_probabilities(ref, temperature, top_k, top_p))) < 1e-5
+
+
+def test_choose_draws_from_the_probabilities():
+    """Chi-square of 40,000 draws over 8 tokens: 7 degrees of freedom, whose 1 - 1e-6 quantile is 40.5."""
+    logits, n = torch.randn(8), 40_000
+    tokens, logprobs = choose(logits.expand(n, 8), Sampling(temperature=0.7))
+    expected = n * (logits / 0.7).softmax(-1)
+    assert ((tokens.bincount(minlength=8) - expected) ** 2 / expected).sum() < 40.5
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens])  # of the raw logits, whatever the temperature
+
+
+def test_temperature_zero_is_argmax():
+    logits = torch.randn(5, 99)
+    assert choose(logits, Sampling(temperature=0))[0].equal(logits.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [40, 4096, 32000, 128256, 151936])
+@pytest.mark.parametrize("top_k", [0, 1, 50, 200])
+def test_sample(V, top_k):
+    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
+    logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
+    waits = torch.empty(5, V, device="cuda").exponential_()
+    tokens, logprobs = sample(logits, waits, 0.7, top_k)
+    expected, expected_logprobs = plain_sample(logits, waits, 0.7, min(top_k, V))
+    assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
+    tokens, logprobs = sample(logits, None, 0.0, 0)
+    assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
+    assert torch.allclose(logprobs, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=1e-4)
+
+
+def test_fast_choose_draws_what_choose_draws():
+    logits = torch.randn(64, 500)
+    for sampling in (Sampling(0.0), Sampling(0.8), Sampling(1.3, 20)):
+        draws = []
+        for function in (choose, fast_choose):
+            torch.manual_seed(3)
+            draws.append(function(logits, sampling))
+        assert draws[0][0].equal(draws[1][0]) and torch.allclose(draws[0][1], draws[1][1], atol=1e-6)
