@@ -16,6 +16,7 @@ GIB = 2 ** 30
 
 
 def find_device(name: str | None) -> torch.device:
+    """The device, which becomes the current one if it is a GPU: Triton launches there."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -24,6 +25,8 @@ def find_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
     return torch.device(name)
 
 

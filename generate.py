@@ -62,8 +62,8 @@ class Generator:
         self.prefill, self.decode, self.choose = prefill, decode_one_token, choose
         self.tokens, self.positions = (
             torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
-        # A slot more for a prompt of one token, padded to two, 8 that stay unseen, and a multiple of 8, which attention
-        # kernels want of a mask's rows.
+        # A slot more for a prompt, or its last piece, of one token, padded to two, 8 that stay unseen, and a multiple
+        # of 8, which attention kernels want of a mask's rows.
         model.setup((length + 16) // 8 * 8, prompts * samples)
         if compile:
             torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
@@ -99,12 +99,13 @@ class Generator:
         width += width % size == 1  # dynamic=True would compile once more for a width of 1
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        positions = torch.arange(start, start + width, device=self.device)[None]
         chosen = 0
         for at in range(0, width, size):
             piece, end = tokens[:, at:at + size], (last - at).clamp(0, size - 1)
-            slots, places = self.slots(start + at + size), positions[:, at:at + size]
-            fresh = self.prefill(self.model, piece, places, slots, end, self.sampling, self.choose, self.samples)
+            # Not a slice of all positions, whose strides would be new to the compiler.
+            positions = start + at + torch.arange(piece.shape[1], device=self.device)[None]
+            slots = self.slots(start + at + size)
+            fresh = self.prefill(self.model, piece, positions, slots, end, self.sampling, self.choose, self.samples)
             chosen = torch.where((last // size == at // size).repeat_interleave(self.samples), fresh, chosen)
         self.model.repeat_rows(self.samples)
         yield chosen

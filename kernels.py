@@ -287,10 +287,10 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
                          mask=(j < T * G)[:, None] & (e < E)[None, :])
 
 
-MOST_ROWS = 16  # more than that, and cuBLAS is as fast
+MOST_ROWS = 16  # more go to cuBLAS, plain; where the two really meet was not measured
 
 # Tiles of w by its shape: (rows, stages, warps, programs a multiprocessor) of row_kernel and (rows, columns, stages,
-# warps) of rows_kernel, the fastest found on an H200 in a whole layer.
+# warps) of rows_kernel with 16 rows, the fastest found on an H200 in a whole layer (not searched: the latter for 2048).
 TILES = {
     (12288, 4096): ((4, 5, 4, 1), (32, 256, 3, 2)), (4096, 4096): ((2, 3, 4, 4), (16, 256, 6, 1)),
     (22016, 4096): ((2, 4, 4, 12), (64, 64, 5, 4)), (4096, 11008): ((2, 4, 8, 1), (16, 256, 6, 2)),
@@ -315,7 +315,7 @@ def tiles(N: int, K: int, device: torch.device) -> tuple[tuple[int, ...], tuple[
     if (N, K) in TILES and gpu(device).major == 9:
         return TILES[N, K]
     row = 2 * triton.next_power_of_2(K)  # bytes
-    rows = max(2, min(8, 16384 // row))
+    rows = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's and its up's
     memory = min(gpu(device).shared_memory_per_block_optin, 192 * 1024)
     stages = max(2, min(4, memory // (rows * row) + 1))
     return ((rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1),
@@ -347,7 +347,8 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     x = x.contiguous()
     out = x.new_empty(M, N // 2 if gated else N)
     pdl = launch(x.device)
-    if M == 1:
+    least = 2 * triton.next_power_of_2(K) * (2 if gated else 1)  # bytes of row_kernel's smallest tile
+    if M == 1 and least <= gpu(x.device).shared_memory_per_block_optin:
         rows, stages, warps, programs = tiles(N, K, x.device)[0]
         grid = min(triton.cdiv(N, rows), programs * gpu(x.device).multi_processor_count)
         row_kernel[(grid,)](x, w, norm, bias, residual, out, N, K, eps, gated, rows, triton.next_power_of_2(K), stages,
@@ -379,7 +380,7 @@ def launch_attention(q, positions, k_cache, v_cache, window, heads, **new):
     BE = max(16, triton.next_power_of_2(E))  # the least that a matrix unit takes
     out = q.new_empty(B, T, heads, E)
     if new:
-        BM, BL, warps, stages, splits = max(16, triton.next_power_of_2(T * G)), 64, 4, 2, 1
+        BM, BL, warps, stages = max(16, triton.next_power_of_2(T * G)), 64, 4, 2
         splits = max(1, min(64, 2 * gpu(q.device).multi_processor_count // (B * KV)))
     else:
         BM, BL, warps, stages, splits = 128, 64, 8, 3, 1

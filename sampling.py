@@ -115,6 +115,7 @@ def choose_kernel(logits, waits, counts, arrived, bests, tokens, logprobs, tempe
         top_p = tl.load(at_p + 2, mask=p < parts, other=float("-inf"))
         total_p = tl.load(at_p + 3, mask=p < parts, other=0)
         token = tl.min(tl.where((score_p == tl.max(score_p, 0)) & (p < parts), token_p, V), 0)
+        token = tl.minimum(token, V - 1)  # NaN is equal to nothing
         peak = tl.max(top_p, 0)
         total = tl.sum(total_p * tl.exp(top_p - peak), 0)
         tl.store(tokens + row, token)
@@ -125,7 +126,7 @@ def choose_kernel(logits, waits, counts, arrived, bests, tokens, logprobs, tempe
 def plain_sample(logits: Tensor, waits: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
     """The plain twin of sample()."""
     score = logits.float()
-    if top_k:
+    if 0 < top_k < logits.shape[-1]:
         score = score.masked_fill(score < score.topk(top_k).values[..., -1:], -torch.inf)
     if waits is not None:
         score = score / temperature - waits.log()

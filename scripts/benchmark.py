@@ -9,6 +9,7 @@ Measure decode and prefill of a public shape, with random weights made on the de
 A configuration gives one JSON object on one line of stdout; the progress bar is on stderr. All that is compared is
 measured in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against.
 """
+import gc
 import json
 import os
 import statistics
@@ -26,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import UserError, find_checkpoint, load_config, load_model, report_errors  # noqa: E402
-from command import DTYPES, Parser, check_memory, find_device, find_dtype, within  # noqa: E402
+from checkpoint import UserError, blame, find_checkpoint, load_config, load_model, report_errors  # noqa: E402
+from command import DTYPES, GIB, Parser, check_memory, find_device, find_dtype, within  # noqa: E402
 from generate import Generator  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
@@ -83,13 +84,19 @@ def parse_args() -> Namespace:
     unknown = set(args.against.split(",")) - {"", "eager", "cublas"}
     if unknown:
         parser.error(f"--against {','.join(sorted(unknown))}: want eager, cublas or eager,cublas")
+    if args.what and args.markdown:
+        parser.error(f"--markdown reads saved lines and measures nothing: leave out {' '.join(args.what)}")
     if not args.what and not args.markdown:
         parser.error(f"no shape and no checkpoint given: want some of {', '.join(SHAPES)}, or a checkpoint")
     return args
 
 
 def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The model, if it fits."""
+    """The model, if it fits, once what was measured before it is gone."""
+    torch._dynamo.reset()
+    gc.collect()  # compiled layers refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     directory = None
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
@@ -115,8 +122,9 @@ def prompts(args: Namespace, vocabulary: int) -> list[list[int]]:
 
 def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
     """Seconds to the first token, and from it to the last a step."""
-    begun, times = time.perf_counter(), []
-    for _ in generator.generate(prompts(args, generator.model.config.vocab_size), args.new_tokens, args.context):
+    rows, times = prompts(args, generator.model.config.vocab_size), []
+    begun = time.perf_counter()
+    for _ in generator.generate(rows, args.new_tokens, args.context):
         times.append(time.perf_counter())
     return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
 
@@ -126,9 +134,13 @@ def cold_start(what: str, args: Namespace) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as caches:
         env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
         options = [option for option in sys.argv[1:] if option not in ("--cold-start", *args.what)]
-        command = [sys.executable, __file__, what, *options, "--only-compile"]
-        return tuple(float(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
-                     for _ in range(2))
+        command, seconds = [sys.executable, __file__, "--only-compile", what, *options], []
+        for _ in range(2):
+            run = subprocess.run(command, env=env, stdout=subprocess.PIPE)
+            if run.returncode:
+                raise UserError(f"--cold-start: {what} ended with exit code {run.returncode}, as said above")
+            seconds.append(float(run.stdout))
+        return tuple(seconds)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
@@ -156,7 +168,7 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     weights = sum(weight.nbytes for weight in model.parameters())
     embedding = 0 if config.tied else model.embed.weight.nbytes
     layers = sum(weight.numel() for weight in model.layers.parameters())
-    read = read_bandwidth(model) if cuda else None
+    read = read_bandwidth(model) if cuda and weights >= GIB else None  # smaller ones sit in the cache
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
     if cuda:
@@ -169,16 +181,17 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     first, step = (statistics.median(column) for column in zip(*runs))
     steps = sorted(1 / seconds for _, seconds in runs)
     token_kv = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
-    in_use = args.batch * token_kv * (args.context + args.prompt_length + args.new_tokens / 2)
+    window = config.window or 2 ** 62
+    in_use = args.batch * token_kv * min(window, args.context + args.prompt_length + args.new_tokens / 2)
     cache = args.batch * token_kv * len(model.slots)
     rate = (weights - embedding + in_use) / step
     T = args.prompt_length
-    seen = args.batch * T * (args.context + (T + 1) / 2)  # pairs of a token and one that it sees
+    seen = args.batch * sum(min(window, args.context + t + 1) for t in range(T))  # pairs of a token and one it sees
     operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
     result = dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=None, ranks=1, batch=args.batch,
         prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
-        top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels,
+        top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
@@ -188,7 +201,6 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
         gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
-        torch._dynamo.reset()
         generator = ready(build(what, args, device, dtype), args, compile=name == "cublas", kernels=False)
         seconds = []
         for _ in range(args.runs):
@@ -206,7 +218,10 @@ def commit() -> str | None:
 
 def markdown(files: list[Path]) -> str:
     """README's table and chart; a command in each row."""
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    lines = []
+    for file in files:
+        with blame(file):
+            lines += [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     if not lines:
         raise UserError(f"--markdown {files[0]}: no line in it; want lines that this script printed")
     head = ["`python scripts/benchmark.py`", "tokens/s", "ms a step", "of read bandwidth", "first token s",
@@ -214,9 +229,10 @@ def markdown(files: list[Path]) -> str:
     rows = []
     for line in lines:
         options = {"batch": 1, "context": 0, "prompt_length": 5, "new_tokens": 200, "temperature": 0.8, "top_k": 200}
-        command = " ".join([line["what"], *(f"--{name.replace('_', '-')} {line[name]}" for name, default in
-                                            options.items() if line[name] != default),
-                            *(f"--no-{name}" for name in ("compile", "kernels") if not line[name])])
+        command = " ".join([
+            line["what"], *([] if line["gpu"] else ["--device cpu"]),
+            *(f"--{name.replace('_', '-')} {line[name]}" for name, default in options.items() if line[name] != default),
+            *(["--no-compile"] if not line["compile"] else ["--no-kernels"] if not line["kernels"] else [])])
         peak = line["peak_memory_bytes"] and line["peak_memory_bytes"] / (line["weights_bytes"] + line["cache_bytes"])
         cells = [f"`{command}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
                  f"{line['share_of_read']:.0%}" if line["share_of_read"] else "-", f"{line['first_token_s']:.3f}",
@@ -224,23 +240,25 @@ def markdown(files: list[Path]) -> str:
                  f"{line['compile_cold_s']:.1f} / {line['compile_warm_s']:.1f}" if line["compile_cold_s"] else "-",
                  f"{peak - 1:+.1%}" if peak else "-"]
         rows.append("| " + " | ".join(cells) + " |")
-    alone = [line for line in lines if line["batch"] == 1 and line["share_of_read"] and line["prompt_length"] == 5]
+    table = "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows])
+    alone = [line for line in lines if line["batch"] == 1 and line["share_of_read"] and line["prompt_length"] == 5
+             and line["kernels"]]
+    if not alone:
+        return table
     names = ", ".join(f'"{line["what"]}{" at " + str(line["context"]) if line["context"] else ""}"' for line in alone)
     shares = ", ".join(f"{100 * line['share_of_read']:.0f}" for line in alone)
-    title = f"Batch 1, one {lines[0]['gpu']}: percent of the read bandwidth"
-    chart = ["```mermaid", "xychart-beta", f'    title "{title}"',
-             f"    x-axis [{names}]", '    y-axis "percent" 0 --> 100', f"    bar [{shares}]", "```"]
-    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows, "", *chart])
+    title = f"Batch 1, one {alone[0]['gpu']}: percent of the read bandwidth"
+    chart = ["```mermaid", "xychart-beta", f'    title "{title}"', f"    x-axis [{names}]",
+             '    y-axis "percent" 0 --> 100', f"    bar [{shares}]", "```"]
+    return table + "\n\n" + "\n".join(chart)
 
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     args = parse_args()
     if args.markdown:
-        for file in args.markdown:
-            if not file.is_file():
-                raise UserError(f"--markdown {file}: no such file; want lines that this script printed")
-        print(markdown(args.markdown))
+        with blame(args.markdown[0]):
+            print(markdown(args.markdown))
         return
     for what in args.what:
         if args.only_compile:
@@ -254,7 +272,11 @@ def main() -> None:
         times = cold_start(what, args) if args.cold_start else (None, None)
         count = args.runs * (1 + len(list(filter(None, args.against.split(",")))))
         with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
-            result = measure(what, args, bar)
+            try:
+                result = measure(what, args, bar)
+            except torch.OutOfMemoryError:
+                raise UserError(f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
+                                "--batch, --context or --prompt-length helps") from None
         print(json.dumps(result | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
 
 

@@ -63,6 +63,20 @@ def test_compiled_once_for_all_prompts_and_equal_to_eager(device):
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_in_pieces_gives_what_it_gives_whole(device, compile, monkeypatch):
+    """Pieces of 4 columns for 2 prompts: lengths on both sides of the edges, samples, a cached start; no graph more."""
+    cases = [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13) for start in (0, 6)]
+    whole = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
+    expected = [run(whole, prompts, 6, start) for prompts, start in cases]
+    counters.clear()
+    pieces = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2, compile=compile)
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
+    assert [run(pieces, prompts, 6, start) for prompts, start in cases] == expected
+    assert counters["stats"]["unique_graphs"] == 2 * compile
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_seed_draws_the_same_compiled_or_not(device):
     model, out = tiny(device), {}

@@ -28,7 +28,8 @@ def exact_linear(x, w, norm, bias, residual, gated):
 
 
 SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
-LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (22016, 4096, "norm gated"), (4096, 14336, "residual")]
+LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (22016, 4096, "norm gated"), (4096, 14336, "residual"),
+         (512, 28672, "bias")]
 
 
 @pytest.mark.parametrize("device, N, K, parts", [
@@ -145,7 +146,8 @@ bf16 = dict(device="cuda", dtype=torch.bfloat16)
 for rows in (1, 16):
     ones = torch.ones(4096, **bf16)
     kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
-    kernels.linear(torch.randn(rows, 14336, **bf16), torch.randn(64, 14336, **bf16))
+    for K in (14336, 28672, 49152):
+        kernels.linear(torch.randn(rows, K, **bf16), torch.randn(64, K, **bf16))
 cache, at = torch.randn(1, 8, 512, 128, **bf16), torch.full((1, 1), 300, device="cuda")
 table = torch.randn(512, 128, device="cuda")
 arrived = torch.zeros(8, dtype=torch.int32, device="cuda")

@@ -54,7 +54,7 @@ def test_sample(V, top_k):
     logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
     waits = torch.empty(5, V, device="cuda").exponential_()
     tokens, logprobs = sample(logits, waits, 0.7, top_k)
-    expected, expected_logprobs = plain_sample(logits, waits, 0.7, min(top_k, V))
+    expected, expected_logprobs = plain_sample(logits, waits, 0.7, top_k)
     assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
     tokens, logprobs = sample(logits, None, 0.0, 0)
     assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
