@@ -5,6 +5,8 @@ On a CUDA GPU in 16-bit types a decode step is five launches a layer: the four m
 residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a product with
 one row is one pass over the weights. Shapes as in model.py, and M = B x T.
 """
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,6 +113,8 @@ def swap_in(model: nn.Module) -> nn.Module:
     nvidia = weight.device.type == "cuda" and triton and torch.version.cuda
     if nvidia and weight.itemsize == 2 and torch.cuda.get_device_capability(weight.device) >= (8, 0):
         return fast_path(model)
+    if weight.device.type == "cuda":
+        print("plain PyTorch decodes: the kernels want Triton, compute capability 8.0 and 16-bit weights", file=sys.stderr)
     return model
 
 
