@@ -114,7 +114,7 @@ def swap_in(model: nn.Module) -> nn.Module:
     if nvidia and weight.itemsize == 2 and torch.cuda.get_device_capability(weight.device) >= (8, 0):
         return fast_path(model)
     if weight.device.type == "cuda":
-        print("plain PyTorch decodes: the kernels want Triton, compute capability 8.0 and 16-bit weights", file=sys.stderr)
+        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit weights", file=sys.stderr)
     return model
 
 
