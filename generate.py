@@ -104,7 +104,7 @@ class Generator:
             piece, end = tokens[:, at:at + size], (last - at).clamp(0, size - 1)
             # Not a slice of all positions, whose strides would be new to the compiler.
             positions = start + at + torch.arange(piece.shape[1], device=self.device)[None]
-            slots = self.slots(start + at + size)
+            slots = self.slots(start + at + piece.shape[1])
             fresh = self.prefill(self.model, piece, positions, slots, end, self.sampling, self.choose, self.samples)
             chosen = torch.where((last // size == at // size).repeat_interleave(self.samples), fresh, chosen)
         self.model.repeat_rows(self.samples)
