@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from model import Config, Transformer
 
@@ -92,54 +93,53 @@ def load_config(directory: Path) -> Config:
         return Config.from_hf(read_json(directory / "config.json"))
 
 
-def tensor_files(directory: Path) -> dict[Path, list[str] | None]:
-    """Each safetensors file and the names of the tensors to read from it; None stands for all that it has."""
-    index = directory / "model.safetensors.index.json"
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """The safetensors file that holds each tensor; none lies outside of the directory."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not index.exists():
-        if not (directory / "model.safetensors").exists():
+        if not whole.exists():
             raise UserError(f"{directory}: no model.safetensors, nor its index; other formats (*.bin) are not read")
-        return {directory / "model.safetensors": None}
-    files = {}
+        with blame(whole), safe_open(whole, framework="pt") as file:
+            return dict.fromkeys(file.keys(), whole)
     with blame(index):
-        for name, file in read_json(index)["weight_map"].items():
+        files = read_json(index)["weight_map"]
+        for name, file in files.items():
             if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
                 raise ValueError(f"puts {name} into {file}, which is outside of the checkpoint's directory")
-            files.setdefault(directory / file, []).append(name)
-    return files
+        return {name: directory / file for name, file in files.items()}
 
 
-def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Transformer:
-    """The model, its weights read tensor by tensor straight to the device: the host holds one file's pages at most."""
-    from safetensors import safe_open
+def read_tensor(files: dict[str, Path], name: str, shape: tuple = None, kinds: str = "BF16 F16 F32 F64") -> Tensor:
+    """The tensor, in the host's memory. Its name leaves `files`: what stays there has no place in the model."""
+    if name not in files:
+        raise UserError(f"the tensor {name} is missing; quantized weights, if these are, quantize.load_model reads")
+    with blame(path := files.pop(name)), safe_open(path, framework="pt") as file:
+        found = file.get_slice(name)
+        if found.get_dtype() not in kinds.split() or shape not in (None, tuple(found.get_shape())):
+            raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, want {kinds} {list(shape or ())}")
+        return file.get_tensor(name)
+
+
+def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False,
+               swap=lambda model, files: None) -> Transformer:
+    """The model, its weights read tensor by tensor straight to the device; swap puts in layers that have theirs."""
     from tqdm import tqdm
-    config = load_config(directory)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(load_config(directory))
+    files = tensor_files(directory)
+    swap(model, files)
     weights = {name: nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype), requires_grad=False)
-               for name, parameter in model.named_parameters()}
-    missing = config.hf_weights()
-    bar = tqdm(total=len(missing), desc="loading", unit="tensor", delay=1, leave=False, disable=not progress)
-    for path, names in tensor_files(directory).items():
-        with blame(path), safe_open(path, framework="pt") as file:
-            for name in names or file.keys():
-                if name not in missing:
-                    if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tied
-                            or name.endswith(".bias") and not file.get_tensor(name).any()):
-                        raise ValueError(f"no place for tensor {name}; config.json is of another model")
-                    continue
-                parameter, row, shape = missing.pop(name)
-                found = file.get_slice(name)
-                if tuple(found.get_shape()) != shape or found.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-                    raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, config.json wants "
-                                     f"a floating-point {list(shape)}")
-                weights[parameter][row:row + shape[0]].copy_(file.get_tensor(name))
-                bar.update()
-    bar.close()
-    if missing:
-        raise UserError(f"{directory}: the tensor {next(iter(missing))} is missing, {len(missing)} in all")
-    if config.tied:
+               for name, parameter in model.named_parameters() if parameter.is_meta}
+    wanted = [(name, *place) for name, place in model.config.hf_weights().items() if place[0] in weights]
+    for name, ours, row, shape in tqdm(wanted, "loading", delay=1, leave=False, disable=not progress):
+        weights[ours][row:row + shape[0]].copy_(read_tensor(files, name, shape))
+    for name, path in list(files.items()):
+        if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.config.tied
+                or name.endswith(".bias") and not read_tensor(files, name).any()):
+            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
+    if model.config.tied:
         weights["head.weight"] = weights["embed.weight"]
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict(weights, strict=False, assign=True)
     return model.eval()
 
 

@@ -37,14 +37,17 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> str:
-    """What to say when memory runs out later; UserError if weights and cache alone do not fit."""
-    weights = dtype.itemsize * sum(math.prod(shape) for _, _, shape in config.hf_weights().values())
+def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype,
+                 bits: int | None = None) -> str:
+    """What to say when memory runs out later; UserError if weights and cache alone do not fit. bits: of a weight of the
+    layers in a quantized checkpoint, scales not counted."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (_, _, shape) in config.hf_weights().items()}
+    weights = sum(size * (bits / 8 / dtype.itemsize if bits and "_proj." in name else 1) for name, size in sizes.items())
     cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of {dtype} weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
               f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype, help")
     if weights + cache > there:
         raise UserError(advice)
@@ -60,6 +63,12 @@ def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="round the layers' weights as they are loaded")
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128, -1), metavar="N",
+                        help="weights of a row that share a scale: 32, 64, 128, -1 for all (default: -1, int4 32)")
 
 
 class Parser(argparse.ArgumentParser):

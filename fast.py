@@ -6,12 +6,14 @@ residuals and SiLU inside of them, and attention, with rope and the cache's upda
 one row is one pass over the weights. Shapes as in model.py, and M = B x T.
 """
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import linear, triton, update_and_attend
+from packed import KernelLinear, PackedLinear
 
 
 class RowLinear(nn.Module):
@@ -69,22 +71,39 @@ class FastAttention(nn.Module):
         return self.attn.wo(self.attend(self.attn.wqkv(x).flatten(0, 1), positions).unflatten(0, x.shape[:2]))
 
 
+def product(layer: nn.Module) -> Callable:
+    """A linear layer as (x [M, K], norm's weight, residual, gated, eps) -> [M, N], in one launch or two."""
+    if isinstance(layer, KernelLinear):
+        return layer.fused
+    return lambda x, norm=None, **parts: linear(x, layer.weight, norm, layer.bias, **parts)
+
+
+class FastFeedForward(nn.Module):
+    """FeedForward of model.py with packed weights, for prefill: x [B, T, D] -> [B, T, D]"""
+
+    def __init__(self, ffn: nn.Module):
+        super().__init__()
+        self.w_gate_up, self.w_down = ffn.w_gate_up, ffn.w_down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(self.w_gate_up(x))
+
+
 class FastBlock(nn.Module):
     """A decoder layer of model.py as five launches."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
         self.block = block
+        layers = block.attn.attn.wqkv, block.attn.attn.wo, block.ffn.w_gate_up, block.ffn.w_down
+        self.qkv, self.out, self.gate_up, self.down = map(product, layers)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [M, D] -> [M, D]"""
-        block = self.block
-        attn, norm = block.attn.attn, block.attn_norm
-        qkv = linear(x, attn.wqkv.weight, norm.weight, attn.wqkv.bias, eps=norm.eps)
-        x = linear(block.attn.attend(qkv, positions), attn.wo.weight, residual=x)
-        ffn, norm = block.ffn, block.ffn_norm
-        return linear(linear(x, ffn.w_gate_up.weight, norm.weight, gated=True, eps=norm.eps), ffn.w_down.weight,
-                      residual=x)
+        norm, attend = self.block.attn_norm, self.block.attn.attend
+        x = self.out(attend(self.qkv(x, norm.weight, eps=norm.eps), positions), residual=x)
+        norm = self.block.ffn_norm
+        return self.down(self.gate_up(x, norm.weight, gated=True, eps=norm.eps), residual=x)
 
 
 class FastDecoder(nn.Module):
@@ -93,7 +112,7 @@ class FastDecoder(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.layers = nn.ModuleList(map(FastBlock, model.layers))
+        self.layers, self.head = nn.ModuleList(map(FastBlock, model.layers)), product(model.head)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         """tokens, positions [B, T] -> logits [B, T, V]"""
@@ -101,7 +120,7 @@ class FastDecoder(nn.Module):
         x = model.embed(tokens).flatten(0, 1)  # [M, D]
         for layer in self.layers:
             x = layer(x, positions)
-        return linear(x, model.head.weight, model.norm.weight, eps=model.norm.eps).unflatten(0, tokens.shape)
+        return self.head(x, model.norm.weight, eps=model.norm.eps).unflatten(0, tokens.shape)
 
 
 def swap_in(model: nn.Module) -> nn.Module:
@@ -118,14 +137,26 @@ def swap_in(model: nn.Module) -> nn.Module:
     return model
 
 
+def swap_packed(module: nn.Module, *names: str) -> None:
+    for name in names:
+        layer = getattr(module, name)
+        if isinstance(layer, PackedLinear):
+            setattr(module, name, KernelLinear(layer, gated=name == "w_gate_up"))
+
+
 def fast_path(model: nn.Module) -> FastDecoder:
     """Swaps in attention, for prefill, and returns the model for decode."""
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
     # Unless they are listed, Inductor writes out all that an operator's arguments are made of, and each residual
     # doubles that text: with 32 layers no end was seen in 400 s (torch 2.11).
-    FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in ("linear", "update_and_attend", "sample"))
+    FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in ("linear", "packed_linear", "update_and_attend", "sample"))
+    swap_packed(model, "head")
     for layer in model.layers:
         if isinstance(layer.attn, FastAttention):
             raise ValueError("this model's attention is swapped already: load it again")
+        swap_packed(layer.attn, "wqkv", "wo")
+        swap_packed(layer.ffn, "w_gate_up", "w_down")
+        if isinstance(layer.ffn.w_gate_up, KernelLinear):
+            layer.ffn = FastFeedForward(layer.ffn)
         layer.attn = FastAttention(layer.attn, model)
     return FastDecoder(model)

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, load_model, read_json, report_errors
-from command import DTYPES, GIB, Parser, check_memory, find_device, find_dtype, within
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, report_errors
+from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device, find_dtype, within
 from fast import swap_in
 from kernels import read_bandwidth
 from model import Transformer
+from quantize import load_model
 from sampling import Sampling, choose, fast_choose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -280,7 +281,7 @@ def report(generator: Generator, runs: list[list[Completion]], **known) -> dict:
                     finish_reason=c.finish_reason, seconds=c.seconds,
                     mean_logprob=sum(c.logprobs) / len(c.logprobs) if c.tokens else None) for c in completions]
     return known | dict(
-        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), quantize=None, world_size=1,
+        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), world_size=1,
         batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
@@ -314,6 +315,7 @@ def parse_args() -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
     add("--compile", action="store_true", help="torch.compile: a wait first, then faster")
     add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
+    add_quantize(parser)
     add("--max-seq-length", type=within(int, 2), metavar="N", help="prompt and new tokens at most")
     add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -325,6 +327,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("--stop: an empty text would end everything at once")
     if args.interactive and (args.prompt or args.prompt_file or args.json or args.num_samples > 1):
         parser.error("--interactive does not go with --prompt, --prompt-file, --json and --num-samples")
+    if args.group_size and not args.quantize:
+        parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
         parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
     if args.prompt_file:
@@ -384,11 +388,12 @@ def main() -> None:
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
-    advice = check_memory(config, prompts * args.num_samples, length, device, dtype)
+    packed = read_json(directory / "config.json").get("quantization_config") or {}
+    advice = check_memory(config, prompts * args.num_samples, length, device, dtype, packed.get("bits"))
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:
-        model = load_model(directory, device, dtype, progress=not args.quiet)
+        model = load_model(directory, device, dtype, args.quantize, args.group_size, progress=not args.quiet)
         loaded = time.perf_counter()
         if args.compile and not args.quiet:
             print("compiling ...", file=sys.stderr, flush=True)
@@ -411,7 +416,8 @@ def main() -> None:
         partial.replace(args.profile)
     if not runs:
         return
-    result = report(generator, runs, checkpoint=args.checkpoint, load_s=loaded - begun,
+    quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
+    result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
                     compile_s=ready - loaded if args.compile else 0.0)
     if args.json:
         print(json.dumps(result))

@@ -9,7 +9,10 @@ Shapes: M = B x T rows of B sequences and T new tokens, K inputs, N outputs; in 
 G = H / K, E head dim, L cache length.
 """
 import functools
+import json
 import math
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -288,20 +291,6 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
                          mask=(j < T * G)[:, None] & (e < E)[None, :])
 
 
-MOST_ROWS = 16  # more go to cuBLAS, plain; where the two really meet was not measured
-
-# Tiles of w by its shape: (rows, stages, warps, programs a multiprocessor) of row_kernel and (rows, columns, stages,
-# warps) of rows_kernel with 16 rows, the fastest found on an H200 in a whole layer (not searched: the latter for 2048).
-TILES = {
-    (12288, 4096): ((4, 5, 4, 1), (32, 256, 3, 2)), (4096, 4096): ((2, 3, 4, 4), (16, 256, 6, 1)),
-    (22016, 4096): ((2, 4, 4, 12), (64, 64, 5, 4)), (4096, 11008): ((2, 4, 8, 1), (16, 256, 6, 2)),
-    (6144, 4096): ((4, 5, 4, 1), (64, 128, 6, 4)), (28672, 4096): ((2, 4, 4, 16), (64, 128, 4, 4)),
-    (4096, 14336): ((2, 4, 8, 1), (16, 512, 3, 2)), (3072, 2048): ((4, 4, 4, 3), (16, 256, 6, 2)),
-    (2048, 2048): ((8, 3, 4, 2), (16, 256, 6, 2)), (16384, 2048): ((2, 5, 4, 6), (64, 128, 4, 4)),
-    (2048, 8192): ((2, 2, 4, 4), (16, 256, 6, 2)),
-}
-
-
 @functools.cache
 def gpu(device: torch.device):
     return torch.cuda.get_device_properties(device)
@@ -312,15 +301,36 @@ def launch(device: torch.device) -> dict:
     return dict(launch_pdl=True) if gpu(device).major >= 9 else {}
 
 
-def tiles(N: int, K: int, device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if (N, K) in TILES and gpu(device).major == 9:
-        return TILES[N, K]
+@functools.cache
+def table(name: str) -> dict:
+    """What scripts/tune.py found for a GPU; a GPU that it never ran on has rules of thumb, and it is said once."""
+    tables = json.loads((Path(__file__).parent / "tuned.json").read_text())
+    if name not in tables:
+        print(f"tuned.json has nothing for {name}: scripts/tune.py finds its fastest kernels", file=sys.stderr)
+    return tables.get(name, {})
+
+
+@functools.cache
+def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
+    """The kernel for M rows and w [N, K] in a format (16-bit, int8, int4), and its sizes: "row", "rows" or "library".
+
+    row's sizes are (rows, stages, warps, programs a multiprocessor), rows' (rows, columns, stages, warps); packed.py
+    has its own."""
+    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}") or rule_of_thumb(format, N, K, device)
+    return next((choice for most, *choice in choices if M <= most), ["library"])
+
+
+def rule_of_thumb(format: str, N: int, K: int, device: torch.device) -> list:
+    if format != "16-bit":  # int8 or int4, -32 or -64 where groups are smaller than a block
+        return [[1, "row", 4, 2, 3, 6], [16, "rows", 16, 8, 3, 8], [128, "rows", 64, 1, 3, 4]]
     row = 2 * triton.next_power_of_2(K)  # bytes
     rows = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's and its up's
     memory = min(gpu(device).shared_memory_per_block_optin, 192 * 1024)
     stages = max(2, min(4, memory // (rows * row) + 1))
-    return ((rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1),
-            (64, 128, 4, 4) if N > 8192 else (16, 256, 6, 2))
+    several = [16, "rows", *((64, 128, 4, 4) if N > 8192 else (16, 256, 6, 2))]
+    if 2 * row > gpu(device).shared_memory_per_block_optin:  # a gate's row and its up's must fit
+        return [several]
+    return [[1, "row", rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1], several]
 
 
 def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
@@ -343,14 +353,14 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     gated: w's first half is the gate, its second half up, and the result silu(gate) * up, [M, N / 2]."""
     M, K = x.shape
     N = len(w)
-    if M > MOST_ROWS:
+    kernel, *sizes = tuned("16-bit", N, K, M, x.device)
+    if kernel == "library":
         return plain_linear(x, w, norm, bias, residual, gated, eps)
     x = x.contiguous()
     out = x.new_empty(M, N // 2 if gated else N)
     pdl = launch(x.device)
-    least = 2 * triton.next_power_of_2(K) * (2 if gated else 1)  # bytes of row_kernel's smallest tile
-    if M == 1 and least <= gpu(x.device).shared_memory_per_block_optin:
-        rows, stages, warps, programs = tiles(N, K, x.device)[0]
+    if kernel == "row":
+        rows, stages, warps, programs = sizes
         grid = min(triton.cdiv(N, rows), programs * gpu(x.device).multi_processor_count)
         row_kernel[(grid,)](x, w, norm, bias, residual, out, N, K, eps, gated, rows, triton.next_power_of_2(K), stages,
                             bool(pdl), num_warps=warps, **pdl)
@@ -359,7 +369,7 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
         normed = torch.empty_like(x)
         norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
         x = normed
-    rows, block, stages, warps = tiles(N, K, x.device)[1]
+    rows, block, stages, warps = sizes
     rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(8, triton.next_power_of_2(M)),
                                          rows, block, stages, bool(pdl), num_warps=warps, **pdl)
     return out

@@ -48,7 +48,7 @@ class Config:
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope_type {rope_type!r} is not supported: want 'default' or 'llama3'")
         plain = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
-                     partial_rotary_factor=1.0, quantization_config=None)
+                     partial_rotary_factor=1.0)
         for key, want in plain.items():
             if (found := {**rope, **hf}.get(key, want)) != want:
                 raise ValueError(f"{key}={found!r} is not supported: want {want!r}")

@@ -1,18 +1,34 @@
 """
-Linear layers whose weights are int4 or int8 codes: the packing, the plain twin, and the layer.
+Linear layers whose weights are int4 or int8 codes: the packing, the plain layer, and the kernels of a GPU.
 
 A group of weights of one row, G of them along K, shares a scale and a zero point: w = (code - zero) * scale.
 
 Codes are packed into 32-bit words in the order in which a warp's matrix instruction (mma.m16n8k16) takes its left
 operand, so that a kernel loads 16 bytes and has, without any exchange between threads, what its registers need. With P =
 16 / bits, a block of 16 words holds 32 P codes of a row: word 4t + c has, at bits `shifts(bits)[s, e]`, the code of
-k = 8P c + 8 s + 2 t + e.
+k = 8P c + 8 s + 2 t + e. For the kernels, 16 rows' blocks stand together: 1 KiB, read as one piece.
 
-Shapes: N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G).
+Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G).
 """
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
+
+from kernels import constexpr, gpu, jit, launch, norm_kernel, plain_linear, tl, triton, tuned
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.runtime.jit import constexpr_function
+except ImportError:  # no GPU build of PyTorch: the plain layer serves
+    gluon, constexpr_function = None, lambda function: function
+
+gluon_jit = gluon.jit if gluon else jit
+WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
 def shifts(bits: int) -> Tensor:
@@ -81,3 +97,427 @@ class PackedLinear(nn.Module):
                 sums = sums + ((self.words >> shift & 2 ** self.bits - 1) - zeros) * x[s, e]
         y = sums.sum(1) * self.scales[:, 0] if C == 1 else (sums * self.scales[:, group]).sum(1)
         return y if self.bias is None else y + self.bias
+
+
+# Codes to fp16, two at a time: OR-ed into the mantissa of 1024 (or of 64, where they stand 4 bits higher), from which
+# 1024 and the zero point are then taken: no conversion from integers, which runs at a quarter of the rate.
+INT4_TO_HALF = """{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
+    lop3.b32 a0, $8, 0x000f000f, 0x64006400, 0xea; lop3.b32 a1, $8, 0x00f000f0, 0x54005400, 0xea;
+    lop3.b32 a2, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 a3, t, 0x00f000f0, 0x54005400, 0xea;
+    sub.f16x2 a0, a0, $9; sub.f16x2 a1, a1, $10; sub.f16x2 a2, a2, $9; sub.f16x2 a3, a3, $10;
+    mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; mov.b32 {$4, $5}, a2; mov.b32 {$6, $7}, a3; }"""
+INT8_TO_HALF = """{ .reg .b32 a0, a1; prmt.b32 a0, $4, 0x64646464, 0x4140; prmt.b32 a1, $4, 0x64646464, 0x4342;
+    sub.f16x2 a0, a0, $5; sub.f16x2 a1, a1, $5; mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; }"""
+if gluon:
+    INT4_TO_HALF, INT8_TO_HALF = gl.constexpr(INT4_TO_HALF), gl.constexpr(INT8_TO_HALF)
+
+
+@constexpr_function
+def doubled(n, base):
+    """Bases of a layout's dimension with n values: base, 2 base, 4 base ..."""
+    return [[2 ** i * b for b in base] for i in range(n.bit_length() - 1)]
+
+
+@constexpr_function
+def word_layout(WARPS, DEPTH):
+    """Of words [blocks, 16 rows, 16]: a thread has 4 adjacent ones of 2 rows, as the matrix instruction wants them."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0]] + doubled(DEPTH, [WARPS, 0, 0]),
+        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]], doubled(WARPS, [1, 0, 0]), [], [WARPS * DEPTH, 16, 16])
+
+
+@constexpr_function
+def input_layout(WARPS, DEPTH, PARTS, BK):
+    """Of x [parts of a block, blocks, BK]: the right operand's, whose 8 columns are all the same."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 8]] + doubled(BK // 16, [0, 0, 16]) + doubled(DEPTH, [0, WARPS, 0])
+        + doubled(PARTS, [1, 0, 0]), [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        doubled(WARPS, [0, 1, 0]), [], [PARTS, WARPS * DEPTH, BK])
+
+
+@gluon_jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon_jit
+def fetch(ring, slot, words, item, items, first, step, at, block, KB, SIZE: constexpr, ROUNDS: constexpr):
+    """Starts the copy of an item's words; an item is one round, SIZE blocks, of 16 rows."""
+    base = words + (first + item // ROUNDS * step).to(gl.int64) * KB * 256 + item % ROUNDS * SIZE * 256
+    there = (item % ROUNDS * SIZE + block < KB) & (item < items)
+    async_copy.async_copy_global_to_shared(ring.index(slot), base + at, mask=there[:, None, None] & (at >= 0),
+                                           eviction_policy="evict_first")
+    async_copy.commit_group()
+
+
+@gluon_jit
+def fetch_groups(groups, nb, turn, C, G: constexpr, BLOCK: constexpr, PARTS: constexpr, SIZE: constexpr,
+                 LAYOUT: constexpr):
+    """Scales and zero points [parts and blocks of a round, 16 rows], or [1, 16 rows] if all of K is one group."""
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    if G == WHOLE:
+        part = gl.arange(0, 1, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        return gl.load(groups + nb * 16 + part + row)
+    else:
+        part = gl.arange(0, PARTS * SIZE, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        group = gl.minimum(((turn * SIZE + part % SIZE) * BLOCK + part // SIZE * (BLOCK // PARTS)) // G, C - 1)
+        return gl.load(groups + nb * C * 16 + group * 16 + row)
+
+
+@gluon_jit
+def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, C, eps,
+                      G: constexpr, BITS: constexpr, GATED: constexpr, WARPS: constexpr, DEPTH: constexpr,
+                      STAGES: constexpr, PARTS: constexpr, ROUNDS: constexpr, KP: constexpr, PDL: constexpr):
+    """One row of packed_linear(): a program takes 16 rows of w at a time, each of its warps every WARPSth block of K.
+
+    x is scaled by a power of two, which loses nothing, into fp16. A group that is smaller than a block cuts it into
+    PARTS."""
+    BLOCK: constexpr = 512 // BITS
+    BK: constexpr = BLOCK // PARTS
+    SIZE: constexpr = WARPS * DEPTH  # blocks of a round
+    B: constexpr = PARTS * SIZE
+    MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    RIGHT: constexpr = gl.DotOperandLayout(1, MMA, 2)
+    WORDS: constexpr = word_layout(WARPS, DEPTH)
+    GROUPS: constexpr = gl.SliceLayout(2, MMA)
+    ROWS: constexpr = gl.SliceLayout(1, gl.SliceLayout(0, MMA))
+    FLAT: constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    KB = (K + BLOCK - 1) // BLOCK
+    N_OUT = N // 2 if GATED else N
+    NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    items = (NB - first + step - 1) // step * ROUNDS
+    if PDL:
+        gdc_launch_dependents()
+
+    block = gl.arange(0, SIZE, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    at = block[:, None, None] * 256 + row[None, :, None] * 16 + word[None, None, :]
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, SIZE, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    for item in gl.static_range(STAGES - 1):
+        fetch(ring, item, words, item, items, first, step, at, block, KB, SIZE, ROUNDS)
+    next_group = fetch_groups(groups, first, 0, C, G, BLOCK, PARTS, SIZE, GROUPS)
+
+    k = gl.arange(0, KP, layout=FLAT)
+    source = k
+    if order is not None:
+        source = gl.load(order + k, mask=k < K, other=0)
+    if norm is not None:
+        g = gl.load(norm + source, mask=k < K, other=0).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    xs = gl.load(x + source, mask=k < K, other=0).to(gl.float32)
+    factor = 1.0
+    if norm is not None:
+        squares, size = gl.reduce((xs * xs, xs * g * xs * g), 0, add_both)
+        factor = gl.rsqrt(squares / K + eps)
+        xs *= g
+    else:
+        size = gl.sum(xs * xs, 0)
+    size = gl.sqrt(gl.maximum(size, 1e-30))
+    power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no |x| is twice as large
+    factor *= power / 16384
+    inputs = gl.allocate_shared_memory(gl.float16, [KP // (SIZE * BLOCK), SIZE, PARTS, BK],
+                                       gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    inputs._reinterpret(gl.float16, [KP], gl.SwizzledSharedLayout(1, 1, 1, [0])).store((xs * (16384 / power)).to(gl.float16))
+
+    acc = gl.zeros([WARPS, 16, 8], gl.float32, MMA)
+    none = gl.zeros([B, 16, 8], gl.float32, MMA)
+    i = gl.arange(0, 16, layout=ROWS)
+    for item in range(items):
+        nb = first + item // ROUNDS * step
+        turn = item % ROUNDS
+        async_copy.wait_group(STAGES - 2)
+        fetch(ring, (item + STAGES - 1) % STAGES, words, item + STAGES - 1, items, first, step, at, block, KB, SIZE,
+              ROUNDS)
+        group = next_group
+        ahead = gl.minimum(first + (item + 1) // ROUNDS * step, NB - 1)
+        next_group = fetch_groups(groups, ahead, (item + 1) % ROUNDS, C, G, BLOCK, PARTS, SIZE, GROUPS)
+        last = turn == ROUNDS - 1
+        n = nb * 16 + i
+        extra = gl.zeros([16], gl.float32, ROWS)
+        if not GATED:
+            if bias is not None:
+                extra += gl.load(bias + n, mask=(n < N) & last, other=0).to(gl.float32)
+            if residual is not None:
+                extra += gl.load(residual + n, mask=(n < N) & last, other=0).to(gl.float32)
+
+        left = gl.reshape(ring.index(item % STAGES).load(WORDS), [SIZE, 16, 4, PARTS, 4 // PARTS])
+        zero = gl.reshape(group >> 16, [1 if G == WHOLE else PARTS, 1 if G == WHOLE else SIZE, 16, 1, 1])
+        zero = gl.permute(zero, [1, 2, 3, 0, 4])
+        zero = gl.convert_layout(zero, left.type.layout, assert_trivial=True)
+        from_1024, left = gl.broadcast((zero + 0x6400) * 0x10001, left)
+        if BITS == 4:
+            from_64, left = gl.broadcast((zero * 16 + 0x5400) * 0x10001, left)
+            p = gl.inline_asm_elementwise(INT4_TO_HALF, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [left, from_1024, from_64],
+                                          dtype=(gl.float16,) * 8, is_pure=True, pack=1)
+            a = gl.join(gl.join(gl.join(p[0], p[4]), gl.join(p[2], p[6])),
+                        gl.join(gl.join(p[1], p[5]), gl.join(p[3], p[7])))
+        else:
+            p = gl.inline_asm_elementwise(INT8_TO_HALF, "=h,=h,=h,=h,r,r", [left, from_1024],
+                                          dtype=(gl.float16,) * 4, is_pure=True, pack=1)
+            a = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
+        a = gl.permute(gl.reshape(a, [SIZE, 16, 4, PARTS, 4 // PARTS, 16 // BITS, 2]), [3, 0, 1, 4, 5, 2, 6])
+        a = gl.convert_layout(gl.reshape(a, [B, 16, BK]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        right = inputs.index(turn).permute([1, 0, 2]).load(input_layout(WARPS, DEPTH, PARTS, BK))
+        right = gl.convert_layout(gl.reshape(right, [B, BK]), gl.SliceLayout(2, RIGHT), assert_trivial=True)
+        right = gl.convert_layout(gl.expand_dims(right, 2).broadcast_to([B, BK, 8]), RIGHT, assert_trivial=True)
+        y = mma_v2(a, right, none)
+        scale = (group & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        y *= gl.expand_dims(scale, 2)
+        acc += gl.convert_layout(gl.sum(gl.reshape(y, [PARTS * DEPTH, WARPS, 16, 8]), 0), MMA, assert_trivial=True)
+        if last:
+            total = gl.sum(gl.sum(acc, 0), 1) * (factor / 8)
+            acc = gl.zeros([WARPS, 16, 8], gl.float32, MMA)
+            if GATED:  # 8 gates, then their ups
+                gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
+                total = gate / (1 + gl.exp(-gate)) * up
+                half = nb * 8 + gl.arange(0, 8, layout=total.type.layout)
+                gl.store(out + half, total.to(out.dtype.element_ty), mask=half < N_OUT)
+            else:
+                gl.store(out + n, (total + extra).to(out.dtype.element_ty), mask=n < N_OUT)
+
+
+def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
+    """For packed_rows_kernel: what makes a pair of 16-bit weights of a word ($1), at bits $3, less the zero point ($5),
+    and, scaled, times the scale ($7); and what is to be added to a zero point, and its factor then, to give $5."""
+    one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
+    get = "shr.u32 t, $1, $3; "
+    if bits == 4:
+        get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
+    elif half:
+        get += "prmt.b32 t, t, 0x64646464, 0x4140; fma.rn.f16x2 t, t, one, $5;"
+    else:  # bf16 has 8 bits: through fp32
+        get += """prmt.b32 a, t, 0x4b000000, 0x7440; prmt.b32 b, t, 0x4b000000, 0x7441; mov.b32 f, a; mov.b32 g, b;
+            mov.b32 z, $5; add.rn.f32 f, f, z; add.rn.f32 g, g, z; mov.b32 a, f; mov.b32 b, g;
+            prmt.b32 t, a, b, 0x7632;"""
+    result = f"mov.b32 a, 0x80008000; fma.rn.{kind} $0, t, $7, a;" if scaled else "mov.b32 $0, t;"
+    asm = f"{{ .reg .b32 t, a, b, one; .reg .f32 f, g, z; mov.b32 one, 0x{one}{one}; {get} {result} }}"
+    if bits == 8 and not half:
+        return asm, -0x35000000, 1
+    return asm, 0xE400 if half else 0xC300, 0x10001
+
+
+@jit
+def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C,
+                       G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
+                       GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, PARTS: constexpr,
+                       STAGES: constexpr, PDL: constexpr):
+    """Several rows of packed_linear(), without norm. SPLITS > 1: so many warps share a tile's K, each a block.
+
+    shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
+    only if all that goes into the unpacking was loaded."""
+    BLOCK: constexpr = 512 // BITS
+    P: constexpr = 16 // BITS
+    dtype: constexpr = x.dtype.element_ty
+    KB = (K + BLOCK - 1) // BLOCK
+    N_OUT = N // 2 if GATED else N
+    NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
+    r = tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, 16)
+    nb = tl.minimum(tl.program_id(0) * (BN // 16) + r // 16, NB - 1)
+    at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None] + (s[:, None] * 256 + i[None, :])[:, None, :]
+    ks = s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at_x = x + m[None, None, :] * K + ks[:, :, None]
+    k_part = s[:, None] * BLOCK + tl.arange(0, PARTS)[None, :] * (BLOCK // PARTS)
+    at_s = (nb * C * 16 + r % 16)[None, :, None]
+    if PDL:
+        gdc_launch_dependents()
+    shift = tl.load(shifts + tl.arange(0, P) * 2)
+    if PDL:
+        gdc_wait()
+    if SPLITS == 1:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((SPLITS, BN, BM), tl.float32)
+    shape: constexpr = (SPLITS, BN, 16, P, 2)
+    wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
+    for k0 in tl.range(0, K, SPLITS * BLOCK, num_stages=STAGES):
+        q = tl.load(at_w + k0 // BLOCK * 256, mask=(k0 // BLOCK + s < KB)[:, None, None], other=0,
+                    eviction_policy="evict_first")
+        xs = tl.load(at_x + k0, mask=(m < M)[None, None, :] & (k0 + ks < K)[:, :, None], other=0)
+        group = (tl.minimum((k0 + k_part) // G, C - 1) * 16)[:, None, :]
+        group = tl.load(groups + at_s + group)
+        scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        pair = (scale.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+        zero = ((group >> 16) + ZERO) * PAIR
+        # a part's scale and zero point for each of its words; if a block has one scale, the product takes it
+        pair = tl.broadcast_to(tl.reshape(pair, (SPLITS, BN, 1, PARTS, 1)), wide)
+        zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 1, PARTS, 1)), wide)
+        pair = tl.broadcast_to(tl.reshape(pair, (SPLITS, BN, 16, 1, 1)), shape)
+        zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 16, 1, 1)), shape)
+        w = tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r,r,r,r,r,r", [tl.broadcast_to(tl.reshape(q, (SPLITS, BN, 16, 1, 1)), shape),
+                                        tl.broadcast_to(tl.reshape(shift, (1, 1, 1, P, 1)), shape), zero, pair],
+            dtype=x.dtype.element_ty, is_pure=True, pack=2)
+        w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))
+        if SPLITS == 1:
+            w = tl.reshape(w, (BN, BLOCK))
+            xs = tl.reshape(xs, (BLOCK, BM))
+            scale = tl.reshape(scale, (BN, PARTS))
+        else:
+            w = tl.reshape(w, (SPLITS, BN, BLOCK))
+        if PARTS == 1:
+            acc += tl.dot(w, xs) * scale.to(tl.float32)
+        else:
+            acc = tl.dot(w, xs, acc)
+    if SPLITS > 1:
+        acc = tl.sum(acc, 0)
+    n = tl.program_id(0) * BN + r
+    if GATED:
+        acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
+        acc = gate / (1 + tl.exp(-gate)) * up
+        n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    at = m[None, :] * N_OUT + n[:, None]
+    inside = (n < N_OUT)[:, None] & (m < M)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N_OUT, other=0).to(tl.float32)[:, None]
+    if residual is not None:
+        acc += tl.load(residual + at, mask=inside, other=0)
+    tl.store(out + at, acc.to(dtype), mask=inside)
+
+
+@jit
+def dequantize_kernel(words, groups, out, N, K, C, G: constexpr, BITS: constexpr, GATED: constexpr):
+    """A block of 16 rows -> its weights, in out [N, K] in the rows' own order."""
+    BLOCK: constexpr = 512 // BITS
+    P: constexpr = 16 // BITS
+    nb = tl.program_id(0)
+    kb = tl.program_id(1)
+    r = tl.arange(0, 16)
+    at = words + (nb.to(tl.int64) * ((K + BLOCK - 1) // BLOCK) + kb) * 256
+    q = tl.load(at + r[:, None] * 16 + tl.arange(0, 16)[None, :])
+    j = tl.arange(0, 2 * P)  # s and e
+    shift = j // 2 * 4 + j % 2 * 16 if BITS == 4 else j * 8
+    codes = (q[:, :, None] >> shift[None, None, :]) & (2 ** BITS - 1)
+    codes = tl.permute(tl.reshape(codes, (16, 4, 4, P, 2)), (0, 2, 3, 1, 4))
+    codes = tl.reshape(codes, (16, BLOCK))
+    k = kb * BLOCK + tl.arange(0, BLOCK)
+    group = tl.load(groups + nb * C * 16 + tl.minimum(k // G, C - 1)[None, :] * 16 + r[:, None])
+    scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    w = (codes - (group >> 16)).to(tl.float32) * scale
+    if GATED:
+        n = nb * 8 + r % 8 + r // 8 * (N // 2)
+        inside = nb * 8 + r % 8 < N // 2
+    else:
+        n = nb * 16 + r
+        inside = n < N
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty),
+             mask=inside[:, None] & (k < K)[None, :])
+
+
+def tile(rows: Tensor, width: int, gated: bool) -> Tensor:
+    """[N, C width] -> [blocks of 16 rows, C, 16 rows, width]; gated: a block is 8 gates and their 8 ups.
+
+    Rows of zeros are added where a block is not full."""
+    if gated:
+        rows = F.pad(rows.view(2, len(rows) // 2, -1), (0, 0, 0, -(len(rows) // 2) % 8))
+        rows = rows.unflatten(1, (-1, 8)).transpose(0, 1)
+    else:
+        rows = F.pad(rows, (0, 0, 0, -len(rows) % 16))
+    return rows.reshape(-1, 16, rows.shape[-1] // width, width).transpose(1, 2).contiguous()
+
+
+def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
+    """The inverse of tile()."""
+    rows = tiles.transpose(1, 2).flatten(2)  # [blocks of 16 rows, 16, W or C]
+    if not gated:
+        return rows.flatten(0, 1)[:N]
+    return rows.unflatten(1, (2, 8)).transpose(0, 1).flatten(1, 2)[:, :N // 2].flatten(0, 1)
+
+
+def plain_packed_linear(x, words, groups, order, shifts, N, bits, norm=None, bias=None, residual=None, gated=False,
+                        eps=1e-5) -> Tensor:
+    """The plain twin of packed_linear()."""
+    groups = untile(groups, N, gated)
+    codes = unpack(untile(words, N, gated), bits, x.shape[1]).view(N, groups.shape[1], -1)
+    scales, zeros = groups.to(torch.int16).view(torch.float16).float(), groups >> 16
+    w = ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
+    return from_weights(x, w, order, norm, bias, residual, gated, eps)
+
+
+def from_weights(x, w, order, norm, bias, residual, gated, eps) -> Tensor:
+    if order is not None:
+        x, norm = x[:, order], None if norm is None else norm[order]
+    return plain_linear(x, w, norm, bias, residual, gated, eps)
+
+
+@custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
+def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None, shifts: Tensor, N: int,
+                  bits: int, norm: Tensor | None = None, bias: Tensor | None = None,
+                  residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
+    """kernels.linear() with the weights of a KernelLinear, whose tiles are words and groups: x [M, K] ->
+    residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there."""
+    M, K = x.shape
+    C, block = groups.shape[1], 512 // bits
+    x = x.contiguous()
+    G = K // C if C > 1 else 2 ** 30  # WHOLE
+    parts = max(1, block // G)
+    fits = C == 1 or G % block == 0 or block % G == 0
+    format = f"int{bits}" + (f"-{G}" if parts > 1 else "")
+    kernel, *sizes = tuned(format, N, K, M, x.device) if fits else ("library",)
+    pdl = launch(x.device)
+    if kernel == "row" and M == 1:
+        out = x.new_empty(M, N // 2 if gated else N)
+        warps, depth, stages, programs = sizes
+        rounds = triton.cdiv(triton.cdiv(K, block), warps * depth)
+        grid = min(len(words), programs * gpu(x.device).multi_processor_count)
+        packed_row_kernel[(grid,)](
+            x, words, groups, order, norm, bias, residual, out, N, K, C, eps, G, bits, gated, warps, depth,
+            stages, parts, rounds, triton.next_power_of_2(rounds * warps * depth * block), bool(pdl), num_warps=warps,
+            **pdl)
+        return out
+    if kernel == "library":
+        w = x.new_empty(N, K)
+        dequantize_kernel[(len(words), triton.cdiv(K, block))](words, groups, w, N, K, C, G, bits, gated)
+        return from_weights(x, w, order, norm, bias, residual, gated, eps)
+    if order is not None:
+        x, norm = x[:, order], None if norm is None else norm[order]
+    if norm is not None:
+        normed = torch.empty_like(x)
+        norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
+        x = normed
+    out = x.new_empty(M, N // 2 if gated else N)
+    rows, splits, stages, warps = sizes
+    packed_rows_kernel[(triton.cdiv(len(words) * 16, rows),)](
+        x, words, groups, shifts, bias, residual, out, M, N, K, C, G, bits,
+        *unpacking(bits, x.dtype == torch.float16, parts > 1), gated, max(8, triton.next_power_of_2(M)), rows, splits, parts,
+        stages, bool(pdl), num_warps=warps, **pdl)
+    return out
+
+
+packed_linear.register_kernel("cpu")(plain_packed_linear)
+
+
+@packed_linear.register_fake
+def _(x, words, groups, order, shifts, N, bits, norm=None, bias=None, residual=None, gated=False, eps=1e-5):
+    return x.new_empty(len(x), N // 2 if gated else N)
+
+
+class KernelLinear(nn.Module):
+    """A PackedLinear as the kernels want it, in the same memory; gated: its rows are gates, then as many ups."""
+
+    def __init__(self, packed: PackedLinear, gated: bool = False):
+        super().__init__()
+        self.bits, self.N, self.gated, self.bias, self.order = (packed.bits, packed.out_features, gated, packed.bias,
+                                                                packed.order)
+        zeros = 2 ** (packed.bits - 1) if packed.zeros is None else packed.zeros.int()
+        groups = packed.scales.view(torch.int16).int() & 0xFFFF | zeros << 16  # fp16's bits
+        self.groups = nn.Parameter(tile(groups, 1, gated), requires_grad=False)
+        self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
+        self.register_buffer("shifts", shifts(self.bits).int().flatten().to(self.words.device), persistent=False)
+
+    def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
+              eps: float = 1e-5) -> Tensor:
+        """x [M, K] -> [M, N or N / 2]"""
+        return packed_linear(x, self.words, self.groups, self.order, self.shifts, self.N, self.bits, norm,
+                             self.bias, residual, gated, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]; gated: [..., N / 2]"""
+        return self.fused(x.flatten(0, -2), gated=self.gated).unflatten(0, x.shape[:-1])

@@ -11,6 +11,7 @@ measured in the same run: the GPU's read bandwidth and matrix rate, and the plai
 """
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,11 +28,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import UserError, blame, find_checkpoint, load_config, load_model, report_errors  # noqa: E402
-from command import DTYPES, GIB, Parser, check_memory, find_device, find_dtype, within  # noqa: E402
+from checkpoint import UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
+from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device, find_dtype, within  # noqa: E402
 from generate import Generator  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
+from quantize import load_model, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -76,6 +78,7 @@ def parse_args() -> Namespace:
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
     add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
+    add_quantize(parser)
     add("--device", help="as generate.py's")
     add("--dtype", choices=DTYPES, help="as generate.py's")
     add("--markdown", nargs="+", type=Path, metavar="FILE", help="print a table and a chart of these saved lines")
@@ -108,7 +111,12 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) 
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
     check_memory(config, args.batch, length, device, dtype)
-    return random_model(config, device, dtype) if directory is None else load_model(directory, device, dtype)
+    if directory:
+        return load_model(directory, device, dtype, args.quantize, args.group_size)
+    model = random_model(config, device, dtype)
+    if args.quantize:
+        round_model(model, args.quantize, args.group_size)
+    return model
 
 
 def ready(model: Transformer, args: Namespace, compile: bool = True, kernels: bool = True) -> Generator:
@@ -167,7 +175,7 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     config = model.config
     weights = sum(weight.nbytes for weight in model.parameters())
     embedding = 0 if config.tied else model.embed.weight.nbytes
-    layers = sum(weight.numel() for weight in model.layers.parameters())
+    layers = sum(math.prod(shape) for name, (_, _, shape) in config.hf_weights().items() if "_proj." in name)
     read = read_bandwidth(model) if cuda and weights >= GIB else None  # smaller ones sit in the cache
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
@@ -189,7 +197,7 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     seen = args.batch * sum(min(window, args.context + t + 1) for t in range(T))  # pairs of a token and one it sees
     operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
     result = dict(
-        what=what, dtype=str(dtype).removeprefix("torch."), quantize=None, ranks=1, batch=args.batch,
+        what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size, ranks=1, batch=args.batch,
         prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
         top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),

@@ -1,0 +1,428 @@
+"""
+int8 and int4 weights: rounding, GPTQ, and checkpoints in the GPTQ layout that the Hub uses.
+
+    python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
+    python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
+
+GPTQ chooses the codes column by column, and lets the columns to come make up for each one's error, as measured on the
+inputs that a calibration text gives (Frantar et al. 2022, arXiv 2210.17323).
+
+A weight is (code - zero) * scale; a group of weights of one row, G of them along K, shares scale and zero.
+
+Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim.
+"""
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import checkpoint
+from checkpoint import (
+    Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, report_errors, tensor_files)
+from command import DTYPES, GIB, Parser, find_device, find_dtype, within
+from model import Transformer
+from packed import PackedLinear, unpack
+
+SHRINK = [1 - 0.03 * i for i in range(8)]
+BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
+PIECE = 8192  # calibration tokens at a time
+SHARD = 4 * GIB
+
+
+def group_of(K: int, group_size: int) -> int:
+    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
+    G = K if group_size == -1 else group_size
+    if K % 32:
+        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
+    if not isinstance(G, int) or G < 32 or G % 32 or K % G:
+        sizes = [str(size) for size in (32, 64, 128) if K % size == 0]
+        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer into groups of 32 or a "
+                        f"multiple: --group-size {', '.join(sizes)} or -1 does")
+    return G
+
+
+def find_scales(w: Tensor, bits: int, sym: bool, costs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
+
+    With costs [G] it is shrunk to the least sum of squared errors times costs (without, that made perplexity worse).
+    Zero points start at 1: "gptq" files store zero - 1, and engines read -1 differently."""
+    top = 2 ** bits - 1
+    low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
+    if sym:
+        span = 2 * torch.maximum(-low, high) / top
+        zero = torch.full_like(span, 2 ** (bits - 1))
+    else:
+        span = torch.maximum((high - low) / top, high / (top - 1))
+        zero = (-low / span.clamp(min=1e-30)).round().clamp(1, top)
+    scales = [(span * shrink).clamp(2 ** -24, 65504).half().float() for shrink in SHRINK]  # fp16's, and never 0
+    if costs is None:
+        return scales[0], zero
+    errors = [(((encode(w, scale, zero, bits) - zero) * scale - w).square() * costs).sum(-1, keepdim=True)
+              for scale in scales]
+    best = torch.cat(errors, dim=-1).argmin(-1, keepdim=True)
+    return torch.cat(scales, dim=-1).gather(-1, best), zero
+
+
+def encode(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    return ((w / scale).round_() + zero).clamp_(0, 2 ** bits - 1)
+
+
+def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for 2 ** (bits - 1) everywhere."""
+    groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
+    scale, zero = find_scales(groups, bits, sym)  # [N, C, 1]
+    codes = encode(groups, scale, zero, bits).to(torch.uint8)
+    return codes.flatten(1), scale.squeeze(-1).half(), None if sym else zero.squeeze(-1).to(torch.uint8)
+
+
+@cache
+def say_once(message: str) -> None:
+    tqdm.write(message, file=sys.stderr)
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
+
+    From the Cholesky factor L of the matrix turned by half: U is the inverse of L turned back, so that no inverse is
+    factored. Inputs that are always 0, with zeros in their rows, need nothing beyond the damping."""
+    damping, failed = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30), True
+    while failed:
+        hessian.diagonal().add_(damping)
+        L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+        damping *= 10
+        if failed:
+            say_once("GPTQ: a Hessian is not positive definite; damped ten times more until it is")
+    eye = torch.eye(len(L), device=L.device)
+    return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
+
+
+def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_order: bool) -> tuple:
+    """w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], scales, zeros [N, C], order [K] or None, loss.
+
+    arXiv 2210.17323, algorithm 1. A group's scales are found when it begins, from weights that make up for the errors
+    so far, and with what an error costs once the columns after it make up for it. Act-order takes the columns by
+    falling diagonal; order is theirs, and that of the codes. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
+    K = w.shape[1]
+    G = group_of(K, group_size)
+    if not hessian.isfinite().all():
+        raise UserError("the calibration text's activations overflow; --dtype float32 holds more")
+    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
+    columns = slice(None) if order is None else order
+    w, hessian = w.float()[:, columns], hessian.float()[columns][:, columns].clone()
+    U = inverse_factor(hessian)
+    diagonal = U.diagonal()
+    rest = w.T.contiguous()  # [K, N], so that a column lies in one piece; turns into the errors, column by column
+    codes, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
+    for begin in range(0, K, G):
+        group = slice(begin, begin + G)
+        scale, zero = (t.squeeze(1) for t in find_scales(rest[group].T, bits, sym, diagonal[group] ** -2))  # [N]
+        scales.append(scale)
+        zeros.append(zero)
+        for start in range(begin, begin + G, BLOCK):
+            end = min(start + BLOCK, begin + G)
+            for k in range(start, end):
+                code = encode(rest[k], scale, zero, bits)
+                codes[k] = code
+                error = (rest[k] - (code - zero) * scale) / diagonal[k]
+                rest[k + 1:end].addr_(U[k, k + 1:end], error, alpha=-1)
+                rest[k] = error
+            rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
+    loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)  # as W - Q is errors^T U
+    zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
+    return codes.T.contiguous(), torch.stack(scales, dim=1).half(), zeros, order, loss.item()
+
+
+def linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
+    """The linear layers, the head's too if asked for: the name in the model, the parent, the name there."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
+    return [(name, model.get_submodule(parent), own) for name, parent, own in split]
+
+
+@torch.no_grad()
+def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, act_order: bool = False,
+                   head: bool = False, calibration: Tensor | None = None, progress: bool = False) -> None:
+    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T]."""
+    for name, (ours, row, shape) in model.config.hf_weights().items():
+        if not model.get_parameter(ours)[row:row + shape[0]].isfinite().all():
+            raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
+    found = linears(model, head)
+    for _, parent, own in found:
+        group_of(getattr(parent, own).in_features, group_size)
+
+    def replace(parent: nn.Module, own: str, hessian: Tensor | None = None) -> None:
+        linear, order = getattr(parent, own), None
+        if hessian is None:
+            codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym)
+        else:
+            codes, scales, zeros, order, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order)
+        packed = PackedLinear(codes, scales, zeros, bits, linear.bias, order)
+        setattr(parent, own, packed)
+        if progress:
+            if hessian is None:
+                error, weight = packed.dequantize(torch.float32) - linear.weight, linear.weight.float()
+                loss = (error.square().sum() / weight.square().sum().clamp(min=1e-30)).item()
+            bar.set_postfix({own: f"{loss:.1e}"})
+        bar.update()
+
+    with tqdm(total=len(found), desc="quantizing", unit="matrix", disable=not progress) as bar:
+        if calibration is None:
+            for _, parent, own in found:
+                replace(parent, own)
+        else:
+            calibrate(model, calibration, replace, head)
+
+
+def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
+    """replace(parent, name, hessian) for each linear layer in turn, with the inputs that the replaced ones before give.
+
+    tokens [S, T]. No layer runs twice: an identity in the place of a half's second matrix makes the half give that
+    one's inputs, from which the matrix, once replaced, gives the half's output."""
+    model.setup(tokens.shape[1])
+    block_inputs = []
+    hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs))
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    model(tokens[:1], positions, last=positions[0, :1])
+    hook.remove()
+    _, *shared = block_inputs[0]  # positions, cos, sin, mask, rows: the same for each sequence
+    x = model.embed(tokens)  # [S, T, D]
+    pieces = x.split(max(1, PIECE // tokens.shape[1]))
+    for layer in model.layers:
+        attention = layer.attn, layer.attn_norm, "wqkv", "wo", shared
+        feed_forward = layer.ffn, layer.ffn_norm, "w_gate_up", "w_down", ()
+        for half, norm, first, second, others in (attention, feed_forward):
+            replace(half, first, gram(map(norm, pieces)))
+            linear = getattr(half, second)
+            setattr(half, second, nn.Identity())
+            inputs = [half(norm(piece), *others) for piece in pieces]
+            setattr(half, second, linear)
+            replace(half, second, gram(inputs))
+            for piece in pieces:
+                piece += getattr(half, second)(inputs.pop(0))
+    if head:
+        replace(model, "head", gram(map(model.norm, pieces)))
+
+
+def gram(pieces: Iterator[Tensor]) -> Tensor:
+    """X X^T [K, K], fp32, of inputs [S, T, K] that come in pieces."""
+    return sum(x.T @ x for x in (piece.flatten(0, 1).float() for piece in pieces))
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """[R, M] -> int32 [R * bits / 32, M]: the first row's codes are in the low bits, as GPTQ's files have it."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return (codes.int().unflatten(0, (-1, 32 // bits)) << shifts[:, None]).sum(1, dtype=torch.int32)
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[:, None] >> shifts[:, None] & 2 ** bits - 1).flatten(0, 1).to(torch.uint8)
+
+
+def hub_tensors(model: Transformer, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """What a GPTQ checkpoint holds, on the host: packed layers as their files' layout has them, others from source."""
+    files = tensor_files(source)
+    for name, (ours, row, shape) in model.config.hf_weights().items():
+        module = model.get_submodule(ours.rpartition(".")[0])
+        if not isinstance(module, PackedLinear) or name.endswith(".bias"):
+            yield name, read_tensor(files, name, shape)
+            continue
+        name, rows, K = name.removesuffix("weight"), slice(row, row + shape[0]), shape[1]
+        codes, scales = unpack(module.words[rows], module.bits, K), module.scales[rows]
+        zeros = torch.full_like(scales, 2 ** (module.bits - 1)) if module.zeros is None else module.zeros[rows]
+        group = torch.arange(K, device=codes.device) // (K // scales.shape[1])
+        if module.order is not None:
+            back = module.order.argsort()
+            codes, group = codes[:, back], group[back]
+        yield name + "qweight", pack_rows(codes.T, module.bits).cpu()
+        yield name + "qzeros", pack_rows(zeros - 1, module.bits).T.contiguous().cpu()
+        yield name + "scales", scales.T.contiguous().cpu()
+        yield name + "g_idx", group.int().cpu()
+
+
+def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+    """Safetensors files of at most SHARD bytes, and an index if there are several; one of them is held at a time."""
+    held, shard, size = [], {}, 0  # the names in each file so far; the file to come
+    for name, tensor in chain(tensors, [(None, None)]):
+        if shard and (tensor is None or size + tensor.nbytes > SHARD):
+            with blame(path := directory / f"{len(held)}.safetensors"):  # a full disk has an exception of its own
+                save_file(shard, path, metadata={"format": "pt"})
+            held.append(list(shard))
+            shard, size = {}, 0
+        if tensor is not None:
+            shard[name] = tensor.contiguous()
+            size += tensor.nbytes
+    files = [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
+    if len(held) == 1:
+        files = ["model.safetensors"]
+    for i, file in enumerate(files):
+        (directory / f"{i}.safetensors").rename(directory / file)
+    if len(held) > 1:
+        places = {name: file for file, names in zip(files, held) for name in names}
+        total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        index = dict(metadata=dict(total_size=total), weight_map=places)
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_checkpoint(model: Transformer, source: Path, directory: Path, quantization_config: dict) -> None:
+    write_shards(hub_tensors(model, source), directory)
+    for path in source.iterdir():  # the tokenizer's files, the chat template and the like
+        if path.suffix in (".json", ".model", ".jinja", ".txt") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
+    config = read_json(source / "config.json") | dict(quantization_config=quantization_config)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class Parts(nn.ModuleList):
+    """q, k and v, or gate and up, of a checkpoint that takes the inputs of each in an order of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self], dim=-1)
+
+
+def read_part(read: Callable, name: str, shape: tuple[int, int], bias: bool, settings: dict) -> tuple:
+    """Hugging Face's linear layer `name` -> order [K], codes [N, K], scales, zeros [N, C], bias [N] or None.
+
+    read(name, shape, kinds) gives a tensor on the device."""
+    (N, K), bits = shape, settings["bits"]
+    C = K // group_of(K, settings["group_size"])
+    codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32"), bits).T
+    zeros = unpack_rows(read(name + "qzeros", (C, N * bits // 32), "I32").T, bits)
+    if settings["checkpoint_format"] == "gptq":
+        zeros = zeros + 1 & 2 ** bits - 1
+    group = torch.arange(K, device=codes.device) // (K // C)
+    g_idx = read(name + "g_idx", (K,), "I32")
+    order = g_idx.argsort(stable=True)
+    if not torch.equal(g_idx[order], group):
+        raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
+    scales = read(name + "scales", (C, N)).T
+    return order, codes[:, order], scales, zeros, read(name + "bias", (N,)) if bias else None
+
+
+def side_by_side(parts: list[tuple], bits: int) -> nn.Module:
+    """What read_part gave for q, k and v, or for gate and up, as one layer."""
+    order = parts[0][0]
+    if not all(torch.equal(order, part[0]) for part in parts):
+        return Parts(side_by_side([part], bits) for part in parts)
+    codes, scales, zeros, bias = (None if t[0] is None else torch.cat(t) for t in list(zip(*parts))[1:])
+    zeros = None if (zeros == 2 ** (bits - 1)).all() else zeros
+    order = None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
+    return PackedLinear(codes, scales, zeros, bits, bias, order)
+
+
+def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Transformer, files: dict) -> None:
+    """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
+    supported = dict(quant_method=["gptq"], bits=[4, 8], checkpoint_format=["gptq", "gptq_v2"])
+    settings = dict(checkpoint_format="gptq") | settings
+    for key, values in supported.items():
+        if settings.get(key) not in values:
+            raise UserError(f"quantization_config: {key} {settings.get(key)!r} is not supported, want one of {values}")
+
+    def read(name: str, *wanted) -> Tensor:
+        tensor = read_tensor(files, name, *wanted).to(device)
+        return tensor.to(dtype) if name.endswith(".bias") else tensor
+
+    parts = {}  # of our layers: Hugging Face's names, less "weight", and shapes
+    for name, (ours, _, shape) in model.config.hf_weights().items():
+        parts.setdefault(ours, []).append((name.removesuffix("weight"), shape))
+    for name, parent, own in linears(model, head=not model.config.tied):
+        found, bias = parts[f"{name}.weight"], getattr(parent, own).bias is not None
+        if any(part + "qweight" in files for part, _ in found):
+            layers = [read_part(read, part, shape, bias, settings) for part, shape in found]
+            setattr(parent, own, side_by_side(layers, settings["bits"]))
+
+
+def round_model(model: Transformer, quantize: str, group_size: int | None) -> None:
+    """--quantize's "int8" or "int4", with its defaults."""
+    bits = dict(int8=8, int4=4)[quantize]
+    quantize_model(model, bits, group_size or (-1 if bits == 8 else 32), sym=bits == 8)
+
+
+def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
+               group_size: int | None = None, progress: bool = False) -> Transformer:
+    """As checkpoint.load_model, of GPTQ checkpoints too; quantize, "int8" or "int4", rounds the layers' weights."""
+    settings = read_json(directory / "config.json").get("quantization_config")
+    if not settings:
+        model = checkpoint.load_model(directory, device, dtype, progress)
+        if quantize:
+            round_model(model, quantize, group_size)
+        return model
+    if quantize:
+        raise UserError(f"--quantize {quantize}: {directory} is quantized already; leave the option out")
+    return checkpoint.load_model(directory, device, dtype, progress, partial(swap_in, settings, device, dtype))
+
+
+def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int) -> Tensor:
+    """The text's first `wanted` tokens, one after the other, in rows of `length`."""
+    with blame(path):
+        tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
+    if len(tokens) < wanted:
+        raise UserError(f"--calibration {path}: {len(tokens)} tokens, {wanted} are wanted: give more text, or lower "
+                        "--calibration-tokens")
+    length = min(length, wanted)
+    return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="directory or Hub id")
+    add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
+    add("--bits", type=int, choices=(8, 4), default=4)
+    add("--group-size", type=int, choices=(32, 64, 128, -1), help="-1: a row (default: 128 for 4 bits, -1 for 8)")
+    add("--sym", action="store_true", help="zero points in the middle: less exact, and some engines want it")
+    add("--gptq", action="store_true", help="better codes, from the inputs that --calibration gives")
+    add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
+    add("--calibration-tokens", type=within(int, 2), default=131072, metavar="N")
+    add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
+    add("--head", action="store_true", help="quantize the output head too")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=DTYPES, help="to compute in; default: bfloat16 on a GPU, float32 on a CPU")
+    args = parser.parse_args()
+    if args.gptq != bool(args.calibration) or args.act_order and not args.gptq:
+        parser.error("--gptq and --calibration go together, and --act-order with both")
+    args.group_size = args.group_size or (128 if args.bits == 4 else -1)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    device = find_device(args.device)
+    dtype, source = find_dtype(args.dtype, device), find_checkpoint(args.checkpoint)
+    config = load_config(source)
+    if read_json(source / "config.json").get("quantization_config"):
+        raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
+    if args.head and (config.tied or config.vocab_size % 8):
+        raise UserError("--head: the head is the embedding here, or its rows are no multiple of 8; leave the option out")
+    if args.out.exists():
+        raise UserError(f"--out {args.out} exists; remove it, or name another directory")
+    tokens = None
+    if args.gptq:
+        length = min(2048, config.context)
+        tokens = read_calibration(args.calibration, Tokenizer(source), args.calibration_tokens, length).to(device)
+    how = dict(bits=args.bits, group_size=args.group_size, sym=args.sym)
+    hub = dict(how, desc_act=args.act_order, lm_head=args.head, quant_method="gptq", checkpoint_format="gptq")
+    with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=args.out.absolute().parent) as partial_out:
+        try:
+            model = checkpoint.load_model(source, device, dtype, progress=True)
+            quantize_model(model, **how, act_order=args.act_order, head=args.head, calibration=tokens, progress=True)
+        except torch.OutOfMemoryError:
+            raise UserError(f"out of memory on {device}: --device cpu, or fewer --calibration-tokens, need less")
+        made = Path(partial_out, "made")
+        made.mkdir()
+        write_checkpoint(model, source, made, hub)
+        made.rename(args.out)
+
+
+if __name__ == "__main__":
+    report_errors(main)

@@ -1,0 +1,273 @@
+"""
+Find the fastest kernel for each weight shape, format and number of rows on this GPU, and write it into tuned.json.
+
+    python scripts/tune.py llama-2-7b llama-3.1-8b
+    python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
+
+One row: the sizes of a layer's four kernels depend on each other, as one's first loads share the GPU with the end of
+the one before; they are searched in turn, in a chain of whole layers. Several rows: each product alone, with the
+library's (for int8 and int4: after dequantizing) as one of the candidates. Weights rotate: none is in the cache.
+"""
+import functools
+import json
+import multiprocessing
+import os
+import re
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import kernels  # noqa: E402
+from benchmark import SHAPES  # noqa: E402
+from checkpoint import UserError, report_errors  # noqa: E402
+from command import Parser, find_device  # noqa: E402
+from fast import product as fused  # noqa: E402
+from packed import KernelLinear, PackedLinear  # noqa: E402
+
+FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+ROW_SIZES = {  # of "row": see kernels.tuned and packed.packed_linear
+    "16-bit": [[r, s, w, p] for r, s, w, p in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))],
+    "packed": [["row", *sizes, p] for sizes, p in product(
+        ((4, 4, 3), (4, 2, 3), (4, 2, 4), (4, 4, 2), (8, 2, 3), (8, 4, 3), (8, 1, 4), (4, 1, 4), (4, 8, 3)),
+        (1, 2, 3, 4, 5, 6, 8, 12))]}
+ROW_SIZES["16-bit"] = [["row", *sizes] for sizes in ROW_SIZES["16-bit"]]
+ROWS_SIZES = {
+    "16-bit": [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
+                                              (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))],
+    "packed": [["rows", *sizes] for sizes in ((16, 4, 3, 4), (16, 4, 4, 4), (16, 8, 3, 8), (16, 8, 2, 8),
+                                              (16, 16, 2, 8), (64, 1, 3, 4), (64, 1, 4, 4), (128, 1, 3, 8),
+                                              (128, 1, 3, 4))]}
+
+
+def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
+    """Random weights; packed ones straight from random codes."""
+    if format == "16-bit":
+        linear = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
+        return linear.requires_grad_(False)
+    bits, group = FORMATS[format]
+    C = 1 if group == -1 else K // group
+    codes = torch.randint(2 ** bits, (N, K), device=device, dtype=torch.uint8)
+    return KernelLinear(PackedLinear(codes, torch.rand(N, C, device=device) / K ** 0.5, None, bits), gated)
+
+
+def milliseconds(run: Callable[[], None]) -> float:
+    """Of one call, replayed as a CUDA graph; the median."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return kernels.triton.testing.do_bench(graph.replay, warmup=4, rep=12, return_mode="median")
+
+
+def shapes_of(what: str) -> dict[str, tuple[int, int]]:
+    """N and K of a layer's four products, or of the one."""
+    if what not in SHAPES:
+        return {"down": tuple(map(int, what.split("x")))}
+    config = SHAPES[what]
+    D, E, F = config.dim, config.head_dim, config.ffn_dim
+    heads = config.n_head + 2 * config.n_kv_head
+    return {"qkv": (heads * E, D), "out": (D, config.n_head * E), "gate_up": (2 * F, D), "down": (D, F)}
+
+
+class Tuner:
+    """A model shape's four products in one format; `layers` copies of them, more than a cache holds."""
+
+    def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
+        self.format, self.device, self.shapes = format, device, shapes_of(what)
+        if few_outputs:
+            self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
+        bits = (FORMATS[format] or (16, 0))[0]
+        size = sum(N * K * bits // 8 for N, K in self.shapes.values())
+        self.layers = [{name: fused(make_linear(*shape, format, name == "gate_up", device))
+                        for name, shape in self.shapes.items()}
+                       for _ in range(1 if few_outputs else max(2, -(-400_000_000 // size)))]
+        self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
+        self.kind = "16-bit" if format == "16-bit" else "packed"
+
+    def choose(self, name: str, rows: int, choice: list) -> None:
+        """From now on, that kernel and those sizes for the product with up to so many rows."""
+        N, K = self.shapes[name]
+        formats = kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
+        more = [entry for entry in formats.get(f"{N}x{K}", []) if entry[0] > rows]
+        formats[f"{N}x{K}"] = [[rows, *choice], *more]
+        kernels.tuned.cache_clear()
+
+    def run(self, layer: dict, name: str, x: Tensor, residual: Tensor) -> Tensor:
+        if name in ("qkv", "gate_up"):
+            return layer[name](x, self.norm, gated=name == "gate_up")
+        return layer[name](x, residual=residual)
+
+    def time(self, name: str, rows: int, choice: list) -> float:
+        """us of one product; infinite where its sizes do not fit the GPU."""
+        self.choose(name, rows, choice)
+        x = torch.randn(rows, self.shapes[name][1], device=self.device, dtype=torch.bfloat16)
+        residual = torch.randn(rows, self.shapes["down"][0], device=self.device, dtype=torch.bfloat16)
+        try:
+            once = milliseconds(lambda: [self.run(layer, name, x, residual) for layer in self.layers])
+            return 1e3 * once / len(self.layers)
+        except kernels.triton.runtime.errors.OutOfResources:
+            return float("inf")
+
+    def chain(self) -> float:
+        """us of a layer's four products with one row."""
+        x = torch.randn(1, len(self.norm), device=self.device, dtype=torch.bfloat16)
+        out = torch.randn(1, self.shapes["out"][1], device=self.device, dtype=torch.bfloat16)
+
+        def run():
+            h = x
+            for layer in self.layers:
+                self.run(layer, "qkv", h, x)
+                h = self.run(layer, "out", out, h)
+                h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
+        try:
+            return 1e3 * milliseconds(run) / len(self.layers)
+        except kernels.triton.runtime.errors.OutOfResources:
+            return float("inf")
+
+    def one_row(self, bar: tqdm) -> None:
+        """Alone first, then among the best eight in the chain, twice over."""
+        best = {}
+        for name in self.shapes:
+            timed = [(self.time(name, 1, choice), choice) for choice in bar_over(candidates(self.kind, 1), bar)]
+            best[name] = [choice for _, choice in sorted(timed)[:12]]
+            self.choose(name, 1, best[name][0])
+        for name in [*self.shapes] * 2 if len(self.shapes) > 1 else ():
+            timed = []
+            for choice in best[name]:
+                self.choose(name, 1, choice)
+                timed.append((self.chain(), choice))
+            self.choose(name, 1, min(timed)[1])
+        if len(self.shapes) > 1:
+            bar.write(f"{self.format}: {self.chain():.1f} us a layer with one row")
+
+    def several_rows(self, rows: list[int], bar: tqdm) -> None:
+        for name, (N, K) in self.shapes.items():
+            found, report = [entry for entry in self.found(name) if entry[0] not in rows], []
+            if found and found[0][0] == 1:
+                report.append((1, self.time(name, 1, found[0][1:])))
+            for M in rows:
+                timed = sorted((self.time(name, M, choice), choice)
+                               for choice in bar_over(candidates(self.kind, M), bar))
+                found.append([M, *timed[0][1]])
+                report.append((M, timed[0][0]))
+            # one entry for neighbours with the same choice; the library is what is taken beyond the last
+            found.sort()
+            found = [entry for entry, after in zip(found, [*found[1:], [0, "library"]]) if entry[1:] != after[1:]]
+            kernels.table(kernels.gpu(self.device).name)[self.format][f"{N}x{K}"] = found
+            kernels.tuned.cache_clear()
+            bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
+                f"{M}: {us:.1f} ({us / self.cublas(N, K, M):.2f})" for M, us in report))
+
+    def cublas(self, N: int, K: int, M: int) -> float:
+        """us of the library's product alone, with 16-bit weights."""
+        weights = [torch.randn(N, K, device=self.device, dtype=torch.bfloat16)
+                   for _ in range(-(-200_000_000 // (2 * N * K)))]
+        x = torch.randn(M, K, device=self.device, dtype=torch.bfloat16)
+        return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
+
+    def found(self, name: str) -> list:
+        N, K = self.shapes[name]
+        return kernels.table(kernels.gpu(self.device).name).get(self.format, {}).get(f"{N}x{K}", [])
+
+
+def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
+    for candidate in candidates:
+        yield candidate
+        bar.update()
+
+
+def candidates(kind: str, rows: int) -> list:
+    if rows == 1:
+        return ROW_SIZES[kind]
+    return [["library"], *(ROWS_SIZES[kind] if rows <= 128 else [])]
+
+
+small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))
+
+
+@torch.no_grad()
+def compile_kernel(what: str, format: str, device: torch.device, name: str, rows: int, choice: list) -> None:
+    """In a process of its own: Triton keeps what it compiles on disk, by a layer's K and not by its N."""
+    tuner = small_tuner(what, format, device)
+    tuner.choose(name, rows, choice)
+    x = torch.zeros(rows, tuner.shapes[name][1], device=device, dtype=torch.bfloat16)
+    try:
+        tuner.run(tuner.layers[0], name, x, x.new_zeros(rows, 256))
+    except kernels.triton.runtime.errors.OutOfResources:
+        pass
+
+
+def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
+    tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
+             for name in shapes_of(what)
+             for choice in candidates("16-bit" if format == "16-bit" else "packed", M)]
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
+
+
+def write(path: Path, name: str) -> None:
+    """One line a shape."""
+    tables = json.loads(path.read_text()) | {name: kernels.table(name)}
+    text = json.dumps(tables, indent=1)
+    for shape in {shape for formats in tables.values() for shapes in formats.values() for shape in shapes}:
+        for formats in tables.values():
+            for shapes in formats.values():
+                if shape in shapes:
+                    text = text.replace(f'"{shape}": ' + json.dumps(shapes[shape], indent=1).replace("\n", "\n   "),
+                                        f'"{shape}": ' + json.dumps(shapes[shape]))
+    path.write_text(text + "\n")
+
+
+def parse_args() -> Namespace:
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("what", nargs="+", help=f"shapes, {', '.join(SHAPES)}, or single products, NxK")
+    parser.add_argument("--formats", default=",".join(FORMATS), metavar="LIST", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="LIST", help="numbers of rows")
+    parser.add_argument("--device")
+    args = parser.parse_args()
+    args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
+    named = [what for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
+    for given, known in ((named, SHAPES), (args.formats, FORMATS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: want some of {', '.join(known)}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    device = find_device(args.device)
+    if device.type != "cuda" or not kernels.triton:
+        raise UserError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
+    compile_all(args.what, args.formats, args.rows, device)
+    with tqdm(unit="kernel", disable=None) as bar:
+        for what, format in product(args.what, args.formats):
+            group = (FORMATS[format] or (16, 1))[1]
+            if group > 0 and any(K % group for _, K in shapes_of(what).values()):
+                bar.write(f"{what}: groups of {group} do not divide K")
+                continue
+            bar.set_description(f"{what} {format}")
+            tuner = Tuner(what, format, device)
+            with torch.no_grad():
+                if 1 in args.rows:
+                    tuner.one_row(bar)
+                tuner.several_rows([rows for rows in args.rows if rows > 1], bar)
+            write(ROOT / "tuned.json", kernels.gpu(device).name)
+            del tuner
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    report_errors(main)

@@ -1,0 +1,200 @@
+"""scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs it."""
+import json
+import math
+import subprocess
+import sys
+import unicodedata
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import tokenizers as hf
+import torch
+from sentencepiece import SentencePieceTrainer
+from tqdm import tqdm
+
+from checkpoint import Tokenizer, UserError, load_model
+from scripts import evaluate
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "checkpoints" / "tiny"
+STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
+TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
+
+
+def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
+    """Nats of ids[first:] in float64: each token alone, after its part of the first window that predicts it."""
+    model = load_model(directory, torch.device("cpu"), torch.float64)
+    model.setup(context)
+    nats = 0.0
+    for at in range(first, len(ids)):
+        start = next(start for start in range(0, at, stride) if start + context >= at)
+        before = ids[start:at]
+        assert min(at, context - stride) <= len(before) <= context
+        with torch.no_grad():
+            logits = model(torch.tensor([before]), torch.arange(len(before))[None])[0, -1]
+        nats -= logits.log_softmax(-1)[ids[at]].item()
+    return nats
+
+
+def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
+    model = load_model(directory, torch.device("cpu"), torch.float32)
+    return evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
+
+
+@pytest.mark.parametrize("context, stride", [(8, 8), (8, 4), (8, 3), (5, 1), (1, 1), (39, 20), (40, 9), (90, 45)])
+@pytest.mark.parametrize("name", ["llama3.1", "mistral"])  # mistral's window is of 5
+def test_each_token_counts_once_after_its_context(monkeypatch, name, context, stride):
+    directory, ids = ROOT / "tests" / "golden" / name, torch.randint(96, (41,)).tolist()
+    for first in (1, 4):
+        want = naive(directory, ids, first, context, stride)
+        assert score(directory, ids, first, context, stride) == pytest.approx(want, rel=1e-5)
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
+            assert score(directory, ids, first, context, stride) == pytest.approx(want, rel=1e-5)
+
+
+def checkpoint(directory: Path, kind: str) -> Tokenizer:
+    """tokenizer.json, a byte a token, with normalization or with a beginning of sequence; or sentencepiece, with or
+    without a space that it puts in front."""
+    directory.mkdir()
+    config = dict(vocab_size=600, bos_token_id=1 if kind != "bytes" else None)
+    (directory / "config.json").write_text(json.dumps(config))
+    if kind.startswith("bytes"):
+        alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {letter: i for i, letter in enumerate(["<unk>", "<s>", *alphabet])}
+        backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = hf.decoders.ByteLevel()
+        if kind == "bytes-nfc":
+            backend.normalizer = hf.normalizers.NFC()
+        if kind != "bytes":
+            backend.add_special_tokens(["<s>"])
+            backend.post_processor = hf.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+        backend.save(str(directory / "tokenizer.json"))
+    else:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([STORY] * 20), model_prefix=str(directory / "tokenizer"), vocab_size=330,
+            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=kind == "pieces-space", minloglevel=2, hard_vocab_limit=False)
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
+def test_bytes_words_and_tokens_are_the_scored_texts_own(tmp_path, kind):
+    tokenizer = checkpoint(tmp_path / kind, kind)
+    for text in TEXTS:
+        ids, first, skipped = evaluate.encode(tokenizer, text)
+        if kind == "bytes":  # no beginning of sequence: the first character is read, not scored
+            assert skipped == 1 and first == len(text[0].encode())
+        else:
+            assert (first, skipped, ids[0]) == (1, 0, 1)
+        if kind.startswith("bytes"):  # a token a byte
+            scored = text[skipped:]
+            told = unicodedata.normalize("NFC", scored) if kind == "bytes-nfc" else scored
+            assert len(ids) - first == len(told.encode())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
+def test_a_cut_text_is_the_longest_that_its_tokens_hold_and_ends_with_a_whole_character(tmp_path, kind):
+    tokenizer = checkpoint(tmp_path / kind, kind)
+    for text in TEXTS:
+        for limit in range(1, 30):
+            cut = evaluate.beginning(tokenizer, text, limit)
+            assert text.startswith(cut) and len(tokenizer.encode(cut)) <= limit + 1
+            assert cut == text or len(tokenizer.encode(text[:len(cut) + 1])) > limit + 1
+        assert evaluate.beginning(tokenizer, text, 10 ** 6) == text
+
+
+@pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
+def test_what_nothing_predicts_is_neither_scored_nor_counted(monkeypatch, tmp_path, text, size, words):
+    checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
+    model = load_model(ROOT / "tests" / "golden" / "llama2", torch.device("cpu"), torch.float32)
+    model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
+    model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: model)
+    args = Namespace(dtype=None, context=3, stride=2)
+    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, torch.device("cpu"), args)
+    assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
+    assert line["bits_per_byte"] == pytest.approx(math.log2(600))
+    assert line["token_perplexity"] == pytest.approx(600)
+    assert line["word_perplexity"] == pytest.approx(600 ** (size / words))
+
+
+@pytest.mark.parametrize("spec, want", [
+    ("a/b", ("a/b", None, None)), ("a:int8", ("a", "int8", None)), ("a:int4-g64", ("a", "int4", 64)),
+    ("a:b:int4-g-1", ("a:b", "int4", -1)), ("a:int5", ("a:int5", None, None)), ("a-g8", ("a-g8", None, None))])
+def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
+    assert evaluate.parse_spec(spec) == dict(zip(("model", "checkpoint", "quantize", "group_size"), (spec, *want)))
+
+
+def test_a_text_without_spaces_has_no_word_perplexity_that_a_float_holds():
+    assert evaluate.perplexity(2 * math.log(3), 2) == pytest.approx(3)
+    assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/evaluate.py", *map(str, args), "--device", "cpu"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_json_line_says_what_was_measured(tmp_path):
+    text = tmp_path / "story.txt"
+    text.write_bytes(STORY.encode())
+    done = run("--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    ids = Tokenizer(TINY).encode(STORY)
+    nats = naive(TINY, ids, 1, 16, 5)
+    counts = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5)
+    assert counts.items() <= line.items()
+    assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
+    assert line["word_perplexity"] == pytest.approx(math.exp(nats / line["words"]), rel=1e-4)
+    assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]), rel=1e-4)
+    known = dict(checkpoint=str(TINY), quantize=None, group_size=None, dtype="float32", device="cpu")
+    assert known.items() <= line.items() and line["model_bytes"] == 4 * 3967744 and line["seconds"] > 0
+    assert f"| {line['bits_per_byte']:.4f} | - |" in done.stderr
+
+    cut = json.loads(run("--checkpoint", TINY, "--text", text, "--max-tokens", 9, "--json").stdout)
+    assert cut["tokens"] == 9 and cut["bytes"] == len(Tokenizer(TINY).decode(ids[:10]).encode())
+    assert (cut["context"], cut["stride"]) == (512, 256)
+
+
+def test_a_comparison_is_a_table_whose_first_row_is_the_reference():
+    options = ["--checkpoint", "checkpoints/tiny", "--text", "README.md", "--max-tokens", 300, "--compare",
+               "checkpoints/tiny:int8", "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft"]
+    done, lines = run(*options), run(*options, "--json")
+    assert done.returncode == 0 and lines.returncode == 0 and not lines.stderr, done.stderr + lines.stderr
+    results = [json.loads(line) for line in lines.stdout.splitlines()]
+    plain, int8, int4, draft = results
+    assert [result["quantize"] for result in results] == [None, "int8", "int4", None] and int4["group_size"] == 64
+    assert len({result["bytes"] for result in results}) == 1
+    assert int8["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=0.01)
+    assert int8["bits_per_byte"] != plain["bits_per_byte"] < draft["bits_per_byte"]
+    assert int4["model_bytes"] <= int8["model_bytes"] < plain["model_bytes"]
+    head, rule, *rows = done.stdout.splitlines()
+    assert rule.count("|") == head.count("|") and len(rows) == 4
+    for row, result in zip(rows, results):
+        name, bits, difference, *_ = row.strip("| ").split(" | ")
+        assert (name, bits) == (result["model"], f"{result['bits_per_byte']:.4f}")
+        if result is not plain:
+            percent = 100 * (result["bits_per_byte"] / plain["bits_per_byte"] - 1)
+            assert float(difference.removesuffix(" %")) == pytest.approx(percent, abs=0.006)
+    assert rows[0].split(" | ")[2] == "-"
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--text", "missing.txt"], ["missing.txt"]), (["--text", TINY / "model.safetensors"], ["utf-8"]),
+    (["--text", "/dev/null"], ["2 tokens"]), (["--context", 600], ["600", "512"]),
+    (["--context", 8, "--stride", 9], ["--stride 9", "8"]), (["--stride", 0], ["--stride"]),
+    (["--group-size", 64], ["--group-size", "--quantize"]), (["--compare", "nowhere:int8"], ["nowhere", "directory"]),
+    (["--compare"], ["--compare"]), (["--max-tokens", 0], ["--max-tokens"])])
+def test_mistakes_are_one_line(args, words):
+    done = run("--checkpoint", TINY, *(args if "--text" in args else ["--text", "README.md", *args]))
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_a_single_token_that_nothing_predicts_is_too_short(tmp_path):
+    with pytest.raises(UserError, match="2 tokens"):
+        evaluate.encode(checkpoint(tmp_path / "bytes", "bytes"), "é")

@@ -1,0 +1,402 @@
+"""
+Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
+"""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import checkpoint
+import quantize
+from checkpoint import UserError
+from model import Config
+from packed import PackedLinear
+from quantize import gptq, load_model, quantize_model, round_to_nearest
+
+ROOT = Path(__file__).parents[1]
+TINY, CPU, F32 = ROOT / "checkpoints" / "tiny", torch.device("cpu"), torch.float32
+SHAPE = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+             vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, hidden_act="silu", eos_token_id=2)
+Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
+
+
+def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
+    """A checkpoint with random bf16 weights, and biases for qwen2."""
+    directory.mkdir(exist_ok=True)
+    config = SHAPE | dict(model_type=kind) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {name: (torch.randn(shape) / 8).bfloat16()
+               for name, (_, _, shape) in Config.from_hf(config).hf_weights().items()}
+    save_file(weights, directory / "model.safetensors")
+    return weights
+
+
+def change(directory: Path, config: dict = {}, **tensors) -> None:
+    """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
+    held = load_file(directory / "model.safetensors") | tensors
+    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    whole = json.loads((directory / "config.json").read_text())
+    whole["quantization_config"] |= config
+    (directory / "config.json").write_text(json.dumps(whole))
+
+
+def run(monkeypatch, *options) -> None:
+    monkeypatch.setattr("sys.argv", ["quantize.py", *map(str, options), "--device", "cpu"])
+    quantize.main()
+
+
+def refusal(function, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False, head=False):
+    """A quantized checkpoint as the command writes it; the model of which it was written."""
+    model = checkpoint.load_model(directory, CPU, F32)
+    tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
+    quantize_model(model, bits, group_size, sym, act_order, head, tokens)
+    out.mkdir()
+    hub = dict(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, quant_method="gptq",
+               checkpoint_format="gptq", lm_head=head)
+    quantize.write_checkpoint(model, directory, out, hub)
+    return model
+
+
+def dense(module: PackedLinear) -> Tensor:
+    """Its weights, columns in the order of the inputs."""
+    w = module.dequantize(torch.float64)
+    return w if module.order is None else w[:, module.order.argsort()]
+
+
+def packed_layers(model) -> dict[str, PackedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def decode_by_hand(held: dict[str, Tensor], name: str, bits: int, offset: int = 1) -> Tensor:
+    """The weights [N, K] of a file, bit by bit: code k of a column lies in word k // (32 / bits)."""
+    words, qzeros, scales, g_idx = (held[name + kind].tolist() for kind in ("qweight", "qzeros", "scales", "g_idx"))
+    per, mask = 32 // bits, 2 ** bits - 1
+    w = torch.empty(len(scales[0]), len(g_idx), dtype=torch.float64)
+    for k, group in enumerate(g_idx):
+        for n in range(len(w)):
+            code = (words[k // per][n] % 2 ** 32) // 2 ** (bits * (k % per)) & mask
+            zero = (qzeros[group][n // per] % 2 ** 32) // 2 ** (bits * (n % per)) & mask
+            w[n, k] = (code - (zero + offset & mask)) * scales[group][n]
+    return w
+
+
+def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor | None = None) -> Tensor:
+    """codes, as round_to_nearest and gptq give them -> weights [N, K], fp64, in the order of the inputs."""
+    zeros = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
+    G = codes.shape[1] // scales.shape[1]
+    w = (codes.double() - zeros.double().repeat_interleave(G, 1)) * scales.double().repeat_interleave(G, 1)
+    return w if order is None else w[:, order.argsort()]
+
+
+@pytest.mark.parametrize("bits, group_size, sym", [(4, 32, True), (4, 64, False), (8, -1, True), (8, 32, False)])
+def test_rounding_gives_the_nearest_of_evenly_spaced_values(bits, group_size, sym):
+    w = torch.randn(5, 192) * torch.rand(5, 1)
+    w[1] = w[1].abs()
+    w[2, :64] = 0
+    codes, scales, zeros = round_to_nearest(w, bits, group_size, sym)
+    assert codes.shape == w.shape and scales.dtype == torch.float16 and (zeros is None) == sym
+    G, top = 192 if group_size == -1 else group_size, 2 ** bits - 1
+    for n in range(5):
+        for c in range(192 // G):
+            group, got = (t[n, c * G:(c + 1) * G].double() for t in (w, values(codes, scales, zeros, bits)))
+            low, high = min(0.0, group.min().item()), max(0.0, group.max().item())
+            span = 2 * max(-low, high) / top if sym else max((high - low) / top, high / (top - 1))
+            zero = 2 ** (bits - 1) if sym else min(top, max(1, round(-low / span))) if span else 1
+            scale = max(torch.tensor(span).half().item(), 2 ** -24)
+            assert scales[n, c] == pytest.approx(scale, rel=1e-3)  # a last bit of fp16
+            assert zeros is None or zeros[n, c] == zero
+            scale = scales[n, c].item()
+            inside = (group / scale > -zero - 0.5) & (group / scale < top - zero + 0.5)
+            assert (got - group).abs()[inside].max() <= scale / 2 * (1 + 1e-5)
+            assert torch.equal(got[~inside], (group[~inside].sign() * 1e9).clamp(-zero, top - zero) * scale)
+
+
+def correlated(K: int, rank: int = 24) -> Tensor:
+    x = torch.randn(500, rank) @ torch.randn(rank, K) + 0.3 * torch.randn(500, K)
+    return x * (1 + 3 * torch.rand(K))
+
+
+@pytest.mark.parametrize("N, K, bits, group_size", [(7, 64, 4, 32), (33, 288, 4, 96), (16, 320, 4, -1),
+                                                    (9, 256, 8, 128), (5, 320, 4, 160)])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("sym", [False, True])
+def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size, act_order, sym):
+    w, x = torch.randn(N, K), correlated(K)
+    hessian = x.T @ x
+    *quantized, order, loss = gptq(w, hessian, bits, group_size, sym, act_order)
+    exact = w.double() @ x.double().T
+
+    def relative(q: Tensor) -> float:
+        return ((w.double() - q) @ x.double().T).square().sum() / exact.square().sum()
+
+    q = values(*quantized, bits, order)
+    assert relative(q) < 0.7 * relative(values(*round_to_nearest(w, bits, group_size, sym), bits))
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(K)
+    weighted = [((t @ damped) * t).sum() for t in (w.double() - q, w.double())]
+    assert loss == pytest.approx((weighted[0] / weighted[1]).item(), rel=0.02)
+    assert (order is None) != act_order
+    assert order is None or (hessian.diagonal()[order].diff() <= 0).all()
+
+
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_inputs_without_correlation_leave_nothing_to_do_but_round(monkeypatch, sym, act_order):
+    monkeypatch.setattr(quantize, "SHRINK", [1.0])
+    w = torch.randn(6, 128)
+    codes, scales, zeros, _, _ = gptq(w, torch.eye(128), 4, 64, sym, act_order)
+    for got, want in zip((codes, scales, zeros), round_to_nearest(w, 4, 64, sym)):
+        assert got is None and want is None or torch.equal(got, want)
+
+
+def test_a_dead_input_is_rounded_and_disturbs_no_other():
+    w, x = torch.randn(6, 64), correlated(64)
+    x[:, 7] = 0
+    codes, scales, zeros, _, _ = gptq(w, x.T @ x, 8, -1, False, False)
+    assert (values(codes, scales, zeros, 8)[:, 7] - w[:, 7]).abs().max() <= scales.max()
+    *quantized, _, loss = gptq(w, torch.zeros(64, 64), 4, 32, True, True)
+    assert torch.isfinite(values(*quantized, 4)).all() and loss == loss
+
+
+def test_a_hessian_that_is_not_positive_definite_is_damped_and_said_so_once(capsys):
+    quantize.say_once.cache_clear()
+    hessian = torch.eye(64) - 0.5 * torch.ones(64, 64).roll(1, 0)
+    hessian = hessian + hessian.T
+    for _ in range(2):
+        *quantized, _, _ = gptq(torch.randn(4, 64), hessian, 4, 32, False, True)
+        assert torch.isfinite(values(*quantized, 4)).all()
+    assert capsys.readouterr().err.count("not positive definite") == 1
+    assert "overflow" in refusal(gptq, torch.randn(4, 64), hessian * float("inf"), 4, 32, False, True)
+
+
+@pytest.mark.parametrize("K, group_size, words", [(96, 64, "64 96 32"), (96, 48, "48"), (56, 32, "56 32"),
+                                                  (56, -1, "56 32"), (96, 0, "0")])
+def test_groups_that_do_not_fit_are_refused(K, group_size, words):
+    messages = [refusal(round_to_nearest, torch.randn(4, K), 4, group_size, True),
+                refusal(gptq, torch.randn(4, K), torch.eye(K), 4, group_size, True, False)]
+    assert [word for word in words.split() for message in messages if word not in message] == []
+
+
+def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
+    """In the quantized model each matrix has the inputs whose Hessian its quantization was given."""
+    model, seen = checkpoint.load_model(TINY, CPU, F32), []
+    monkeypatch.setattr(quantize, "PIECE", 64)  # several pieces
+    plain = quantize.gptq
+    monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append(hessian) or plain(w, hessian, *how))
+    tokens = torch.randint(2048, (5, 32))
+    quantize_model(model, 4, 128, False, act_order=True, calibration=tokens)
+    inputs = []
+    for module in packed_layers(model).values():
+        module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(tokens, torch.arange(32)[None])
+    assert len(seen) == len(inputs) == 20
+    for hessian, x in zip(seen, inputs):
+        torch.testing.assert_close(hessian, x.T @ x, rtol=1e-4, atol=1e-3 * hessian.abs().max().item())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_order):
+    theirs = make(tmp_path / "in", "qwen2")
+    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, head=True)
+    held, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_model(tmp_path / "out", CPU, F32)
+    want, got = packed_layers(made), packed_layers(loaded)
+    assert want.keys() == got.keys() and len(want) == 2 * 4 + 1
+    for name in want:
+        assert torch.equal(dense(want[name]), dense(got[name])), name
+        assert (got[name].zeros is None) == sym
+    for name, (ours, row, (N, *_)) in made.config.hf_weights().items():
+        if name in held:
+            assert torch.equal(held[name], theirs[name]), name  # as it was, its dtype too
+        elif name.startswith("model.layers.1.self_attn") or name == "lm_head.weight":
+            w = dense(want[ours.removesuffix(".weight")])[row:row + N]
+            assert torch.equal(w, decode_by_hand(held, name.removesuffix("weight"), bits)), name
+    tokens, positions = torch.arange(20)[None], torch.arange(20)[None]
+    logits = []
+    for model in (made, loaded):
+        model.setup(20)
+        logits.append(model(tokens, positions))
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize("form, offset", [("gptq", 1), ("gptq_v2", 0), (None, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_file_made_by_hand_loads(tmp_path, form, offset, bits):
+    """All codes and stored zero points there are, also the one that wraps; a gptq file has zero - 1 in it."""
+    make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "out", bits, 32, False)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    for name in [name for name in held if name.endswith(("qweight", "qzeros"))]:
+        held[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, held[name].shape).int()
+    held[Q + "qzeros"][0] = -1
+    change(tmp_path / "out", dict(checkpoint_format=form) if form else {}, **held)
+    if not form:
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        del config["quantization_config"]["checkpoint_format"]
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    wqkv = load_model(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
+    assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, bits, offset) for part in (Q, K, V)]))
+
+
+def test_parts_with_orders_of_their_own_load_side_by_side(tmp_path):
+    make(tmp_path / "in", "qwen2")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order=True)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    change(tmp_path / "out", **{V + "g_idx": held[V + "g_idx"].flip(0)})
+    held[V + "g_idx"] = held[V + "g_idx"].flip(0)
+    wqkv = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
+    x = torch.randn(3, 64, dtype=torch.float64)
+    want = torch.cat([x @ decode_by_hand(held, part, 4).T + held[part + "bias"] for part in (Q, K, V)], dim=-1)
+    torch.testing.assert_close(wqkv(x), want)
+    assert not isinstance(wqkv, PackedLinear)
+
+
+def test_modules_left_as_they_were_load_as_they_are(tmp_path):
+    theirs = make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    name = "model.layers.0.mlp.down_proj."
+    gone = dict.fromkeys([name + kind for kind in ("qweight", "qzeros", "scales", "g_idx")])
+    zero_bias = {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}  # AutoGPTQ writes them
+    change(tmp_path / "out", **gone, **zero_bias, **{name + "weight": theirs[name + "weight"]})
+    model = load_model(tmp_path / "out", CPU, F32)
+    assert torch.equal(model.layers[0].ffn.w_down.weight, theirs[name + "weight"].float())
+    assert len(packed_layers(model)) == 7
+
+
+@pytest.mark.parametrize("config, tensors, words", [
+    ({}, {Q + "qweight": torch.zeros(8, 32).int()}, Q + "qweight [8, 32] [8, 64]"),
+    ({}, {Q + "scales": torch.zeros(2, 64).int()}, Q + "scales I32 F16"),
+    ({}, {Q + "scales": None}, Q + "scales missing"),
+    ({}, {K + "qweight": None}, K + "qweight missing"),
+    ({}, {Q + "g_idx": torch.zeros(64).int()}, Q + "g_idx 32 2"),
+    ({}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight place"),
+    (dict(bits=8), {}, "qweight [8, [16,"), (dict(group_size=64), {}, "qzeros [2, [1,"),
+    (dict(group_size=48), {}, "48 64"), (dict(group_size="x"), {}, "x 64"), (dict(bits=3), {}, "bits 3"),
+    (dict(quant_method="awq"), {}, "quant_method awq"), (dict(checkpoint_format="marlin"), {}, "marlin")])
+def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, config, tensors, words):
+    make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    change(tmp_path / "out", config, **tensors)
+    message = refusal(load_model, tmp_path / "out", CPU, F32)
+    assert [word for word in words.split() if word not in message] == []
+
+
+def logits_of(model) -> Tensor:
+    model.setup(40)
+    with torch.no_grad():
+        return model(torch.arange(100, 140)[None], torch.arange(40)[None])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_rounding_while_loading_stays_near_the_exact_weights():
+    exact = logits_of(checkpoint.load_model(TINY, CPU, F32))
+    int8, int4, int4_coarse = (distance(logits_of(load_model(TINY, CPU, F32, *how)), exact)
+                               for how in (("int8",), ("int4",), ("int4", 128)))
+    assert int8 < 0.02 < int4 < int4_coarse < 0.3
+    model = load_model(TINY, CPU, F32, "int4")
+    assert {type(module).__name__ for module in packed_layers(model).values()} == {"PackedLinear"}
+    assert len(packed_layers(model)) == 5 * 4
+
+
+def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text((ROOT / "README.md").read_text() * 3)
+    exact = checkpoint.load_model(TINY, CPU, F32)
+    tokens = torch.tensor(checkpoint.Tokenizer(TINY).encode(text.read_text()))[None, :400]
+    losses = []
+    for out, options in {"rounded": [], "gptq": ["--gptq", "--act-order", "--calibration", text,
+                                                 "--calibration-tokens", 4096]}.items():
+        run(monkeypatch, "--checkpoint", TINY, "--out", tmp_path / out, "--group-size", 128, *options)
+        names = {path.name for path in (tmp_path / out).iterdir()}
+        assert {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"} <= names
+        assert "quantized already" in refusal(load_model, tmp_path / out, CPU, F32, "int8")
+        with torch.no_grad():
+            logits = []
+            for model in (exact, load_model(tmp_path / out, CPU, F32)):
+                model.setup(400)
+                logits.append(model(tokens, torch.arange(400)[None])[0].log_softmax(-1))
+        losses.append(torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="batchmean").item())
+    assert losses[1] < 0.7 * losses[0]
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
+    assert config["quantization_config"] == dict(
+        bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq", checkpoint_format="gptq")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gptq", "rounded", "text"]
+
+
+def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
+    make(tmp_path / "in")
+    monkeypatch.setattr(quantize, "SHARD", 20_000)
+    made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert max(sum(t.nbytes for t in load_file(file).values()) for file in files) <= 20_000
+    assert torch.equal(logits_of_small(load_model(tmp_path / "out", CPU, F32)), logits_of_small(made))
+
+
+def logits_of_small(model) -> Tensor:
+    model.setup(40)
+    return model(torch.arange(40)[None], torch.arange(40)[None])
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--group-size", "64"], "64 96 32"), (["--head"], "--head"), (["--bits", "3"], "3"),
+    (["--gptq"], "--calibration"), (["--act-order"], "--gptq"), (["--out", "."], "exists"),
+    (["--gptq", "--calibration", __file__, "--calibration-tokens", "99999999"], "99999999 tokens"),
+    (["--gptq", "--calibration", "/none"], "/none"), (["--out", "/none/x"], "/none")])
+def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, monkeypatch, options, words):
+    make(tmp_path / "in", tie_word_embeddings=True, vocab_size=2048)
+    (tmp_path / "in" / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
+    with pytest.raises((UserError, OSError)) as caught:
+        run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", "32", *options)
+    assert [word for word in words.split() if word not in str(caught.value)] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, monkeypatch, bad):
+    weights = make(tmp_path / "in")
+    weights[K + "weight"][3, 5] = bad
+    save_file(weights, tmp_path / "in" / "model.safetensors")
+    words = refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
+    assert K + "weight" in words and [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, monkeypatch):
+    make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "made", 4, 32, False)
+    assert "already" in refusal(run, monkeypatch, "--checkpoint", tmp_path / "made", "--out", tmp_path / "out")
+    assert "quantize" in refusal(checkpoint.load_model, tmp_path / "made", CPU, F32)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("where", ["save_file", "round_to_nearest"])
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, where):
+    make(tmp_path / "in")
+    calls, plain = [], getattr(quantize, where)
+
+    def fail_later(*args, **more):
+        calls.append(None)
+        if len(calls) == 2:
+            raise error
+        return plain(*args, **more)
+
+    monkeypatch.setattr(quantize, where, fail_later)
+    monkeypatch.setattr(quantize, "SHARD", 20_000)
+    with pytest.raises((KeyboardInterrupt, UserError, OSError)):
+        run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
+    assert len(calls) == 2 and [path.name for path in tmp_path.iterdir()] == ["in"]
