@@ -403,7 +403,7 @@ def main() -> None:
     if read_json(source / "config.json").get("quantization_config"):
         raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
     if args.head and (config.tied or config.vocab_size % 8):
-        raise UserError("--head: the head is the embedding here, or its rows are no multiple of 8; leave the option out")
+        raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
     if args.out.exists():
         raise UserError(f"--out {args.out} exists; remove it, or name another directory")
     tokens = None

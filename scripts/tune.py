@@ -83,7 +83,8 @@ def shapes_of(what: str) -> dict[str, tuple[int, int]]:
 
 
 class Tuner:
-    """A model shape's four products in one format; `layers` copies of them, more than a cache holds."""
+    """A model shape's four products in one format; `layers` copies of them, more than a cache holds, and so many
+    that a graph's start does not count."""
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
         self.format, self.device, self.shapes = format, device, shapes_of(what)
@@ -93,7 +94,7 @@ class Tuner:
         size = sum(N * K * bits // 8 for N, K in self.shapes.values())
         self.layers = [{name: fused(make_linear(*shape, format, name == "gate_up", device))
                         for name, shape in self.shapes.items()}
-                       for _ in range(1 if few_outputs else max(2, -(-400_000_000 // size)))]
+                       for _ in range(1 if few_outputs else max(8, -(-400_000_000 // size)))]
         self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
         self.kind = "16-bit" if format == "16-bit" else "packed"
 

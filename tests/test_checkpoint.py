@@ -173,7 +173,7 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     (dict(model_type="gpt2"), "model_type gpt2"), (dict(hidden_act="gelu"), "hidden_act gelu"),
     (dict(attention_bias=True), "attention_bias True"), (dict(mlp_bias=True), "mlp_bias True"),
     (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window True"),
-    (dict(quantization_config=dict(bits=4)), "quantization_config bits"), (dict(rope_theta=None), "rope_theta None"),
+    (dict(rope_theta=None), "rope_theta None"),
     (dict(rope_scaling=dict(rope_type="yarn")), "rope_type yarn"),
     (dict(rope_scaling=dict(type="linear")), "type linear"),
     (dict(rope_parameters=dict(rope_type="longrope")), "rope_type longrope"),

@@ -10,9 +10,11 @@ from torch._dynamo.utils import counters
 from checkpoint import load_model
 from fast import RowLinear, fast_path, swap_linears
 from generate import Generator
+from quantize import load_model as quantized_model
 from sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -66,9 +68,35 @@ def test_fast_decoder_equals_the_model(family, device):
         assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 5e-3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantize, group_size", [("int8", None), ("int4", 64), ("int4", None)])
+@torch.no_grad()
+def test_fast_decoder_with_packed_weights(quantize, group_size, device):
+    """Prefill of a few and of many tokens, then one at a time and three at once; a layer's inputs in another order."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    models = [quantized_model(TINY, torch.device(device), dtype, quantize, group_size) for _ in range(2)]
+    order = torch.randperm(models[0].config.dim, device=device)
+    for model in models:
+        model.setup(300, 2)
+        model.layers[0].attn.wqkv.order = nn.Parameter(order, requires_grad=False)
+    plain, fast = models
+    decoder = fast_path(fast)
+    for T in (3, 200):
+        prompt, at = torch.randint(plain.config.vocab_size, (2, T), device=device), torch.arange(T, device=device)[None]
+        last = torch.tensor([T - 1, T // 2], device=device)
+        ref, out = plain(prompt, at, last=last), fast(prompt, at, fast.slots[:0], last)
+        assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 3e-2)
+    at = last[:, None] + 1
+    for n in (1, 3, 1):
+        tokens, where = torch.randint(plain.config.vocab_size, (2, n), device=device), at + torch.arange(n, device=device)
+        ref, out = plain(tokens, where), decoder(tokens, where)
+        assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 3e-2)
+        at += n
+
+
 @pytest.mark.gpu
 def test_one_graph_for_all_prompts_lengths_and_conversations():
-    model = load_model(Path(__file__).parents[1] / "checkpoints" / "tiny", torch.device("cuda"), torch.bfloat16)
+    model = load_model(TINY, torch.device("cuda"), torch.bfloat16)
     counters.clear()
     generator = Generator(model, 500, Sampling(0.8, 50), prompts=2, compile=True)
     for prompts, start in ([[1], [2]], 0), ([[5] * 300, [6]], 0), ([[7, 8], [9]], 100), ([[5] * 17, [1] * 40], 3):
@@ -79,13 +107,13 @@ def test_one_graph_for_all_prompts_lengths_and_conversations():
 @pytest.mark.gpu
 def test_kernels_change_greedy_tokens_at_ties_only():
     """bf16, compiled, with and without kernels; where rows part, the two tokens' logits are a rounding apart."""
-    directory, rows = Path(__file__).parents[1] / "checkpoints" / "tiny", []
+    rows = []
     prompts = [[1, 5 + i, 300 + 7 * i] for i in range(4)]
     for kernels in (False, True):
-        model = load_model(directory, torch.device("cuda"), torch.bfloat16)
+        model = load_model(TINY, torch.device("cuda"), torch.bfloat16)
         generator = Generator(model, 80, Sampling(0.0), prompts=4, compile=True, kernels=kernels)
         rows.append(list(zip(*(tokens for tokens, _ in generator.generate(prompts, 64)))))
-    exact = load_model(directory, torch.device("cuda"), torch.float32)
+    exact = load_model(TINY, torch.device("cuda"), torch.float32)
     exact.setup(80)
     for prompt, plain, fast in zip(prompts, *rows):
         same = next((i for i, (a, b) in enumerate(zip(plain, fast)) if a != b), None)

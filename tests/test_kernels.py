@@ -131,10 +131,11 @@ def test_every_output_is_written():
 def test_kernels_compile_for_compute_capability_8():
     """In a process of its own, with a GPU of 8.0 pretended: no programmatic dependent launch, less shared memory."""
     code = """
-import torch, triton, kernels, sampling
+import torch, triton, kernels, packed, sampling
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
-kernels.gpu = lambda device: SimpleNamespace(major=8, multi_processor_count=108, shared_memory_per_block_optin=101376)
+pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376)
+kernels.gpu = packed.gpu = lambda device: pretended
 compile, targets = triton.compile, []
 def compile_for_8(src, target=None, options=None, **more):
     few = {key: options[key] for key in ("num_warps", "num_stages")}
@@ -148,6 +149,10 @@ for rows in (1, 16):
     kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
     for K in (14336, 28672, 49152):
         kernels.linear(torch.randn(rows, K, **bf16), torch.randn(64, K, **bf16))
+for bits, C, rows in ((4, 32, 1), (4, 128, 1), (8, 1, 1), (4, 32, 16), (8, 1, 100)):
+    codes = torch.randint(2 ** bits, (8192, 4096), device="cuda")
+    layer = packed.PackedLinear(codes, torch.ones(8192, C, device="cuda"), None, bits)
+    packed.KernelLinear(layer, gated=True).fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 cache, at = torch.randn(1, 8, 512, 128, **bf16), torch.full((1, 1), 300, device="cuda")
 table = torch.randn(512, 128, device="cuda")
 arrived = torch.zeros(8, dtype=torch.int32, device="cuda")
@@ -156,7 +161,7 @@ at = torch.arange(100, device="cuda")[None]
 kernels.update_and_attend(torch.randn(1, 100, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
 sampling.sample(torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda"), 0.8, 50)
 torch.cuda.synchronize()
-assert len(targets) >= 8, len(targets)
+assert len(targets) >= 13, len(targets)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
