@@ -42,7 +42,8 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     """What to say when memory runs out later; UserError if weights and cache alone do not fit. bits: of a weight of the
     layers in a quantized checkpoint, scales not counted."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (_, _, shape) in config.hf_weights().items()}
-    weights = sum(size * (bits / 8 / dtype.itemsize if bits and "_proj." in name else 1) for name, size in sizes.items())
+    packed = bits / 8 / dtype.itemsize if bits else 1
+    weights = sum(size * (packed if "_proj." in name else 1) for name, size in sizes.items())
     cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import linear, triton, update_and_attend
-from packed import KernelLinear, PackedLinear
+from packed import KernelLinear, PackedLinear, unpack
 
 
 class RowLinear(nn.Module):
@@ -37,12 +37,43 @@ class RowLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
+class ByteLinear(nn.Module):
+    """PackedLinear for a CPU, a code a byte, int4 too; one row as RowLinear does it, C groups of a row."""
+
+    def __init__(self, packed: PackedLinear):
+        super().__init__()
+        middle = 2 ** (packed.bits - 1)
+        zeros = torch.zeros_like(packed.scales) if packed.zeros is None else packed.zeros - middle
+        codes = unpack(packed.words, packed.bits, packed.in_features) - middle
+        self.codes, self.scales, self.offsets = (nn.Parameter(tensor, requires_grad=False) for tensor in (
+            codes.to(torch.int8), packed.scales.float(), packed.scales.float() * zeros))
+        self.bias, self.order = packed.bias, packed.order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
+        (N, K), C = self.codes.shape, self.scales.shape[1]
+        if self.order is not None:
+            x = x[..., self.order]
+        codes = self.codes.view(N, C, -1).float()
+        if not torch.compiler.is_compiling() or x.numel() != K:
+            w = codes * self.scales[:, :, None] - self.offsets[:, :, None]
+            return F.linear(x, w.flatten(1).to(x.dtype), self.bias)
+        groups = x.view(C, -1).float()
+        y = ((codes * groups).sum(-1) * self.scales).sum(-1) - (self.offsets * groups.sum(-1)).sum(-1)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], N)
+
+
 def swap_linears(model: nn.Module) -> None:
-    """Put a RowLinear in the place of each nn.Linear; the weights stay where they are."""
+    """For a CPU: put a RowLinear in the place of each nn.Linear, whose weights stay where they are, and a ByteLinear in
+    that of each PackedLinear."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
                 setattr(module, name, RowLinear(child))
+            elif isinstance(child, PackedLinear):
+                setattr(module, name, ByteLinear(child))
 
 
 class FastAttention(nn.Module):
@@ -130,10 +161,13 @@ def swap_in(model: nn.Module) -> nn.Module:
     if weight.device.type == "cpu":
         swap_linears(model)
     nvidia = weight.device.type == "cuda" and triton and torch.version.cuda
-    if nvidia and weight.itemsize == 2 and torch.cuda.get_device_capability(weight.device) >= (8, 0):
+    apart = any(isinstance(linear, nn.ModuleList) for layer in model.layers
+                for linear in (layer.attn.wqkv, layer.ffn.w_gate_up))  # in orders of their own: quantize.Parts
+    if nvidia and weight.itemsize == 2 and torch.cuda.get_device_capability(weight.device) >= (8, 0) and not apart:
         return fast_path(model)
     if weight.device.type == "cuda":
-        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit weights", file=sys.stderr)
+        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0, 16-bit activations, and q, k, v "
+              "quantized in one order", file=sys.stderr)
     return model
 
 
@@ -149,7 +183,8 @@ def fast_path(model: nn.Module) -> FastDecoder:
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
     # Unless they are listed, Inductor writes out all that an operator's arguments are made of, and each residual
     # doubles that text: with 32 layers no end was seen in 400 s (torch 2.11).
-    FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in ("linear", "packed_linear", "update_and_attend", "sample"))
+    operators = "linear", "packed_linear", "update_and_attend", "sample"
+    FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in operators)
     swap_packed(model, "head")
     for layer in model.layers:
         if isinstance(layer.attn, FastAttention):

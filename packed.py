@@ -4,8 +4,8 @@ Linear layers whose weights are int4 or int8 codes: the packing, the plain layer
 A group of weights of one row, G of them along K, shares a scale and a zero point: w = (code - zero) * scale.
 
 Codes are packed into 32-bit words in the order in which a warp's matrix instruction (mma.m16n8k16) takes its left
-operand, so that a kernel loads 16 bytes and has, without any exchange between threads, what its registers need. With P =
-16 / bits, a block of 16 words holds 32 P codes of a row: word 4t + c has, at bits `shifts(bits)[s, e]`, the code of
+operand, so that a kernel loads 16 bytes and has, without any exchange between threads, what its registers need. With
+P = 16 / bits, a block of 16 words holds 32 P codes of a row: word 4t + c has, at bits `shifts(bits)[s, e]`, the code of
 k = 8P c + 8 s + 2 t + e. For the kernels, 16 rows' blocks stand together: 1 KiB, read as one piece.
 
 Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G).
@@ -31,9 +31,9 @@ gluon_jit = gluon.jit if gluon else jit
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
-def shifts(bits: int) -> Tensor:
+def shifts(bits: int, device: torch.device | None = None) -> Tensor:
     """[P, 2]: where in a word a code lies. A pair's two are 16 bits apart for int4, which saves instructions."""
-    s, e = torch.arange(16 // bits)[:, None], torch.arange(2)
+    s, e = torch.arange(16 // bits, device=device)[:, None], torch.arange(2, device=device)
     return 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
 
 
@@ -42,12 +42,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     block = 512 // bits
     codes = F.pad(codes.int(), (0, -codes.shape[1] % block))
     codes = codes.view(len(codes), -1, 4, 16 // bits, 4, 2).permute(0, 1, 4, 2, 3, 5)  # [N, blocks, t, c, s, e]
-    return (codes << shifts(bits).to(codes.device)).sum((-1, -2), dtype=torch.int32).flatten(1)
+    return (codes << shifts(bits, codes.device)).sum((-1, -2), dtype=torch.int32).flatten(1)
 
 
 def unpack(words: Tensor, bits: int, K: int) -> Tensor:
     """The codes [N, K], int32, of words [N, W]."""
-    codes = words.view(len(words), -1, 4, 4, 1, 1) >> shifts(bits).to(words.device) & 2 ** bits - 1
+    codes = words.view(len(words), -1, 4, 4, 1, 1) >> shifts(bits, words.device) & 2 ** bits - 1
     return codes.permute(0, 1, 3, 4, 2, 5).reshape(len(words), -1)[:, :K]
 
 
@@ -79,24 +79,7 @@ class PackedLinear(nn.Module):
         """x [..., K] -> [..., N]"""
         if self.order is not None:
             x = x[..., self.order]
-        if torch.compiler.is_compiling() and x.numel() == self.in_features and x.device.type == "cpu":
-            return self.one_row(x.flatten()).to(x.dtype).view(*x.shape[:-1], -1)
         return F.linear(x, self.dequantize(x.dtype), self.bias)
-
-    def one_row(self, x: Tensor) -> Tensor:
-        """x [K] -> [N], fp32, as products and sums over the words, which torch.compile fuses into one pass over them."""
-        P, C = 16 // self.bits, self.scales.shape[1]
-        size = 32 * P  # of a block
-        word = torch.arange(self.words.shape[1])
-        group = (word // 16 * size + word % 4 * 8 * P).div(self.in_features // C, rounding_mode="floor").clamp(max=C - 1)
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, group]
-        x = F.pad(x.float(), (0, -len(x) % size)).view(-1, 4, P, 4, 2).permute(2, 4, 0, 3, 1).reshape(P, 2, -1)
-        sums = 0
-        for s, row in enumerate(shifts(self.bits).tolist()):
-            for e, shift in enumerate(row):
-                sums = sums + ((self.words >> shift & 2 ** self.bits - 1) - zeros) * x[s, e]
-        y = sums.sum(1) * self.scales[:, 0] if C == 1 else (sums * self.scales[:, group]).sum(1)
-        return y if self.bias is None else y + self.bias
 
 
 # Codes to fp16, two at a time: OR-ed into the mantissa of 1024 (or of 64, where they stand 4 bits higher), from which
@@ -221,7 +204,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
     factor *= power / 16384
     inputs = gl.allocate_shared_memory(gl.float16, [KP // (SIZE * BLOCK), SIZE, PARTS, BK],
                                        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    inputs._reinterpret(gl.float16, [KP], gl.SwizzledSharedLayout(1, 1, 1, [0])).store((xs * (16384 / power)).to(gl.float16))
+    flat = inputs._reinterpret(gl.float16, [KP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat.store((xs * (16384 / power)).to(gl.float16))
 
     acc = gl.zeros([WARPS, 16, 8], gl.float32, MMA)
     none = gl.zeros([B, 16, 8], gl.float32, MMA)
@@ -320,7 +304,8 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, 16)
     nb = tl.minimum(tl.program_id(0) * (BN // 16) + r // 16, NB - 1)
-    at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None] + (s[:, None] * 256 + i[None, :])[:, None, :]
+    at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
+    at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
     ks = s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     at_x = x + m[None, None, :] * K + ks[:, :, None]
     k_part = s[:, None] * BLOCK + tl.arange(0, PARTS)[None, :] * (BLOCK // PARTS)
@@ -486,8 +471,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     rows, splits, stages, warps = sizes
     packed_rows_kernel[(triton.cdiv(len(words) * 16, rows),)](
         x, words, groups, shifts, bias, residual, out, M, N, K, C, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, parts > 1), gated, max(8, triton.next_power_of_2(M)), rows, splits, parts,
-        stages, bool(pdl), num_warps=warps, **pdl)
+        *unpacking(bits, x.dtype == torch.float16, parts > 1), gated, max(8, triton.next_power_of_2(M)), rows, splits,
+        parts, stages, bool(pdl), num_warps=warps, **pdl)
     return out
 
 
@@ -510,7 +495,7 @@ class KernelLinear(nn.Module):
         groups = packed.scales.view(torch.int16).int() & 0xFFFF | zeros << 16  # fp16's bits
         self.groups = nn.Parameter(tile(groups, 1, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
-        self.register_buffer("shifts", shifts(self.bits).int().flatten().to(self.words.device), persistent=False)
+        self.register_buffer("shifts", shifts(self.bits, self.words.device).int().flatten(), persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
               eps: float = 1e-5) -> Tensor:

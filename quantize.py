@@ -257,6 +257,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None
         if shard and (tensor is None or size + tensor.nbytes > SHARD):
             with blame(path := directory / f"{len(held)}.safetensors"):  # a full disk has an exception of its own
                 save_file(shard, path, metadata={"format": "pt"})
+                path.chmod(0o644)  # safetensors lets its owner alone read it
             held.append(list(shard))
             shard, size = {}, 0
         if tensor is not None:

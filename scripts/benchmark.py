@@ -3,6 +3,7 @@ Measure decode and prefill of a public shape, with random weights made on the de
 
     python scripts/benchmark.py llama-2-7b
     python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
+    python scripts/benchmark.py llama-2-7b --quantize int4 --group-size 128
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py --markdown results.jsonl
 
@@ -197,7 +198,8 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     seen = args.batch * sum(min(window, args.context + t + 1) for t in range(T))  # pairs of a token and one it sees
     operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
     result = dict(
-        what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size, ranks=1, batch=args.batch,
+        what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
+        ranks=1, batch=args.batch,
         prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
         top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
@@ -236,10 +238,12 @@ def markdown(files: list[Path]) -> str:
             "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
     rows = []
     for line in lines:
-        options = {"batch": 1, "context": 0, "prompt_length": 5, "new_tokens": 200, "temperature": 0.8, "top_k": 200}
+        options = {"quantize": None, "group_size": None, "batch": 1, "context": 0, "prompt_length": 5,
+                   "new_tokens": 200, "temperature": 0.8, "top_k": 200}
         command = " ".join([
             line["what"], *([] if line["gpu"] else ["--device cpu"]),
-            *(f"--{name.replace('_', '-')} {line[name]}" for name, default in options.items() if line[name] != default),
+            *(f"--{name.replace('_', '-')} {line[name]}" for name, default in options.items()
+              if line.get(name, default) != default),
             *(["--no-compile"] if not line["compile"] else ["--no-kernels"] if not line["kernels"] else [])])
         peak = line["peak_memory_bytes"] and line["peak_memory_bytes"] / (line["weights_bytes"] + line["cache_bytes"])
         cells = [f"`{command}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
@@ -253,7 +257,8 @@ def markdown(files: list[Path]) -> str:
              and line["kernels"]]
     if not alone:
         return table
-    names = ", ".join(f'"{line["what"]}{" at " + str(line["context"]) if line["context"] else ""}"' for line in alone)
+    names = ", ".join('"' + " ".join(filter(None, [
+        line["what"], line.get("quantize"), line["context"] and f"at {line['context']}"])) + '"' for line in alone)
     shares = ", ".join(f"{100 * line['share_of_read']:.0f}" for line in alone)
     title = f"Batch 1, one {alone[0]['gpu']}: percent of the read bandwidth"
     chart = ["```mermaid", "xychart-beta", f'    title "{title}"', f"    x-axis [{names}]",

@@ -88,7 +88,8 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, device):
         assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 3e-2)
     at = last[:, None] + 1
     for n in (1, 3, 1):
-        tokens, where = torch.randint(plain.config.vocab_size, (2, n), device=device), at + torch.arange(n, device=device)
+        tokens = torch.randint(plain.config.vocab_size, (2, n), device=device)
+        where = at + torch.arange(n, device=device)
         ref, out = plain(tokens, where), decoder(tokens, where)
         assert ((out - ref).norm() / ref.norm()).item() < (1e-5 if device == "cpu" else 3e-2)
         at += n
