@@ -14,6 +14,14 @@ def benchmark(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+def test_quantized_weights_are_what_is_counted():
+    run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--quantize", "int8", "--runs", "1",
+                    "--new-tokens", "3")
+    assert run.returncode == 0, run.stderr
+    line = json.loads(run.stdout)
+    assert line["quantize"] == "int8" and 3967744 < line["weights_bytes"] < 2 * 3967744
+
+
 def test_a_line_and_its_table(tmp_path):
     run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--batch", "2", "--prompt-length", "9",
                     "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager")
@@ -36,11 +44,12 @@ def test_a_line_and_its_table(tmp_path):
 @pytest.mark.parametrize("args, words", [
     (["llama-9b"], ["llama-9b", "llama-2-7b", "smollm2-135m"]), ([], ["llama-2-7b"]),
     (["smollm2-135m", "--context", "9000"], ["9000", "8192"]),
-    (["llama-2-70b", "--device", "cpu"], ["GiB of torch.float32 weights"]),
+    (["llama-2-70b", "--device", "cpu"], ["GiB of weights"]),
     (["llama-3.2-1b", "--device", "cpu", "--batch", "100000"], ["GiB of cache", "100000 rows"]),
     (["smollm2-135m", "--against", "vllm"], ["vllm", "eager"]), (["--markdown", "missing"], ["missing"]),
     (["--markdown", "README.md"], ["README.md"]), (["llama-2-7b", "--markdown", "README.md"], ["llama-2-7b"]),
-    (["smollm2-135m", "--batch", "0"], ["--batch"])])
+    (["smollm2-135m", "--batch", "0"], ["--batch"]), (["smollm2-135m", "--quantize", "int2"], ["int2", "int8"]),
+    (["smollm2-135m", "--device", "cpu", "--quantize", "int4", "--group-size", "128"], ["128", "576", "64"])])
 def test_mistakes_are_one_line(args, words):
     run = benchmark(*args)
     assert run.returncode == 2 and not run.stdout and run.stderr.count("\n") == 1
