@@ -88,6 +88,8 @@ def parse_args() -> Namespace:
     unknown = set(args.against.split(",")) - {"", "eager", "cublas"}
     if unknown:
         parser.error(f"--against {','.join(sorted(unknown))}: want eager, cublas or eager,cublas")
+    if args.group_size and not args.quantize:
+        parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.what and args.markdown:
         parser.error(f"--markdown reads saved lines and measures nothing: leave out {' '.join(args.what)}")
     if not args.what and not args.markdown:

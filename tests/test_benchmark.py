@@ -49,6 +49,7 @@ def test_a_line_and_its_table(tmp_path):
     (["smollm2-135m", "--against", "vllm"], ["vllm", "eager"]), (["--markdown", "missing"], ["missing"]),
     (["--markdown", "README.md"], ["README.md"]), (["llama-2-7b", "--markdown", "README.md"], ["llama-2-7b"]),
     (["smollm2-135m", "--batch", "0"], ["--batch"]), (["smollm2-135m", "--quantize", "int2"], ["int2", "int8"]),
+    (["smollm2-135m", "--group-size", "64"], ["--group-size 64", "--quantize"]),
     (["smollm2-135m", "--device", "cpu", "--quantize", "int4", "--group-size", "128"], ["128", "576", "64"])])
 def test_mistakes_are_one_line(args, words):
     run = benchmark(*args)
