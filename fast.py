@@ -68,8 +68,9 @@ class ByteLinear(nn.Module):
 def swap_linears(model: nn.Module) -> None:
     """For a CPU: put a RowLinear in the place of each nn.Linear, whose weights stay where they are, and a ByteLinear in
     that of each PackedLinear."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
+    # Not the packed layers themselves: each is to be freed when its place is taken.
+    for module in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
+        for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, RowLinear(child))
             elif isinstance(child, PackedLinear):

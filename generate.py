@@ -29,7 +29,7 @@ from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device
 from fast import swap_in
 from kernels import read_bandwidth
 from model import Transformer
-from quantize import load_model
+from quantize import load_model, read_settings
 from sampling import Sampling, choose, fast_choose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -388,13 +388,16 @@ def main() -> None:
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
-    packed = read_json(directory / "config.json").get("quantization_config") or {}
+    packed = read_settings(directory)
+    quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
     advice = check_memory(config, prompts * args.num_samples, length, device, dtype, packed.get("bits"))
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:
         model = load_model(directory, device, dtype, args.quantize, args.group_size, progress=not args.quiet)
         loaded = time.perf_counter()
+        if quantized and not args.compile:
+            print("without --compile, quantized weights are unpacked at every step: slow", file=sys.stderr)
         if args.compile and not args.quiet:
             print("compiling ...", file=sys.stderr, flush=True)
         generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels)
@@ -416,7 +419,6 @@ def main() -> None:
         partial.replace(args.profile)
     if not runs:
         return
-    quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
     result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
                     compile_s=ready - loaded if args.compile else 0.0)
     if args.json:

@@ -33,7 +33,8 @@ WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is 
 
 def shifts(bits: int, device: torch.device | None = None) -> Tensor:
     """[P, 2]: where in a word a code lies. A pair's two are 16 bits apart for int4, which saves instructions."""
-    s, e = torch.arange(16 // bits, device=device)[:, None], torch.arange(2, device=device)
+    s, e = (torch.arange(n, dtype=torch.int32, device=device) for n in (16 // bits, 2))
+    s = s[:, None]
     return 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
 
 
@@ -495,7 +496,7 @@ class KernelLinear(nn.Module):
         groups = packed.scales.view(torch.int16).int() & 0xFFFF | zeros << 16  # fp16's bits
         self.groups = nn.Parameter(tile(groups, 1, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
-        self.register_buffer("shifts", shifts(self.bits, self.words.device).int().flatten(), persistent=False)
+        self.register_buffer("shifts", shifts(self.bits, self.words.device).flatten(), persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
               eps: float = 1e-5) -> Tensor:

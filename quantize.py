@@ -321,14 +321,24 @@ def side_by_side(parts: list[tuple], bits: int) -> nn.Module:
     return PackedLinear(codes, scales, zeros, bits, bias, order)
 
 
-def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Transformer, files: dict) -> None:
-    """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
+def read_settings(directory: Path) -> dict:
+    """config.json's quantization_config, if this file can read such a checkpoint; {} where there is none."""
+    settings = read_json(directory / "config.json").get("quantization_config") or {}
+    if not settings:
+        return {}
+    if not isinstance(settings, dict) or not isinstance(settings.get("group_size", -1), int):
+        raise UserError(f"{directory}: quantization_config {settings!r} is not supported, want an object whose "
+                        "group_size is a number")
+    settings = dict(checkpoint_format="gptq", group_size=-1) | settings
     supported = dict(quant_method=["gptq"], bits=[4, 8], checkpoint_format=["gptq", "gptq_v2"])
-    settings = dict(checkpoint_format="gptq") | settings
     for key, values in supported.items():
         if settings.get(key) not in values:
             raise UserError(f"quantization_config: {key} {settings.get(key)!r} is not supported, want one of {values}")
+    return settings
 
+
+def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Transformer, files: dict) -> None:
+    """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
     def read(name: str, *wanted) -> Tensor:
         tensor = read_tensor(files, name, *wanted).to(device)
         return tensor.to(dtype) if name.endswith(".bias") else tensor
@@ -338,7 +348,11 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Tra
         parts.setdefault(ours, []).append((name.removesuffix("weight"), shape))
     for name, parent, own in linears(model, head=not model.config.tied):
         found, bias = parts[f"{name}.weight"], getattr(parent, own).bias is not None
-        if any(part + "qweight" in files for part, _ in found):
+        packed = [part + "qweight" in files for part, _ in found]
+        if any(packed) and not all(packed):
+            raise UserError(f"{found[packed.index(False)][0]}qweight is missing: q, k and v, or gate and up, are read "
+                            "all quantized or none")
+        if any(packed):
             layers = [read_part(read, part, shape, bias, settings) for part, shape in found]
             setattr(parent, own, side_by_side(layers, settings["bits"]))
 
@@ -346,13 +360,14 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Tra
 def round_model(model: Transformer, quantize: str, group_size: int | None) -> None:
     """--quantize's "int8" or "int4", with its defaults."""
     bits = dict(int8=8, int4=4)[quantize]
-    quantize_model(model, bits, group_size or (-1 if bits == 8 else 32), sym=bits == 8)
+    default = -1 if bits == 8 else 32
+    quantize_model(model, bits, default if group_size is None else group_size, sym=bits == 8)
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
                group_size: int | None = None, progress: bool = False) -> Transformer:
     """As checkpoint.load_model, of GPTQ checkpoints too; quantize, "int8" or "int4", rounds the layers' weights."""
-    settings = read_json(directory / "config.json").get("quantization_config")
+    settings = read_settings(directory)
     if not settings:
         model = checkpoint.load_model(directory, device, dtype, progress)
         if quantize:
@@ -405,6 +420,9 @@ def main() -> None:
         raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
     if args.head and (config.tied or config.vocab_size % 8):
         raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
+    for name, (_, _, shape) in config.hf_weights().items():
+        if "_proj.weight" in name and shape[0] % 8:
+            raise UserError(f"{name} has {shape[0]} rows: GPTQ's layout wants a multiple of 8; --quantize serves it")
     if args.out.exists():
         raise UserError(f"--out {args.out} exists; remove it, or name another directory")
     tokens = None
@@ -417,8 +435,10 @@ def main() -> None:
         try:
             model = checkpoint.load_model(source, device, dtype, progress=True)
             quantize_model(model, **how, act_order=args.act_order, head=args.head, calibration=tokens, progress=True)
-        except torch.OutOfMemoryError:
-            raise UserError(f"out of memory on {device}: --device cpu, or fewer --calibration-tokens, need less")
+        except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
+            if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+                raise UserError(f"out of memory on {device}: fewer --calibration-tokens need less") from None
+            raise
         made = Path(partial_out, "made")
         made.mkdir()
         write_checkpoint(model, source, made, hub)

@@ -34,7 +34,7 @@ from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device
 from generate import Generator  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
-from quantize import load_model, round_model  # noqa: E402
+from quantize import load_model, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -113,7 +113,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) 
     if length > config.context:
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
-    check_memory(config, args.batch, length, device, dtype)
+    check_memory(config, args.batch, length, device, dtype, read_settings(directory).get("bits") if directory else None)
     if directory:
         return load_model(directory, device, dtype, args.quantize, args.group_size)
     model = random_model(config, device, dtype)

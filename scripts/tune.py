@@ -139,7 +139,7 @@ class Tuner:
             return float("inf")
 
     def one_row(self, bar: tqdm) -> None:
-        """Alone first, then among the best eight in the chain, twice over."""
+        """Alone first, then the best twelve in the chain, twice over."""
         best = {}
         for name in self.shapes:
             timed = [(self.time(name, 1, choice), choice) for choice in bar_over(candidates(self.kind, 1), bar)]
@@ -239,6 +239,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="LIST", help="numbers of rows")
     parser.add_argument("--device")
     args = parser.parse_args()
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.rows):
+        parser.error(f"--rows {args.rows}: want numbers from 1 on, with commas in between")
     args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
     named = [what for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
     for given, known in ((named, SHAPES), (args.formats, FORMATS)):

@@ -38,7 +38,7 @@ def test_packing(bits, K):
     """Each code where the docstring says, and all of them back."""
     codes = torch.randint(2 ** bits, (5, K))
     words, P = pack(codes, bits), 16 // bits
-    assert unpack(words, bits, K).equal(codes.int())
+    assert unpack(words, bits, K).equal(codes.int()) and unpack(words, bits, K).dtype == torch.int32
     for k in torch.randint(K, (50,)).tolist():
         block, (c, s, t, e) = k // (32 * P), (k // (8 * P) % 4, k // 8 % P, k // 2 % 4, k % 2)
         shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e

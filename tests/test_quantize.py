@@ -283,7 +283,8 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     ({}, {Q + "g_idx": torch.zeros(64).int()}, Q + "g_idx 32 2"),
     ({}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight place"),
     (dict(bits=8), {}, "qweight [8, [16,"), (dict(group_size=64), {}, "qzeros [2, [1,"),
-    (dict(group_size=48), {}, "48 64"), (dict(group_size="x"), {}, "x 64"), (dict(bits=3), {}, "bits 3"),
+    (dict(group_size=48), {}, "48 64"), (dict(group_size="x"), {}, "group_size x"),
+    (dict(bits="4"), {}, "bits 4"), (dict(bits=3), {}, "bits 3"),
     (dict(quant_method="awq"), {}, "quant_method awq"), (dict(checkpoint_format="marlin"), {}, "marlin")])
 def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, config, tensors, words):
     make(tmp_path / "in")
