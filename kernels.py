@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 try:
     import triton
@@ -345,7 +344,7 @@ def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor 
     return y if residual is None else residual + y
 
 
-@custom_op("llama_fast::linear", mutates_args=(), device_types="cuda")
+@library.custom_op("llama_fast::linear", mutates_args=(), device_types="cuda")
 def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
            residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """x [M, K], w [N, K] -> residual [M, N] + rms_norm(x, norm) @ w.T + bias [N], what is None left out.
@@ -437,7 +436,7 @@ def plain_update_and_attend(qkv, positions, cos, sin, k_cache, v_cache, arrived,
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2).contiguous()
 
 
-@custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "arrived"), device_types="cuda")
+@library.custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "arrived"), device_types="cuda")
 def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
                       arrived: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None, window: int = 0,
                       eps: float = 1e-5) -> Tensor:

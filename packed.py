@@ -13,8 +13,7 @@ Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 from kernels import constexpr, gpu, jit, launch, norm_kernel, plain_linear, tl, triton, tuned
 
@@ -433,7 +432,7 @@ def from_weights(x, w, order, norm, bias, residual, gated, eps) -> Tensor:
     return plain_linear(x, w, norm, bias, residual, gated, eps)
 
 
-@custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
+@library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
 def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None, shifts: Tensor, N: int,
                   bits: int, norm: Tensor | None = None, bias: Tensor | None = None,
                   residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:

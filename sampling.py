@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from kernels import constexpr, jit, tl, triton
 
@@ -135,7 +134,7 @@ def plain_sample(logits: Tensor, waits: Tensor | None, temperature: float, top_k
     return tokens, logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
 
 
-@custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
+@library.custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
 def sample(logits: Tensor, waits: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
     """16-bit logits [B, V], waits [B, V] (exponential, of rate 1) -> tokens [B] and their log-probabilities [B].
 

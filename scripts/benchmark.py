@@ -260,7 +260,8 @@ def markdown(files: list[Path]) -> str:
     if not alone:
         return table
     names = ", ".join('"' + " ".join(filter(None, [
-        line["what"], line.get("quantize"), line["context"] and f"at {line['context']}"])) + '"' for line in alone)
+        line["what"], line.get("quantize"), line.get("group_size") and f"g{line['group_size']}",
+        line["context"] and f"at {line['context']}"])) + '"' for line in alone)
     shares = ", ".join(f"{100 * line['share_of_read']:.0f}" for line in alone)
     title = f"Batch 1, one {alone[0]['gpu']}: percent of the read bandwidth"
     chart = ["```mermaid", "xychart-beta", f'    title "{title}"', f"    x-axis [{names}]",
