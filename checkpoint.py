@@ -161,7 +161,7 @@ class Tokenizer:
             special = {key: value["content"] if isinstance(value, dict) else value
                        for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
             self.special_tokens = special  # bos_token, eos_token and the like, which templates write
-            self.decode = self.backend.decode  # special tokens show no text
+            self.token, self.decode = self.backend.token, self.backend.decode  # special tokens show no text
             self.bos = config.get("bos_token_id")
             if isinstance(self.backend, TokenizerJson) and special.get("bos_token"):
                 self.bos = self.backend.id(special["bos_token"])
@@ -212,6 +212,7 @@ class TokenizerJson:
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.token = self.tokenizer.id_to_token
 
     def id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
@@ -237,6 +238,9 @@ class SentencePiece:
     def id(self, token: str) -> int | None:
         found = self.special.get(token, self.processor.piece_to_id(token))
         return None if found == self.processor.unk_id() else found
+
+    def token(self, i: int) -> str | None:
+        return self.processor.id_to_piece(i) if i < self.size else None
 
     def encode(self, text: str, post_process: bool) -> list[int]:
         longest_first = sorted(map(re.escape, self.special), key=len, reverse=True)

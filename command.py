@@ -5,10 +5,11 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from checkpoint import UserError
+from checkpoint import UserError, blame
 from model import Config
 
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
@@ -72,6 +73,67 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
                         help="weights of a row that share a scale: 32, 64, 128, -1 for all (default: -1, int4 32)")
 
 
+def draft_tokens(text: str) -> str:
+    """An argument's type: how many tokens to draft, or the name of a policy."""
+    if text not in ("auto", "hf", "bass") and not (text.isdecimal() and 1 <= int(text) <= 32):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of 1 to 32, auto, hf and bass")
+    return text
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; --help lists the options")
+
+
+def generate_args(description: str, default_checkpoint: str) -> argparse.Namespace:
+    """generate.py's command line."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", default=default_checkpoint, help="directory or Hub id (default: the bundled model)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="several: a batch (default: Once upon a time)")
+    add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line")
+    add("--interactive", action="store_true", help="chat, or continue your text if there is no chat template")
+    add("--chat", action="store_true", help="put each prompt into the chat template")
+    add("--max-new-tokens", type=within(int, 1), metavar="N", help="default: 256; in a chat, what the context leaves")
+    add("--temperature", type=within(float, 0, 100), help="0: greedy (default: generation_config.json's, else 0.8)")
+    add("--top-k", type=within(int, 0), metavar="K", help="0: off (default: generation_config.json's, else 0)")
+    add("--top-p", type=within(float, 1e-6, 1), metavar="P", help="1: off (default: generation_config.json's, else 1)")
+    add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text")
+    add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N", help="completions of each prompt")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
+    add("--compile", action="store_true", help="torch.compile: a wait first, then faster")
+    add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
+    add_quantize(parser)
+    add("--draft", metavar="D", help="speculate: a smaller checkpoint with the same tokenizer, or prompt-lookup")
+    add("--draft-tokens", type=draft_tokens, metavar="N", help="1 to 32, auto, hf or bass (default: auto)")
+    add("--draft-quantize", choices=("int8", "int4"), help="round the draft's weights")
+    add("--time-budget", type=within(float, 1e-9), metavar="SECONDS", help="then stop, and rank what there is")
+    add("--max-seq-length", type=within(int, 2), metavar="N", help="prompt and new tokens at most")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--quiet", action="store_true", help="no loading bar, no table")
+    args = parser.parse_args()
+    if "" in args.stop:
+        parser.error("--stop: an empty text would end everything at once")
+    if args.interactive and (args.prompt or args.prompt_file or args.json or args.num_samples > 1):
+        parser.error("--interactive does not go with --prompt, --prompt-file, --json and --num-samples")
+    if args.group_size and not args.quantize:
+        parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
+    if not args.draft and (args.draft_tokens or args.draft_quantize):
+        parser.error("--draft-tokens and --draft-quantize go with --draft")
+    if args.draft == "prompt-lookup" and args.draft_quantize:
+        parser.error("--draft-quantize: prompt-lookup has no weights; leave it out")
+    if args.interactive and args.time_budget:
+        parser.error("--time-budget does not go with --interactive")
+    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+        parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
+    if args.prompt_file:
+        with blame(args.prompt_file):
+            lines = [line for line in args.prompt_file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        if not lines:
+            parser.error(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
+        args.prompt += lines
+    args.prompt = args.prompt or ["Once upon a time"]
+    return args

@@ -18,19 +18,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, report_errors
-from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device, find_dtype, within
-from fast import swap_in
+from command import GIB, check_memory, find_device, find_dtype, generate_args
+from fast import FastDecoder, swap_in
 from kernels import read_bandwidth
-from model import Transformer
+from model import Config, Transformer
 from quantize import load_model, read_settings
-from sampling import Sampling, choose, fast_choose
+from sampling import Sampling, choose, distribution, draw, fast_choose, fast_distribution
+from speculative import SLACK, Speculator, accept, check, draft, propose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
@@ -51,41 +54,31 @@ def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slot
     return chosen
 
 
-class Generator:
-    """A model with caches for `prompts` x `samples` rows of `length` tokens, its prefill and its decode function.
+class Reader:
+    """A model with caches for `rows` rows of `length` tokens, `samples` of them for a prompt, and its prefill."""
 
-    Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
-
-    def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
-                 compile: bool = False, kernels: bool = True):
+    def __init__(self, model: Transformer, length: int, sampling: Sampling, rows: int, samples: int, compile: bool,
+                 kernels: bool):
         self.model, self.decoder, self.sampling, self.samples, self.compiled = model, model, sampling, samples, compile
         self.device = model.embed.weight.device
-        self.prefill, self.decode, self.choose = prefill, decode_one_token, choose
-        self.tokens, self.positions = (
-            torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
+        self.prefill, self.choose, self.distribution = prefill, choose, distribution
         # A slot more for a prompt, or its last piece, of one token, padded to two, 8 that stay unseen, and a multiple
         # of 8, which attention kernels want of a mask's rows.
-        model.setup((length + 16) // 8 * 8, prompts * samples)
+        model.setup((length + 16) // 8 * 8, rows)
         if compile:
             torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
             torch._dynamo.config.specialize_float = True  # dynamic=True is for the prompt's length alone
             torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal once need not stay so
-            for layer in model.layers:  # prefill: the code of one layer serves all; decode: one graph
+            for layer in model.layers:  # prefill: the code of one layer serves all
                 layer.compile(dynamic=True, fullgraph=True)
-            self.decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
-            if kernels:
-                self.decoder = swap_in(model)
-            if self.decoder is not model and sampling.top_p == 1:
-                self.choose = fast_choose
-            for state in (self.tokens, self.positions):  # the graph then changes them where they are
-                torch._dynamo.mark_static_address(state)
-            for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
-                pass
+            self.decoder = swap_in(model) if kernels else model
+            if isinstance(self.decoder, FastDecoder):
+                self.choose, self.distribution = fast_choose, fast_distribution
 
     def slots(self, n: int) -> Tensor:
         """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
         never all, as torch.compile makes a case of its own of that. The kernels look by themselves."""
-        if self.decoder is not self.model:
+        if isinstance(self.decoder, FastDecoder):
             return self.model.slots[:0]
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
         if self.compiled:
@@ -93,8 +86,8 @@ class Generator:
         return slots
 
     @torch.no_grad()
-    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
-        """The tokens and log-probabilities [2, B] of each step, on the device; the next step overwrites them."""
+    def read(self, prompts: list[list[int]], start: int) -> Tensor:
+        """Prefill, behind `start` tokens that are cached -> the tokens after it and their log-probabilities [2, B]."""
         size = max(2, PREFILL_TOKENS // len(prompts))  # columns at a time: memory does not grow with the prompt
         width = max(2, *map(len, prompts))
         width += width % size == 1  # dynamic=True would compile once more for a width of 1
@@ -109,20 +102,95 @@ class Generator:
             fresh = self.prefill(self.model, piece, positions, slots, end, self.sampling, self.choose, self.samples)
             chosen = torch.where((last // size == at // size).repeat_interleave(self.samples), fresh, chosen)
         self.model.repeat_rows(self.samples)
+        return chosen
+
+
+class Generator(Reader):
+    """Prefill and decode of `prompts` x `samples` rows; with a draft, a smaller Transformer or "prompt-lookup", by a
+    speculator, whose policy is draft_tokens.
+
+    Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
+
+    def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
+                 compile: bool = False, kernels: bool = True, draft: Transformer | str | None = None,
+                 draft_tokens: str = "auto"):
+        slots = length + SLACK if draft else length
+        super().__init__(model, slots, sampling, prompts * samples, samples, compile, kernels)
+        self.decode, self.draft, self.speculator = decode_one_token, None, None
+        self.tokens, self.positions = (
+            torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
+        if compile:
+            self.decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
+            for state in (self.tokens, self.positions):  # the graph then changes them where they are
+                torch._dynamo.mark_static_address(state)
+        if draft:
+            self.add_speculator(draft, draft_tokens, length, prompts * samples, kernels)
+        for _ in self.generate([[0, 0]] * prompts, 4) if compile else ():
+            pass  # compiles; decode warms up, records its graph, replays it
+
+    @torch.no_grad()
+    def add_speculator(self, model: Transformer | str, draft_tokens: str, length: int, rows: int, kernels: bool):
+        room = length + SLACK
+        if isinstance(model, Transformer):
+            room = min(room, model.config.context)
+            self.draft = Reader(model, room, self.sampling, rows, self.samples, self.compiled, kernels)
+            if room < length:
+                print(f"the draft's context is {room} tokens: no token beyond is drafted", file=sys.stderr)
+        vocabulary, plain = self.model.config.vocab_size, not isinstance(self.decoder, FastDecoder)
+
+        def piece(reader: Reader, step: Callable, rest: Callable, **known) -> Callable:
+            """A model's step and the rest. Kernels need no compiler, a CUDA graph holds them as they are."""
+            rest = partial(rest, sampling=self.sampling, distribution=self.distribution, draw=draw, **known)
+            if self.compiled and not plain:
+                rest = torch.compile(rest, dynamic=True, fullgraph=True)
+            step = partial(step, reader.decoder, rest)
+            return torch.compile(step, dynamic=True, fullgraph=True) if self.compiled and plain else step
+
+        self.speculator = Speculator(
+            piece(self, check, accept), self.draft and piece(self.draft, draft, propose, vocabulary=vocabulary),
+            lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
+            lambda n: (self.slots(n), (self.draft or self).slots(n)), rows, length + SLACK, room, vocabulary, self.device)
+        self.speculator.prepare(draft_tokens)
+
+    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
+        """What each step gives, on the device, where the next one overwrites it: tokens and log-probabilities [2, B]
+        or, a speculator's, [B, 2, T + 1]."""
+        chosen = self.read(prompts, start)
         yield chosen
+        if self.speculator:
+            yield from self.speculated(prompts, new_tokens, start, chosen[0].long())
+            return
         self.tokens.copy_(chosen[0])
-        self.positions.copy_((start + 1 + last).repeat_interleave(self.samples))
-        for n in range(start + width + 1, start + width + new_tokens):
+        ends = torch.tensor([start + len(prompt) for prompt in prompts], device=self.device)
+        self.positions.copy_(ends.repeat_interleave(self.samples))
+        width = start + max(2, *map(len, prompts))
+        for n in range(width + 1, width + new_tokens):
             yield self.decode(self.decoder, self.tokens, self.positions, self.slots(n), self.sampling, self.choose)
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, start: int = 0) -> Iterator[tuple[list, list]]:
-        """The tokens and log-probabilities of each step, on the host; `start` tokens before the prompts' are cached.
+    def speculated(self, prompts: list[list[int]], new_tokens: int, start: int, tokens: Tensor) -> Iterator[Tensor]:
+        """The steps after prefill, which gave tokens [B]."""
+        room = self.speculator.room
+        if self.draft and start < room:
+            self.draft.read([prompt[:room - start] for prompt in prompts], start)
+        self.speculator.begin([prompt for prompt in prompts for _ in range(self.samples)], start, tokens, new_tokens)
+        yield from self.speculator.steps()
+
+    def finish(self, row: int) -> None:
+        """Nothing more is wanted of this row."""
+        if self.speculator:
+            self.speculator.finish(row)
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], new_tokens: int,
+                 start: int = 0) -> Iterator[list[list[tuple[int, float]]]]:
+        """Of each step and row the new tokens and their log-probabilities, on the host; `start` tokens before the
+        prompts' are cached.
 
         A GPU's are handed over once the step after theirs is launched: it computes while the host looks."""
         cuda = self.device.type == "cuda"
 
-        def to_host(chosen: Tensor):
-            host = torch.empty_like(chosen, device="cpu", pin_memory=cuda).copy_(chosen, non_blocking=cuda)
+        def to_host(step: Tensor):
+            host = torch.empty_like(step, device="cpu", pin_memory=cuda).copy_(step, non_blocking=cuda)
             return host, torch.cuda.current_stream().record_event() if cuda else None
 
         steps = map(to_host, self.steps(prompts, new_tokens, start))
@@ -131,7 +199,10 @@ class Generator:
         for host, copied in steps:
             if copied:
                 copied.synchronize()
-            yield [int(token) for token in host[0].tolist()], host[1].tolist()
+            if host.dim() == 3:
+                yield self.speculator.learn(host.tolist())
+            else:
+                yield [[(int(token), logprob)] for token, logprob in zip(*host.tolist())]
 
 
 @dataclass
@@ -173,6 +244,9 @@ class Completion:
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
 
+    def mean_logprob(self) -> float:
+        return sum(self.logprobs) / max(1, len(self.logprobs))
+
     def visible(self) -> str:
         """The text, less an end that may yet turn out to begin a stop text."""
         stops = [] if self.finish_reason else self.stop_texts
@@ -198,19 +272,29 @@ def show(completions: list[Completion]) -> Iterator[None]:
         sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
 
 
-def complete(generator: Generator, completions: list[Completion], printing: Iterator, start: int = 0) -> None:
-    """Generate until each completion has ended; `start` tokens of the prompts are in the cache already."""
+def complete(generator: Generator, completions: list[Completion], printing: Iterator, start: int = 0,
+             budget: float | None = None) -> None:
+    """Generate until each completion has ended or `budget` seconds are over; `start` tokens of the prompts are in the
+    cache already."""
     next(printing, None)
     begun = time.perf_counter()
     prompts = [completion.prompt_tokens[start:] for completion in completions[::generator.samples]]
-    for tokens, logprobs in generator.generate(prompts, completions[0].limit, start):
+    for rows in generator.generate(prompts, completions[0].limit, start):
         seconds = time.perf_counter() - begun
-        for completion, token, logprob in zip(completions, tokens, logprobs):
-            if not completion.finish_reason:
-                completion.add(token, logprob, seconds)
+        unfinished = [(b, completion) for b, completion in enumerate(completions) if not completion.finish_reason]
+        for b, completion in unfinished:
+            if budget and seconds > budget:
+                completion.finish_reason = "time"
+            for token, logprob in rows[b]:
+                if not completion.finish_reason:
+                    completion.add(token, logprob, seconds)
+            if completion.finish_reason:
+                generator.finish(b)
         next(printing, None)
         if all(completion.finish_reason for completion in completions):
             break
+    if budget and not any(completion.steps for completion in completions):
+        raise UserError(f"--time-budget {budget}: the first token took {seconds:.3f} s; allow more")
 
 
 def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse.Namespace) -> list[Completion]:
@@ -270,7 +354,8 @@ def report(generator: Generator, runs: list[list[Completion]], **known) -> dict:
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
     completions = [completion for run in runs for completion in run]
-    decode_steps = sum(max(c.steps for c in run) - 1 for run in runs)
+    speculation = generator.speculator.report() if generator.speculator else None
+    decode_steps = speculation["steps"] if speculation else sum(max(c.steps for c in run) - 1 for run in runs)
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     rate = weights * decode_steps / decode_s
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -279,14 +364,14 @@ def report(generator: Generator, runs: list[list[Completion]], **known) -> dict:
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
                     finish_reason=c.finish_reason, seconds=c.seconds,
-                    mean_logprob=sum(c.logprobs) / len(c.logprobs) if c.tokens else None) for c in completions]
+                    mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
     return known | dict(
         device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), world_size=1,
         batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
-        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=None)
+        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=speculation)
 
 
 def table(result: dict) -> str:
@@ -295,50 +380,10 @@ def table(result: dict) -> str:
              "first token s": f"{result['first_token_s']:.3f}",
              "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}", "GB/s": f"{result['bandwidth_gb_s']:.1f}",
              "of read bandwidth": f"{share:.0%}" if share else "-", "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
+    if speculation := result["speculation"]:
+        cells |= {"accepted": f"{speculation['acceptance_rate']:.0%}",
+                  "tokens a step": f"{speculation['tokens_per_step']:.2f}"}
     return "  ".join(cells) + "\n" + "  ".join(value.rjust(len(name)) for name, value in cells.items())
-
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--checkpoint", default=TINY, help="directory or Hub id (default: the bundled model)")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="several: a batch (default: Once upon a time)")
-    add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line")
-    add("--interactive", action="store_true", help="chat, or continue your text if there is no chat template")
-    add("--chat", action="store_true", help="put each prompt into the chat template")
-    add("--max-new-tokens", type=within(int, 1), metavar="N", help="default: 256; in a chat, what the context leaves")
-    add("--temperature", type=within(float, 0, 100), help="0: greedy (default: generation_config.json's, else 0.8)")
-    add("--top-k", type=within(int, 0), metavar="K", help="0: off (default: generation_config.json's, else 0)")
-    add("--top-p", type=within(float, 1e-6, 1), metavar="P", help="1: off (default: generation_config.json's, else 1)")
-    add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text")
-    add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N", help="completions of each prompt")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
-    add("--compile", action="store_true", help="torch.compile: a wait first, then faster")
-    add("--no-kernels", action="store_true", help="with --compile: plain PyTorch only")
-    add_quantize(parser)
-    add("--max-seq-length", type=within(int, 2), metavar="N", help="prompt and new tokens at most")
-    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
-    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation")
-    add("--json", action="store_true", help="print one JSON object instead of the text")
-    add("--quiet", action="store_true", help="no loading bar, no table")
-    args = parser.parse_args()
-    if "" in args.stop:
-        parser.error("--stop: an empty text would end everything at once")
-    if args.interactive and (args.prompt or args.prompt_file or args.json or args.num_samples > 1):
-        parser.error("--interactive does not go with --prompt, --prompt-file, --json and --num-samples")
-    if args.group_size and not args.quantize:
-        parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
-        parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
-    if args.prompt_file:
-        with blame(args.prompt_file):
-            lines = [line for line in args.prompt_file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        if not lines:
-            parser.error(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
-        args.prompt += lines
-    args.prompt = args.prompt or ["Once upon a time"]
-    return args
 
 
 def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[Completion]:
@@ -362,10 +407,36 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
     return completions
 
 
+def find_draft(name: str, config: Config, tokenizer: Tokenizer) -> Path:
+    """The draft's directory; UserError if its tokenizer is another."""
+    directory = find_checkpoint(name)
+    theirs, draft = Tokenizer(directory), load_config(directory)
+    for i in range(min(config.vocab_size, draft.vocab_size)):
+        if None not in (pair := (theirs.token(i), tokenizer.token(i))) and pair[0] != pair[1]:
+            raise UserError(f"--draft {name}: token {i} is {pair[0]!r} there and {pair[1]!r} in the checkpoint; want a "
+                            "draft with the same tokenizer, or --draft prompt-lookup")
+    sizes = [sum(prod(shape) for _, _, shape in of.hf_weights().values()) for of in (draft, config)]
+    if sizes[0] > sizes[1]:
+        print(f"--draft {name} has {sizes[0]:,} parameters, the checkpoint {sizes[1]:,}: this draft costs more than it "
+              "can save", file=sys.stderr)
+    return directory
+
+
+def ranked(completions: list[Completion], samples: int) -> list[Completion]:
+    """What a time budget gave: of each prompt the finished ones first, the likeliest in front."""
+    def place(completion: Completion) -> tuple[bool, float]:
+        return completion.finish_reason == "time", -completion.mean_logprob()
+
+    for completion in completions:
+        if completion.finish_reason == "time":
+            completion.heading = completion.heading.rstrip("\n") + " [unfinished]\n"
+    return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not all terminals show all of Unicode
-    args = parse_args()
+    args = generate_args(__doc__, TINY)
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
@@ -388,6 +459,9 @@ def main() -> None:
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
+    draft = args.draft
+    if draft and draft != "prompt-lookup":
+        draft_directory = find_draft(draft, config, tokenizer)
     packed = read_settings(directory)
     quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
     advice = check_memory(config, prompts * args.num_samples, length, device, dtype, packed.get("bits"))
@@ -395,20 +469,28 @@ def main() -> None:
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:
         model = load_model(directory, device, dtype, args.quantize, args.group_size, progress=not args.quiet)
+        if draft and draft != "prompt-lookup":
+            draft = load_model(draft_directory, device, dtype, args.draft_quantize, progress=not args.quiet)
         loaded = time.perf_counter()
         if quantized and not args.compile:
             print("without --compile, quantized weights are unpacked at every step: slow", file=sys.stderr)
         if args.compile and not args.quiet:
             print("compiling ...", file=sys.stderr, flush=True)
-        generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels)
+        generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels,
+                              draft, args.draft_tokens or "auto")
         ready = time.perf_counter()
         torch.seed() if args.seed is None else torch.manual_seed(args.seed)
         with profiler:
             if args.interactive:
                 runs = [[answer] for answer in chat(generator, tokenizer, length, args) if answer.steps]
             else:
-                complete(generator, completions, iter(()) if args.json else show(completions))
+                streamed = not args.json and not args.time_budget
+                complete(generator, completions, show(completions) if streamed else iter(()), budget=args.time_budget)
                 runs = [completions]
+                if args.time_budget:
+                    runs = [ranked(completions, args.num_samples)]
+                    for _ in show(runs[0]) if not args.json else ():
+                        pass
     except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
         if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
             raise UserError(advice) from None

@@ -1,12 +1,14 @@
 """
-Sampling: temperature, top-k and top-p in plain PyTorch, and kernels for a GPU where top-p is off.
+Sampling: temperature, top-k and top-p in plain PyTorch, and kernels for a GPU.
 
 Shapes: B rows, V vocabulary.
 """
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library
 
 from kernels import constexpr, jit, tl, triton
@@ -24,28 +26,44 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that tokens are drawn from: logits [..., V] after temperature, then top-k, then top-p."""
+    """The distribution that tokens are drawn from: logits [..., V] after temperature, then top-k, then top-p; at
+    temperature 0 the likeliest token has all of it. Of equally likely tokens all stay or none."""
+    if sampling.temperature < 1e-5:  # a quotient by less overflows
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -math.inf)
     probs = logits.softmax(-1)
     if sampling.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)  # the likeliest always stays
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+        ordered = probs.sort(dim=-1, descending=True).values
+        cut = ordered.cumsum(-1) - ordered >= sampling.top_p  # what is likelier makes up top_p already
+        probs = probs.masked_fill(probs < ordered.masked_fill(cut, 1).amin(-1, keepdim=True), 0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 
 
-def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
+def draw(probs: Tensor, sampling: Sampling) -> Tensor:
+    """probs [..., V], of any sum -> a token [...]. Of clocks with exponential waits of rates p, the i-th rings first
+    with probability p[i]; torch.multinomial would make the host wait."""
+    if sampling.temperature < 1e-5:
+        return probs.argmax(-1)
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """logits [..., V] -> probabilities() [..., V], and the logarithm [...] of what a softmax of them divides by."""
     logits = logits.float()
-    if sampling.temperature < 1e-5:  # a quotient by less overflows
-        tokens = logits.argmax(-1)
-    else:  # of clocks with exponential waits of rates p, the i-th rings first with probability p[i]; multinomial blocks
-        probs = probabilities(logits, sampling)
-        tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    return probabilities(logits, sampling), logits.logsumexp(-1)
+
+
+def choose(logits: Tensor, sampling: Sampling, distribution: Callable = distribution) -> tuple[Tensor, Tensor]:
+    """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
+    if sampling.temperature < 1e-5:
+        tokens, total = logits.argmax(-1), logits.float().logsumexp(-1)
+    else:
+        probs, total = distribution(logits, sampling)
+        tokens = draw(probs, sampling)
+    return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1).float() - total
 
 
 @jit
@@ -163,8 +181,109 @@ def _(logits, waits, temperature, top_k):
     return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
 
 
+@jit
+def threshold(logits, goal, top, temperature, floor, V, MASS: constexpr, BV: constexpr):
+    """The largest key (of order()) such that the tokens of that key and of larger ones, none under `floor`, are `goal`
+    or more: in number or, MASS, in exp((logit - top) / temperature). Two bits of it a pass."""
+    key = floor * 0
+    for step in tl.static_range(8):
+        shift: constexpr = 14 - 2 * step
+        quarter: constexpr = 1 << shift
+        sums = tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.float32)
+        one, two, three = sums
+        for v0 in range(0, V, BV):
+            v = v0 + tl.arange(0, BV)
+            x = tl.load(logits + v, mask=v < V, other=float("-inf"))
+            weight = tl.exp((x.to(tl.float32) - top) / temperature) if MASS else 1.0
+            found = tl.where(v < V, order(x), -1)
+            found = tl.where(found >= floor, found, -1)
+            one += tl.where(found >= key + quarter, weight, 0.0)
+            two += tl.where(found >= key + 2 * quarter, weight, 0.0)
+            three += tl.where(found >= key + 3 * quarter, weight, 0.0)
+        reached = (tl.sum(one, 0) >= goal).to(tl.int32) + (tl.sum(two, 0) >= goal) + (tl.sum(three, 0) >= goal)
+        key += reached * quarter
+    return tl.maximum(key, floor)
+
+
+@jit
+def distribution_kernel(logits, probs, totals, temperature, top_k, top_p, V, BV: constexpr):
+    """distribution() of one row a program; its passes find the row in the cache."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * V
+    probs += row.to(tl.int64) * V
+    tops = tl.full((BV,), float("-inf"), tl.float32)
+    for v0 in range(0, V, BV):
+        v = v0 + tl.arange(0, BV)
+        tops = tl.maximum(tops, tl.load(logits + v, mask=v < V, other=float("-inf")).to(tl.float32))
+    top = tl.max(tops, 0)
+    raw = tl.zeros((BV,), tl.float32)
+    first = tl.full((BV,), 2 ** 30, tl.int32)
+    for v0 in range(0, V, BV):
+        v = v0 + tl.arange(0, BV)
+        x = tl.load(logits + v, mask=v < V, other=float("-inf")).to(tl.float32)
+        raw += tl.exp(x - top)
+        first = tl.where(x == top, tl.minimum(first, v), first)
+    tl.store(totals + row, top + tl.log(tl.sum(raw, 0)))
+    floor = row * 0
+    if top_k > 0:
+        floor = threshold(logits, top_k.to(tl.float32), top, 1.0, floor, V, False, BV)
+    mass = tl.zeros((BV,), tl.float32)
+    likeliest = tl.min(first, 0)
+    if temperature > 0:
+        for v0 in range(0, V, BV):
+            v = v0 + tl.arange(0, BV)
+            x = tl.load(logits + v, mask=v < V, other=float("-inf"))
+            mass += tl.where(order(x) >= floor, tl.exp((x.to(tl.float32) - top) / temperature), 0.0)
+        if top_p < 1:
+            floor = threshold(logits, top_p * tl.sum(mass, 0), top, temperature, floor, V, True, BV)
+            mass = tl.zeros((BV,), tl.float32)
+            for v0 in range(0, V, BV):
+                v = v0 + tl.arange(0, BV)
+                x = tl.load(logits + v, mask=v < V, other=float("-inf"))
+                mass += tl.where(order(x) >= floor, tl.exp((x.to(tl.float32) - top) / temperature), 0.0)
+    total = tl.sum(mass, 0)
+    for v0 in range(0, V, BV):
+        v = v0 + tl.arange(0, BV)
+        x = tl.load(logits + v, mask=v < V, other=float("-inf"))
+        p = tl.where(v == likeliest, 1.0, 0.0)
+        if temperature > 0:
+            p = tl.where(order(x) >= floor, tl.exp((x.to(tl.float32) - top) / temperature) / total, 0.0)
+        tl.store(probs + v, p, mask=v < V)
+
+
+@library.custom_op("llama_fast::distribute", mutates_args=(), device_types="cuda")
+def distribute(logits: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """16-bit logits [R, V] -> as distribution(), the plain twin; without a sort."""
+    R, V = logits.shape
+    logits = logits.contiguous()
+    probs = torch.empty(R, V, device=logits.device)
+    totals = torch.empty(R, device=logits.device)
+    distribution_kernel[(R,)](logits, probs, totals, temperature if temperature >= 1e-5 else 0.0,
+                              top_k if top_k < V else 0, top_p, V, min(8192, triton.next_power_of_2(V)),
+                              num_warps=16 if V > 4096 else 8)
+    return probs, totals
+
+
+@distribute.register_kernel("cpu")
+def _(logits, temperature, top_k, top_p):
+    return distribution(logits, Sampling(temperature, top_k, top_p))
+
+
+@distribute.register_fake
+def _(logits, temperature, top_k, top_p):
+    return logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+def fast_distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """distribution() with the kernel."""
+    probs, totals = distribute(logits.flatten(0, -2), sampling.temperature, sampling.top_k, sampling.top_p)
+    return probs.view(logits.shape), totals.view(logits.shape[:-1])
+
+
 def fast_choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """choose() with the kernels; where top_p is off."""
+    """choose() with the kernels."""
+    if sampling.top_p < 1 and sampling.temperature >= 1e-5:
+        return choose(logits, sampling, fast_distribution)
     waits = None
     if sampling.temperature >= 1e-5:
         waits = torch.empty_like(logits, dtype=torch.float32).exponential_()

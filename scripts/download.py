@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import find_checkpoint, report_errors  # noqa: E402
-from generate import Parser  # noqa: E402
+from command import Parser  # noqa: E402
 
 
 def main() -> None:

@@ -32,8 +32,9 @@ def tokenizer() -> Tokenizer:
 
 
 def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
-    """The tokens of each row."""
-    return [list(row) for row in zip(*(tokens for tokens, _ in generator.generate(prompts, new_tokens, start)))]
+    """The new tokens of each row."""
+    steps = generator.generate(prompts, new_tokens, start)
+    return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,10 +102,10 @@ def test_log_probabilities_are_those_of_the_raw_logits():
     model, prompt = tiny(), [1, 300, 500]
     generator = Generator(model, 40, Sampling(temperature=0.5, top_k=3))
     steps = list(generator.generate([prompt], 20))
-    tokens = torch.tensor([prompt + [token for (token,), _ in steps]])
+    tokens = torch.tensor([prompt + [token for [[(token, _)]] in steps]])
     logits = model(tokens, torch.arange(tokens.shape[1])[None])[0].log_softmax(-1)
     expected = logits[torch.arange(2, 22), tokens[0, 3:]]
-    assert torch.allclose(torch.tensor([logprob for _, (logprob,) in steps]), expected, atol=1e-4)
+    assert torch.allclose(torch.tensor([logprob for [[(_, logprob)]] in steps]), expected, atol=1e-4)
 
 
 @pytest.mark.gpu

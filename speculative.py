@@ -1,0 +1,333 @@
+"""
+Speculative decoding: a draft proposes tokens, one forward of the target checks them all, and what is kept has the
+distribution of what the target writes alone (arXiv 2211.17192 and 2302.01318). Each row of a batch moves on at its own
+pace, and no row waits for another's rejection (arXiv 2404.15778).
+
+A step runs on the device from drafting to the new ends of the rows, without the host reading a value. The host learns a
+step late what came out, launches the next one before, and says only how many tokens to draft; on a GPU each of a few
+such lengths is a CUDA graph, drafts and all.
+
+Shapes: B rows, l drafted tokens, T = l + 1, V the target's vocabulary, L slots of the cache.
+"""
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # those that the policies may run
+SLACK = 64  # slots beyond a text's limit: its last step may draft across it, and catch_up reads whole pieces
+NGRAM = 3  # prompt lookup looks for the last so many tokens, then for fewer
+
+
+class Fixed:
+    """How many tokens to draft: `length`, always. The other policies move it as steps come in."""
+
+    def __init__(self, length: int = 0):
+        self.length = length
+
+    def update(self, accepted: list[int], length: int, seconds: float) -> None:
+        """A step drafted `length` tokens, took `seconds` and accepted so many of each row that had not ended."""
+
+    def pause(self) -> int:
+        """How many steps to go without drafts now that `length` is 0."""
+        return 1
+
+
+class Heuristic(Fixed):
+    """transformers' assisted generation: 5 at first, 2 more when all match, else 1 less; a batch's best row counts."""
+
+    def __init__(self):
+        self.length = 5
+
+    def update(self, accepted: list[int], length: int, seconds: float) -> None:
+        self.length = self.length + 2 if max(accepted) == length else max(1, self.length - 1)
+
+
+class Bass(Fixed):
+    """Algorithm 1 of arXiv 2404.15778."""
+
+    def __init__(self):
+        self.length, self.decreased = 7, 0
+
+    def update(self, accepted: list[int], length: int, seconds: float) -> None:
+        if max(accepted) == length:
+            self.length, self.decreased = min(self.length + 2, LENGTHS[-1]), 0
+        else:
+            shorter = self.length - ceil(self.length / 10) - self.decreased
+            self.length, self.decreased = max(1, shorter, *accepted), 1
+
+
+class Auto(Fixed):
+    """The length that promises the most tokens a second, from how often a token was accepted lately and how long a step
+    of each length takes. Where drafting loses against not drafting it stops, and tries again once all such tries and
+    what they would cost are a small share of the time."""
+
+    LOSS, MEMORY = 0.02, 0.95  # the share; what a step's counts weigh after the next
+
+    def __init__(self, seconds: dict[int, float]):
+        self.seconds = dict(seconds)  # of a step of each length, as the rows are now
+        self.lost = self.elapsed = 0.0
+        self.optimism()
+
+    def optimism(self) -> None:
+        self.accepted, self.tried = 1.6, 2.0
+        self.length = self.best()
+
+    def best(self) -> int:
+        rate = min(0.999, self.accepted / self.tried)
+        tokens = {length: (1 - rate ** (length + 1)) / (1 - rate) for length in self.seconds}  # 1 + rate + rate ** 2 ..
+        return max(tokens, key=lambda length: tokens[length] / self.seconds[length])
+
+    def update(self, accepted: list[int], length: int, seconds: float) -> None:
+        usual = self.seconds[length]
+        self.seconds[length] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)  # not by a hiccup
+        self.elapsed += usual
+        if length:  # else nothing was learnt of the draft
+            self.accepted = self.MEMORY * self.accepted + sum(accepted)
+            self.tried = self.MEMORY * self.tried + sum(n + (n < length) for n in accepted)
+            gained = 1 + sum(accepted) / len(accepted)
+            self.lost = max(0.0, self.lost + usual - gained * self.seconds[0])
+            self.length = self.best()
+        if self.length == 0 and self.lost < self.LOSS * self.elapsed:
+            self.optimism()
+
+
+    def pause(self) -> int:
+        steps = max(32, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
+        self.elapsed += steps * self.seconds[0]
+        if self.lost <= self.LOSS * self.elapsed:
+            self.optimism()
+        return steps
+
+
+def policy(name: str, seconds: dict[int, float]) -> Fixed:
+    """name: a number, auto, hf or bass; seconds: a step's, of each length that auto may choose."""
+    return Heuristic() if name == "hf" else Bass() if name == "bass" else Auto(seconds) if name == "auto" else \
+        Fixed(int(name))
+
+
+def accept(logits: Tensor, read: Tensor, q: Tensor, proposed: Tensor, sampling, distribution: Callable,
+           draw: Callable) -> tuple[Tensor, Tensor, Tensor]:
+    """Speculative sampling. read [B, T]: the end of the text and the drafted tokens, with their distributions q [B, T,
+    V], the last of which is zero; proposed [B]: how many of them count; the target's logits [B, T, V] after each ->
+    tokens [B, T], of which accepted + 1 are text, their log-probabilities [B, T] under the raw logits, accepted [B].
+
+    A token x is kept with probability min(1, p(x) / q(x)). The first that is not is drawn anew, from what p has more
+    than q; where all are kept, one more is drawn from p, as q is zero there."""
+    drafted = read[:, 1:]  # [B, l]
+    p, total = distribution(logits, sampling)  # [B, T, V], [B, T]
+    nth = torch.arange(drafted.shape[1], device=logits.device)  # [l]
+    p_x, q_x = (dist[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1) for dist in (p, q))  # [B, l]
+    kept = (torch.rand_like(p_x) * q_x < p_x) & (nth < proposed[:, None])
+    accepted = kept.long().cumprod(1).sum(1)
+    here = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    p, q = p.gather(1, here).squeeze(1), q.gather(1, here).squeeze(1)  # [B, V]
+    rest = (p - q * (accepted < proposed)[:, None]).clamp(min=0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # nothing left: p and q are equal but for rounding
+    tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(rest, sampling)[:, None])
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - total
+    return tokens, logprobs, accepted
+
+
+def propose(logits: Tensor, vocabulary: int, sampling, distribution: Callable, draw: Callable) -> tuple[Tensor, Tensor]:
+    """A draft's logits [B, T, any] -> a token [B] after the last column and the distribution [B, V] it was drawn from:
+    tokens that the target lacks are left out, those that the draft lacks have probability 0."""
+    q, _ = distribution(logits[:, -1, :vocabulary], sampling)
+    q = F.pad(q, (0, vocabulary - q.shape[-1]))
+    return draw(q, sampling), q
+
+
+def lookup(text: Tensor, last: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """What followed the latest earlier place that reads as the end of text [B, L] does, which is at last [B]: tokens
+    [B, length], and 0 or `length` [B] of them. Longer agreement comes first, up to NGRAM tokens; a place so near that
+    what follows is the end itself goes round in a circle."""
+    B, L = text.shape
+    at = torch.arange(L, device=text.device)
+    same = torch.ones(B, L, dtype=torch.bool, device=text.device)
+    best = at.new_full((B,), -1)
+    for n in range(NGRAM):
+        token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]
+        same &= (F.pad(text, (n, 0), value=-1)[:, :L] == token) & (at < last[:, None]) & (at >= n)
+        best = torch.maximum(best, torch.where(same, at + n * L, -1).amax(1))
+    place = best % L
+    steps = torch.arange(length, device=text.device) % (last - place).clamp(min=1)[:, None]
+    return text.gather(1, (place[:, None] + 1 + steps) % L), torch.where(best < 0, 0, length)
+
+
+def check(decoder: Callable, accept: Callable, tokens: Tensor, positions: Tensor, slots: Tensor, *drafts: Tensor):
+    return accept(decoder(tokens, positions, slots), tokens, *drafts)
+
+
+def draft(decoder: Callable, propose: Callable, tokens: Tensor, positions: Tensor, slots: Tensor):
+    return propose(decoder(tokens, positions, slots))
+
+
+def replay(graph: torch.cuda.CUDAGraph, out: Tensor, *_) -> Tensor:
+    graph.replay()
+    return out
+
+
+class Speculator:
+    """The texts of a batch on the device, and the steps that lengthen them.
+
+    check (tokens [B, T], positions [B, T], slots, q, proposed), draft (tokens, positions, slots): the models' steps,
+    with accept() and propose() behind; draft None: prompt lookup. decode (tokens [B], positions [B], slots): a plain
+    step, for a CPU. slots (n): those to look at when n are in use. length: of the target's cache; room: of the draft's.
+    """
+
+    def __init__(self, check: Callable, draft: Callable | None, decode: Callable, slots: Callable, rows: int,
+                 length: int, room: int, vocabulary: int, device: torch.device):
+        self.check, self.draft, self.decode, self.slots = check, draft, decode, slots
+        self.room, self.vocabulary, self.cuda = room, vocabulary, device.type == "cuda"
+        self.text = torch.zeros(rows, length, dtype=torch.long, device=device)
+        self.last = torch.ones(rows, dtype=torch.long, device=device)  # where each text ends
+        self.ends = torch.full_like(self.last, length)  # a row whose last is there is done
+        self.lengths = [length if self.cuda else 2] * rows  # a captured step looks at all slots
+        self.runs, self.seconds = {}, {}  # by length
+        self.counts = dict.fromkeys(("steps", "row_steps", "drafted", "accepted", "rejecting_steps"), 0)
+
+    def prepare(self, draft_tokens: str) -> None:
+        """Compiles, captures and times steps of the lengths that a policy may run."""
+        lengths = [int(draft_tokens)] if draft_tokens.isdecimal() else LENGTHS[1:]
+        if draft_tokens == "auto" or self.room < self.text.shape[1]:
+            lengths = [0, *lengths]
+        lengths = [length for length in lengths if length + 2 <= self.room] or [0]
+        pool = torch.cuda.graph_pool_handle() if self.cuda else None
+        for length in lengths:
+            run = partial(self.run, length)
+            if length == 0 and not self.cuda:  # a step of run() has more to do around the model
+                run = lambda slots: self.decode(self.text[:, 0].clone(), self.last.clone(), slots[0])  # noqa: E731
+            run(self.slots(self.reach()))
+            if self.cuda:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    out = run(self.slots(self.reach()))
+                run = partial(replay, graph, out)
+            times = []
+            while len(times) < 3 or sum(times) < 0.02:
+                begun = time.perf_counter()
+                run(self.slots(self.reach()))
+                if self.cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - begun)
+                self.last.fill_(1)
+            self.runs[length], self.seconds[length] = run, min(times)
+        self.policy = policy(draft_tokens, self.seconds)
+
+    def begin(self, prompts: list[list[int]], start: int, tokens: Tensor, limit: int) -> None:
+        """Texts of `start` tokens that are there, of a prompt each and of the token [B] drawn after it; at most `limit`
+        new ones, that one counted."""
+        width = max(map(len, prompts))
+        padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+        self.text[:, start:start + width] = padded.to(self.text.device)
+        self.lengths = [start + len(prompt) + 1 for prompt in prompts]  # of the texts, as far as the host knows
+        self.most = [length + limit - 1 for length in self.lengths]
+        self.last.copy_(torch.tensor(self.lengths) - 1)
+        self.ends.copy_(torch.tensor(self.most) - 1)
+        self.text.scatter_(1, self.last[:, None], tokens[:, None])
+        self.launched, self.unread, self.heard = deque(), 0, time.perf_counter()
+
+    def finish(self, row: int) -> None:
+        """The host has seen the row's text end."""
+        self.most[row], self.ends[row] = 0, 0
+
+    def steps(self) -> Iterator[Tensor]:
+        """Each step as it is launched, in the form of run() or, without drafts on a CPU, tokens and log-probabilities
+        [2, B]."""
+        while left := [most - length for length, most in zip(self.lengths, self.most) if most > length]:
+            length = max(length for length in self.seconds if length <= max(self.policy.length, min(self.seconds)))
+            if min(length for length, most in zip(self.lengths, self.most) if most > length) >= self.room:
+                length = 0
+            if length == 0 and not self.cuda:
+                yield from self.pause(min(self.policy.pause(), *left), len(left))
+                continue
+            if length and self.unread and self.draft:  # a power of two: few shapes
+                width = min(max(32, 1 << self.unread.bit_length()), self.room)
+                at = (self.last - width).clamp(0, self.room - width)[:, None]
+                at = at + torch.arange(width, device=self.last.device)
+                self.draft(self.text.gather(1, at), at, self.slots(self.reach())[1])
+            self.unread = 0 if length else self.unread + 1
+            self.launched.append(length)
+            yield self.runs[length](self.slots(self.reach()))
+
+    def pause(self, steps: int, rows: int) -> Iterator[Tensor]:
+        """So many plain steps for `rows` unfinished rows."""
+        active = self.last < self.ends
+        tokens = self.text.gather(1, self.last[:, None]).squeeze(1)
+        positions, chosen = torch.where(active, self.last, 0), []
+        for n in range(steps):
+            chosen.append(self.decode(tokens, positions, self.slots(max(self.lengths) + n)[0]))
+            self.counts["steps"] += 1
+            self.counts["row_steps"] += rows
+            yield chosen[-1]
+        at = (self.last[:, None] + 1 + torch.arange(steps)).clamp(max=self.text.shape[1] - 1)
+        self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
+        self.last += torch.where(active, steps, 0)
+        self.unread += steps
+        for b, most in enumerate(self.most):
+            self.lengths[b] += steps * (most > self.lengths[b])
+        self.heard = time.perf_counter()
+
+    def learn(self, step: list) -> list[list[tuple[int, float]]]:
+        """What run() gave, on the host now -> the new tokens of each row and their log-probabilities."""
+        rows = [[(int(token), logprob) for token, logprob in zip(*row) if token >= 0] for row in step]
+        live = [b for b, new in enumerate(rows) if new and self.lengths[b] < self.most[b]]
+        accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
+        length, now = self.launched.popleft(), time.perf_counter()
+        if live:
+            self.policy.update(accepted, length, now - self.heard)
+        self.heard = now
+        rejecting = sum(n < most for n, most in zip(accepted, proposed))
+        for name, n in zip(self.counts, (bool(live), len(live), sum(proposed), sum(accepted), rejecting)):
+            self.counts[name] += n
+        for b in live:
+            self.lengths[b] += len(rows[b])
+        return rows
+
+    def report(self) -> dict:
+        n = self.counts
+        return dict(steps=n["steps"], drafted=n["drafted"], accepted=n["accepted"],
+                    acceptance_rate=n["accepted"] / max(1, n["drafted"]),
+                    tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
+
+    def reach(self) -> int:
+        """No slot beyond is in use, nor will be after the next two steps."""
+        return max(self.lengths) + SLACK
+
+    def run(self, length: int, slots: tuple[Tensor, Tensor]) -> Tensor:
+        """Drafts, checks and moves on -> [B, 2, T + 1]: tokens and log-probabilities, tokens of -1 where there is none;
+        the last column has, in the place of log-probabilities, how many tokens were proposed."""
+        B = len(self.text)
+        active = self.last < self.ends
+        # The attention of a row that is done reads next to nothing. One row alone: its cache may serve a chat on.
+        last = torch.where(active, self.last, 1) if B > 1 else self.last
+        step = torch.arange(length + 1, device=last.device)
+        drafted, q, proposed = self.drafts(last, length, slots[1])
+        tokens = torch.cat([self.text.gather(1, last[:, None]), drafted], dim=1)
+        tokens, logprobs, accepted = self.check(tokens, last[:, None] + step, slots[0], q, proposed)
+        self.text.scatter_(1, last[:, None] + 1 + step, tokens)  # what is no text is written over before it is read
+        self.last += torch.where(active, accepted + 1, 0)
+        shown = torch.where(active[:, None] & (step <= accepted[:, None]), tokens, -1)
+        return torch.stack([F.pad(shown, (0, 1), value=-1).float(),  # floats hold tokens exactly: up to 2 ** 24
+                            torch.cat([logprobs, proposed[:, None]], dim=1)], dim=1)
+
+    def drafts(self, last: Tensor, length: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafted tokens [B, l], their distributions [B, T, V] and how many of them count [B]."""
+        if self.draft is None:
+            drafted, proposed = lookup(self.text, last, length)
+            return drafted, F.pad(F.one_hot(drafted, self.vocabulary).float(), (0, 0, 0, 1)), proposed
+        # Two tokens at first: after a step that kept all its drafts, the draft has not read the last of them.
+        at = (last - 1).clamp(max=self.room - length - 2)[:, None] + torch.arange(2, device=last.device)
+        fed = self.text.gather(1, torch.stack([last - 1, last], dim=1))
+        drafted = self.text.new_empty(len(last), length)
+        q = torch.zeros(len(last), length + 1, self.vocabulary, device=last.device)
+        for i in range(length):
+            drafted[:, i], q[:, i] = self.draft(fed, at, slots)
+            fed, at = drafted[:, i:i + 1], at[:, -1:] + 1
+        return drafted, q, torch.where(last + length < self.room, length, 0)
