@@ -3,8 +3,9 @@ Swaps a model.py Transformer's slow modules for fast ones; generate.py does so w
 
 On a CUDA GPU in 16-bit types a decode step is five launches a layer: the four matrix products, with norms, biases,
 residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a product with
-one row is one pass over the weights. Shapes as in model.py, and M = B x T.
+few rows is one pass over the weights. Shapes as in model.py, and M = B x T.
 """
+import copy
 import sys
 from collections.abc import Callable
 
@@ -16,11 +17,15 @@ from kernels import linear, triton, update_and_attend
 from packed import KernelLinear, PackedLinear, unpack
 
 
+MOST_ROWS = 16  # of RowLinear
+
+
 class RowLinear(nn.Module):
-    """nn.Linear, for one row on a CPU as a product and a sum, which torch.compile fuses into one pass over the weights.
+    """nn.Linear for few rows on a CPU as products and sums, which torch.compile fuses into one pass over the weights.
 
     It reads them at 30 to 48 GB/s, MKL's matrix-vector product at 16 (fp32, 2 cores of an AMD EPYC): SmolLM2-135M
-    decodes at 79 tokens/s instead of 32. Several rows, and eager code, take the plain twin."""
+    decodes at 79 tokens/s instead of 32. A feed-forward layer of its size takes 100 us with 1 row, 155 with 2, 224 with
+    4 and 473 with 9, with MKL 186, 334, 452 and 663. Eager code and more rows take the plain twin."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -29,16 +34,17 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
         N, K = self.weight.shape
-        if not torch.compiler.is_compiling() or x.numel() != K:
+        if not torch.compiler.is_compiling() or x.numel() > MOST_ROWS * K:
             return F.linear(x, self.weight, self.bias)
-        y = (self.weight.float() * x.view(K).float()).sum(-1)
+        y = (self.weight.float()[:, None] * x.reshape(-1, K).float()).sum(-1)  # [N, M]: a row of w serves all of x
+        y = torch.stack(y.unbind(1))  # and not y.t(): the next product's loops would follow its strides
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
 class ByteLinear(nn.Module):
-    """PackedLinear for a CPU, a code a byte, int4 too; one row as RowLinear does it, C groups of a row."""
+    """PackedLinear for a CPU, a code a byte, int4 too; if it `decodes`, few rows, in C groups, as RowLinear does it."""
 
     def __init__(self, packed: PackedLinear):
         super().__init__()
@@ -47,7 +53,7 @@ class ByteLinear(nn.Module):
         codes = unpack(packed.words, packed.bits, packed.in_features) - middle
         self.codes, self.scales, self.offsets = (nn.Parameter(tensor, requires_grad=False) for tensor in (
             codes.to(torch.int8), packed.scales.float(), packed.scales.float() * zeros))
-        self.bias, self.order = packed.bias, packed.order
+        self.bias, self.order, self.decodes = packed.bias, packed.order, False
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
@@ -55,26 +61,37 @@ class ByteLinear(nn.Module):
         if self.order is not None:
             x = x[..., self.order]
         codes = self.codes.view(N, C, -1).float()
-        if not torch.compiler.is_compiling() or x.numel() != K:
+        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > MOST_ROWS * K:
             w = codes * self.scales[:, :, None] - self.offsets[:, :, None]
             return F.linear(x, w.flatten(1).to(x.dtype), self.bias)
-        groups = x.view(C, -1).float()
-        y = ((codes * groups).sum(-1) * self.scales).sum(-1) - (self.offsets * groups.sum(-1)).sum(-1)
+        groups = x.reshape(-1, C, K // C).float()  # [M, C, K / C]
+        y = ((codes[:, None] * groups).sum(-1) * self.scales[:, None]).sum(-1)  # [N, M]
+        y = torch.stack((y - (self.offsets[:, None] * groups.sum(-1)).sum(-1)).unbind(1))
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
-def swap_linears(model: nn.Module) -> None:
-    """For a CPU: put a RowLinear in the place of each nn.Linear, whose weights stay where they are, and a ByteLinear in
-    that of each PackedLinear."""
+def unpack_to_bytes(model: nn.Module) -> None:
+    """For a CPU: put a ByteLinear in the place of each PackedLinear."""
     # Not the packed layers themselves: each is to be freed when its place is taken.
     for module in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, RowLinear(child))
-            elif isinstance(child, PackedLinear):
+            if isinstance(child, PackedLinear):
                 setattr(module, name, ByteLinear(child))
+
+
+def row_decoder(module: nn.Module) -> nn.Module:
+    """For a CPU: the module again, with the same weights and caches, and linear layers for few rows. Prefill keeps the
+    others: where the number of rows is open, so that one code serves all prompts, the compiler must not ask for it."""
+    if type(module) is nn.Linear:
+        return RowLinear(module)
+    again = copy.copy(module)
+    again._modules = {name: row_decoder(child) for name, child in module.named_children()}
+    again._compiled_call_impl = None
+    if isinstance(module, ByteLinear):
+        again.decodes = True
+    return again
 
 
 class FastAttention(nn.Module):
@@ -160,7 +177,8 @@ def swap_in(model: nn.Module) -> nn.Module:
     they share weights and caches."""
     weight = model.embed.weight
     if weight.device.type == "cpu":
-        swap_linears(model)
+        unpack_to_bytes(model)
+        return row_decoder(model)
     nvidia = weight.device.type == "cuda" and triton and torch.version.cuda
     apart = any(isinstance(linear, nn.ModuleList) for layer in model.layers
                 for linear in (layer.attn.wqkv, layer.ffn.w_gate_up))  # in orders of their own: quantize.Parts
@@ -184,7 +202,7 @@ def fast_path(model: nn.Module) -> FastDecoder:
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
     # Unless they are listed, Inductor writes out all that an operator's arguments are made of, and each residual
     # doubles that text: with 32 layers no end was seen in 400 s (torch 2.11).
-    operators = "linear", "packed_linear", "update_and_attend", "sample"
+    operators = "linear", "packed_linear", "update_and_attend", "sample", "distribute"
     FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in operators)
     swap_packed(model, "head")
     for layer in model.layers:

@@ -32,7 +32,7 @@ from fast import FastDecoder, swap_in
 from kernels import read_bandwidth
 from model import Config, Transformer
 from quantize import load_model, read_settings
-from sampling import Sampling, choose, distribution, draw, fast_choose, fast_distribution
+from sampling import Sampling, choose, distribution, draw, fast_accept, fast_choose, fast_propose
 from speculative import SLACK, Speculator, accept, check, draft, propose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -61,7 +61,7 @@ class Reader:
                  kernels: bool):
         self.model, self.decoder, self.sampling, self.samples, self.compiled = model, model, sampling, samples, compile
         self.device = model.embed.weight.device
-        self.prefill, self.choose, self.distribution = prefill, choose, distribution
+        self.prefill, self.choose = prefill, choose
         # A slot more for a prompt, or its last piece, of one token, padded to two, 8 that stay unseen, and a multiple
         # of 8, which attention kernels want of a mask's rows.
         model.setup((length + 16) // 8 * 8, rows)
@@ -69,11 +69,12 @@ class Reader:
             torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
             torch._dynamo.config.specialize_float = True  # dynamic=True is for the prompt's length alone
             torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal once need not stay so
+            torch._dynamo.config.automatic_dynamic_shapes = False  # nor to be open, as they change for the first time
             for layer in model.layers:  # prefill: the code of one layer serves all
                 layer.compile(dynamic=True, fullgraph=True)
             self.decoder = swap_in(model) if kernels else model
             if isinstance(self.decoder, FastDecoder):
-                self.choose, self.distribution = fast_choose, fast_distribution
+                self.choose = fast_choose
 
     def slots(self, n: int) -> Tensor:
         """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
@@ -136,21 +137,18 @@ class Generator(Reader):
             self.draft = Reader(model, room, self.sampling, rows, self.samples, self.compiled, kernels)
             if room < length:
                 print(f"the draft's context is {room} tokens: no token beyond is drafted", file=sys.stderr)
-        vocabulary, plain = self.model.config.vocab_size, not isinstance(self.decoder, FastDecoder)
-
-        def piece(reader: Reader, step: Callable, rest: Callable, **known) -> Callable:
-            """A model's step and the rest. Kernels need no compiler, a CUDA graph holds them as they are."""
-            rest = partial(rest, sampling=self.sampling, distribution=self.distribution, draw=draw, **known)
-            if self.compiled and not plain:
-                rest = torch.compile(rest, dynamic=True, fullgraph=True)
-            step = partial(step, reader.decoder, rest)
-            return torch.compile(step, dynamic=True, fullgraph=True) if self.compiled and plain else step
-
+        vocabulary, kernels = self.model.config.vocab_size, isinstance(self.decoder, FastDecoder)
+        suggest, judge = (fast_propose, fast_accept) if kernels else (
+            partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
+        suggest = partial(suggest, vocabulary=vocabulary, sampling=self.sampling)
         self.speculator = Speculator(
-            piece(self, check, accept), self.draft and piece(self.draft, draft, propose, vocabulary=vocabulary),
+            partial(check, self.decoder, partial(judge, sampling=self.sampling)),
+            self.draft and partial(draft, self.draft.decoder, suggest),
             lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
-            lambda n: (self.slots(n), (self.draft or self).slots(n)), rows, length + SLACK, room, vocabulary, self.device)
-        self.speculator.prepare(draft_tokens)
+            lambda n: (self.slots(n), (self.draft or self).slots(n)), rows, length + SLACK, room, vocabulary,
+            self.device)
+        # A CUDA graph takes the kernels as they are.
+        self.speculator.prepare(draft_tokens, compile=self.compiled and not kernels)
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
         """What each step gives, on the device, where the next one overwrites it: tokens and log-probabilities [2, B]

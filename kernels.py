@@ -369,7 +369,7 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
         norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
         x = normed
     rows, block, stages, warps = sizes
-    rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(8, triton.next_power_of_2(M)),
+    rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(16, triton.next_power_of_2(M)),
                                          rows, block, stages, bool(pdl), num_warps=warps, **pdl)
     return out
 

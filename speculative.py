@@ -191,15 +191,17 @@ class Speculator:
         self.runs, self.seconds = {}, {}  # by length
         self.counts = dict.fromkeys(("steps", "row_steps", "drafted", "accepted", "rejecting_steps"), 0)
 
-    def prepare(self, draft_tokens: str) -> None:
-        """Compiles, captures and times steps of the lengths that a policy may run."""
-        lengths = [int(draft_tokens)] if draft_tokens.isdecimal() else LENGTHS[1:]
+    def prepare(self, draft_tokens: str, compile: bool) -> None:
+        """Captures and times steps of the lengths that a policy may run. compile: each as a whole, so only few."""
+        lengths = LENGTHS[1:] if not compile else [1, 2, 4, 8]
+        if draft_tokens.isdecimal():
+            lengths = [int(draft_tokens)]
         if draft_tokens == "auto" or self.room < self.text.shape[1]:
             lengths = [0, *lengths]
         lengths = [length for length in lengths if length + 2 <= self.room] or [0]
         pool = torch.cuda.graph_pool_handle() if self.cuda else None
         for length in lengths:
-            run = partial(self.run, length)
+            run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
             if length == 0 and not self.cuda:  # a step of run() has more to do around the model
                 run = lambda slots: self.decode(self.text[:, 0].clone(), self.last.clone(), slots[0])  # noqa: E731
             run(self.slots(self.reach()))
@@ -325,9 +327,11 @@ class Speculator:
         # Two tokens at first: after a step that kept all its drafts, the draft has not read the last of them.
         at = (last - 1).clamp(max=self.room - length - 2)[:, None] + torch.arange(2, device=last.device)
         fed = self.text.gather(1, torch.stack([last - 1, last], dim=1))
-        drafted = self.text.new_empty(len(last), length)
-        q = torch.zeros(len(last), length + 1, self.vocabulary, device=last.device)
-        for i in range(length):
-            drafted[:, i], q[:, i] = self.draft(fed, at, slots)
-            fed, at = drafted[:, i:i + 1], at[:, -1:] + 1
-        return drafted, q, torch.where(last + length < self.room, length, 0)
+        drafted, q = [], []
+        for _ in range(length):
+            for part, new in zip((drafted, q), self.draft(fed, at, slots)):
+                part.append(new)
+            fed, at = drafted[-1][:, None], at[:, -1:] + 1
+        q.append(torch.zeros(len(last), self.vocabulary, device=last.device))
+        drafted = torch.stack(drafted, dim=1) if drafted else last.new_empty(len(last), 0)
+        return drafted, torch.stack(q, dim=1), torch.where(last + length < self.room, length, 0)

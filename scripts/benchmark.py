@@ -5,6 +5,7 @@ Measure decode and prefill of a public shape, with random weights made on the de
     python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
     python scripts/benchmark.py llama-2-7b --quantize int4 --group-size 128
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
+    python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8 --temperature 0.2 --top-p 0.95
     python scripts/benchmark.py --markdown results.jsonl
 
 A configuration gives one JSON object on one line of stdout; the progress bar is on stderr. All that is compared is
@@ -21,6 +22,8 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,15 +32,19 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
-from command import DTYPES, GIB, Parser, add_quantize, check_memory, find_device, find_dtype, within  # noqa: E402
-from generate import Generator  # noqa: E402
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
+from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_device,  # noqa: E402
+                     find_dtype, within)
+from generate import TINY, Generator, Reader  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from quantize import load_model, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
+from speculative import policy  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
+            for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
 SHAPES = {  # dim, layers, heads, kv heads, head dim, ffn dim, vocabulary, context
     "llama-2-7b": Config(4096, 32, 32, 32, 128, 11008, 32000, 4096),
     "llama-2-13b": Config(5120, 40, 40, 40, 128, 13824, 32000, 4096),
@@ -64,6 +71,52 @@ def random_model(config: Config, device: torch.device, dtype: torch.dtype) -> Tr
     return model
 
 
+def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model of config's shape and cost, tiny's vocabulary and tiny's function: more heads, ffn rows and layers are
+    random and write nothing, more residual coordinates stay zero, and norms make up for these in their mean square.
+
+    UserError if tiny does not fit into the shape."""
+    small, D, d, E = tiny.config, config.dim, tiny.config.dim, config.head_dim
+    for name in ("dim", "n_layer", "n_kv_head", "ffn_dim", "context"):
+        if getattr(small, name) > getattr(config, name):
+            raise UserError(f"--speculate: the bundled model's {name} of {getattr(small, name)} exceeds the shape's")
+    if E != small.head_dim or config.n_kv_head < small.n_head:
+        raise UserError(f"--speculate wants heads of {small.head_dim}, and {small.n_head} kv heads, for the bundled model")
+    wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=False,
+                                rope_theta=small.rope_theta, rope_scaling=None, window=None, tied=False), device, dtype)
+    H, G, F = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim
+    copied = {name: weight.to(device, dtype) for name, weight in tiny.named_parameters(remove_duplicate=False)}
+
+    def norm(wide_norm, name: str) -> None:
+        wide_norm.weight[:d] = copied[f"{name}.weight"] * (d / D) ** 0.5
+
+    norm(wide.norm, "norm")
+    wide.embed.weight[:, d:] = 0
+    wide.embed.weight[:, :d] = copied["embed.weight"]
+    wide.head.weight[:, :d] = copied["head.weight"]
+    for i, layer in enumerate(wide.layers):
+        layer.attn.wo.weight.zero_()
+        layer.ffn.w_down.weight.zero_()
+        if i >= small.n_layer:
+            continue
+        of = f"layers.{i}"
+        norm(layer.attn_norm, f"{of}.attn_norm")
+        norm(layer.ffn_norm, f"{of}.ffn_norm")
+        wqkv = layer.attn.wqkv.weight.unflatten(0, (-1, E))  # [H + 2 K, E, D]
+        theirs, wo = copied[f"{of}.attn.wqkv.weight"].unflatten(0, (-1, E)), copied[f"{of}.attn.wo.weight"]
+        for head in range(small.n_head):  # each gets a kv head of its own, and is the first of those that share it
+            kv = head // (small.n_head // small.n_kv_head)
+            wqkv[head * G, :, :d] = theirs[head]
+            wqkv[H + head, :, :d] = theirs[small.n_head + kv]
+            wqkv[H + config.n_kv_head + head, :, :d] = theirs[small.n_head + small.n_kv_head + kv]
+            layer.attn.wo.weight[:d, head * G * E:(head * G + 1) * E] = wo[:, head * E:(head + 1) * E]
+        gate, up = copied[f"{of}.ffn.w_gate_up.weight"].chunk(2)
+        layer.ffn.w_gate_up.weight[:len(gate), :d] = gate
+        layer.ffn.w_gate_up.weight[F:F + len(up), :d] = up
+        layer.ffn.w_down.weight[:d, :len(gate)] = copied[f"{of}.ffn.w_down.weight"]
+    return wide
+
+
 def parse_args() -> Namespace:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
@@ -74,10 +127,14 @@ def parse_args() -> Namespace:
     add("--new-tokens", type=within(int, 2), default=200, metavar="N", help="default: 200")
     add("--temperature", type=within(float, 0, 100), default=0.8, help="default: 0.8")
     add("--top-k", type=within(int, 0), default=200, help="default: 200")
+    add("--top-p", type=within(float, 1e-6, 1), default=1.0, help="default: 1, off")
+    add("--speculate", action="store_true", help="give the shape the bundled model's function, and the bundled draft")
+    add("--draft-tokens", default="auto", metavar="LIST", help="each 1 to 32, auto, hf or bass; a line for each")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
-    add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run")
+    add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run; with "
+        "--speculate transformers' assisted generation, if that is installed")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
     add_quantize(parser)
     add("--device", help="as generate.py's")
@@ -85,9 +142,11 @@ def parse_args() -> Namespace:
     add("--markdown", nargs="+", type=Path, metavar="FILE", help="print a table and a chart of these saved lines")
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
-    unknown = set(args.against.split(",")) - {"", "eager", "cublas"}
-    if unknown:
-        parser.error(f"--against {','.join(sorted(unknown))}: want eager, cublas or eager,cublas")
+    known = ["transformers"] if args.speculate else ["eager", "cublas"]
+    if unknown := set(args.against.split(",")) - {"", *known}:
+        parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
+    for name in args.draft_tokens.split(","):
+        draft_tokens(name)
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.what and args.markdown:
@@ -124,7 +183,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) 
 
 def ready(model: Transformer, args: Namespace, compile: bool = True, kernels: bool = True) -> Generator:
     length = args.context + args.prompt_length + args.new_tokens
-    return Generator(model, length, Sampling(args.temperature, args.top_k), args.batch, 1, compile, kernels)
+    return Generator(model, length, Sampling(args.temperature, args.top_k, args.top_p), args.batch, 1, compile, kernels)
 
 
 def prompts(args: Namespace, vocabulary: int) -> list[list[int]]:
@@ -223,6 +282,137 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     return result
 
 
+def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stop: int) -> list[float]:
+    """Milliseconds a token after the first, of each row, up to its stop token."""
+    counts, ended, first = [0] * len(prompts), {}, None
+    for step in generator.generate(prompts, new_tokens):
+        now = time.perf_counter()
+        first = first or now
+        for b, new in enumerate(step):
+            for token, _ in new:
+                counts[b] += b not in ended
+                if b not in ended and (token == stop or counts[b] == new_tokens):
+                    ended[b] = 1e3 * (now - first) / max(1, counts[b] - 1)
+                    generator.finish(b)
+        if len(ended) == len(prompts):
+            break
+    return list(ended.values())
+
+
+def forward_ms(reader: Reader, rows: int, T: int) -> float:
+    """A forward of T tokens a row at position 100, a CUDA graph of its own; the median of 20."""
+    tokens = torch.randint(reader.model.config.vocab_size, (rows, T), device=reader.device)
+    positions, times = 100 + torch.arange(T, device=reader.device).repeat(rows, 1), []
+    with torch.no_grad():
+        reader.decoder(tokens, positions, reader.slots(200))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            reader.decoder(tokens, positions, reader.slots(200))
+    for _ in range(20):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended))
+    return statistics.median(times)
+
+
+def busy_share(run: Callable) -> float:
+    """The share of the time in which the GPU runs or copies something, from the first such event to the last."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans, busy, last = sorted((span.start, span.end) for span in events), 0, 0
+    for start, end in spans:
+        busy += max(0, end - max(start, last))
+        last = max(last, end)
+    return busy / (last - spans[0][0])
+
+
+def assisted_tokens_per_s(directories: list[Path], prompt: list[int], args: Namespace) -> float:
+    """transformers' assisted generation, fp32 on the CPU; the best of the runs."""
+    from transformers import AutoModelForCausalLM
+    target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in directories)
+    rates = []
+    for _ in range(args.runs):
+        begun = time.perf_counter()
+        out = target.generate(torch.tensor([prompt]), assistant_model=draft, max_new_tokens=args.new_tokens,
+                              do_sample=args.temperature > 0, temperature=args.temperature or None)
+        rates.append((out.shape[1] - len(prompt)) / (time.perf_counter() - begun))
+    return max(rates)
+
+
+def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
+    """A JSON line for each of --draft-tokens: the bundled pair, the target at the shape's cost, against plain decoding
+    of the same batch."""
+    device = find_device(args.device)
+    dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
+    directory = Path(TINY) if what in SHAPES else find_checkpoint(what)
+    tokenizer, draft_directory = Tokenizer(directory), Path(TINY).with_name("tiny-draft")
+    prompts = [tokenizer.encode(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
+    length = max(map(len, prompts)) + args.new_tokens
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+
+    def generator(*draft) -> Generator:
+        torch._dynamo.reset()
+        gc.collect()
+        if what in SHAPES:
+            tiny = load_model(directory, torch.device("cpu"), torch.float32)
+            model = widen(tiny, SHAPES[what], device, dtype)
+            if args.quantize:
+                round_model(model, args.quantize, args.group_size)
+        else:
+            model = load_model(directory, device, dtype, args.quantize, args.group_size)
+        return Generator(model, length, sampling, args.batch, 1, not args.no_compile, not args.no_kernels, *draft)
+
+    def one_run(generator: Generator) -> dict:
+        times = until_the_end(generator, prompts, args.new_tokens, stop=2)
+        bar.update()
+        return dict(first=min(times), last=max(times), mean=statistics.mean(times))
+
+    def middle(runs: list[dict], key: str = "mean") -> dict:
+        return sorted(runs, key=lambda run: run[key])[len(runs) // 2]
+
+    fast = generator()
+    plain = middle([one_run(fast) for _ in range(args.runs + 1)][1:])  # the first warms up
+    fast = None  # its memory is needed
+    names = args.draft_tokens.split(",")
+    fast = generator(load_model(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
+    speculator = fast.speculator
+    for name in names:
+        speculator.policy = policy(name, speculator.seconds)
+        runs = []
+        for _ in range(args.runs):
+            speculator.counts = n = dict.fromkeys(speculator.counts, 0)
+            runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
+            runs[-1]["speed_up"] = plain["mean"] / runs[-1]["mean"]
+        run, share, busy, verify, drafts = middle(runs), None, None, None, None
+        if cuda and name.isdecimal():
+            verify = forward_ms(fast, args.batch, int(name) + 1)
+            drafts = forward_ms(fast.draft, args.batch, 2) + (int(name) - 1) * forward_ms(fast.draft, args.batch, 1)
+            cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
+            share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
+        if cuda:
+            busy = busy_share(lambda: until_the_end(fast, prompts, args.new_tokens, stop=2))
+        result = dict(
+            what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
+            group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
+            top_k=args.top_k, top_p=args.top_p, plain_ms_per_token=plain["mean"],
+            ms_per_token={key: run[key] for key in ("first", "last", "mean")}, speed_up=run["speed_up"],
+            speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
+            acceptance=run["accepted"] / max(1, run["accepted"] + run["rejecting_steps"]),
+            accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=verify, drafts_ms=drafts,
+            bound=share and run["tokens"] / cost, share_of_bound=share, gpu_busy=busy,
+            gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit())
+        if args.against:
+            rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], args)
+            result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=1e3 / run["mean"] / rate))
+        yield result
+
+
 def commit() -> str | None:
     run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return run.stdout.strip() or None
@@ -284,6 +474,12 @@ def main() -> None:
             generator = ready(model, args, not args.no_compile, not args.no_kernels)
             one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
             print(time.perf_counter() - begun)
+            continue
+        if args.speculate:
+            count = args.runs * (1 + len(args.draft_tokens.split(","))) + 1
+            with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
+                for result in speculate(what, args, bar):
+                    print(json.dumps(result), flush=True)
             continue
         times = cold_start(what, args) if args.cold_start else (None, None)
         count = args.runs * (1 + len(list(filter(None, args.against.split(",")))))

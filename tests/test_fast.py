@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from checkpoint import load_model
-from fast import RowLinear, fast_path, swap_linears
+from fast import RowLinear, fast_path, row_decoder
 from generate import Generator
 from quantize import load_model as quantized_model
 from sampling import Sampling
@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(RowLinear(linear), fullgraph=True)
-    for shape in [(577,), (1, 1, 577), (3, 577)]:
+    for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (16, 577), (17, 577)]:
         x = torch.randn(shape, dtype=dtype)
         b = linear.bias.double() if bias else None
         ref = F.linear(x.double(), linear.weight.double(), b)
@@ -32,14 +32,14 @@ def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
         assert ((out.double() - ref).norm() / ref.norm()).item() < tolerance
 
 
-def test_swap_keeps_the_weights_where_they_are():
+def test_the_decoder_of_a_cpu_has_the_same_weights():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
     x, before = torch.randn(2, 3), dict(model.named_parameters())
-    ref = model(x)
-    swap_linears(model)
-    assert isinstance(model[0], RowLinear) and isinstance(model[1][0], RowLinear)
-    assert all(before[name] is parameter for name, parameter in model.named_parameters())
-    assert model(x).equal(ref)
+    ref, decoder = model(x), row_decoder(model)
+    assert isinstance(decoder[0], RowLinear) and isinstance(decoder[1][0], RowLinear)
+    assert type(model[0]) is type(model[1][0]) is nn.Linear
+    assert all(before[name] is parameter for name, parameter in decoder.named_parameters())
+    assert decoder(x).equal(ref)
 
 
 @pytest.mark.parametrize("device", DEVICES)
