@@ -1,15 +1,17 @@
 """
-What the commands share: options, the device and its memory.
+What the commands share: options, the device and its memory; and what generate.py reads and reports.
 """
 import argparse
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from checkpoint import UserError, blame
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config
+from kernels import read_bandwidth
 from model import Config
 
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
@@ -54,6 +56,21 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     if weights + cache > there:
         raise UserError(advice)
     return advice
+
+
+def find_draft(name: str, config: Config, tokenizer: Tokenizer) -> Path:
+    """The draft's directory; UserError if its tokenizer is another."""
+    directory = find_checkpoint(name)
+    theirs, draft = Tokenizer(directory), load_config(directory)
+    for i in range(min(config.vocab_size, draft.vocab_size)):
+        if None not in (pair := (theirs.token(i), tokenizer.token(i))) and pair[0] != pair[1]:
+            raise UserError(f"--draft {name}: token {i} is {pair[0]!r} there and {pair[1]!r} in the checkpoint; want a "
+                            "draft with the same tokenizer, or --draft prompt-lookup")
+    sizes = [sum(math.prod(shape) for _, _, shape in of.hf_weights().values()) for of in (draft, config)]
+    if sizes[0] > sizes[1]:
+        print(f"--draft {name} has {sizes[0]:,} parameters, the checkpoint {sizes[1]:,}: this draft costs more than it "
+              "can save", file=sys.stderr)
+    return directory
 
 
 def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -137,3 +154,48 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
         args.prompt += lines
     args.prompt = args.prompt or ["Once upon a time"]
     return args
+
+
+def report(generator, runs: list[list], **known) -> dict:
+    """generate.py's JSON line, part of which is the table on stderr, of its Generator and Completions; runs: the batch,
+    or each answer of a chat."""
+    model, device = generator.model, generator.device
+    weights = sum(p.nbytes for p in model.parameters())
+    if not model.config.tied:
+        weights -= model.embed.weight.nbytes  # a token reads one row of it
+    completions = [completion for run in runs for completion in run]
+    decode_steps, speculation = sum(max(c.steps for c in run) - 1 for run in runs), None
+    if generator.speculator:
+        n = generator.speculator.counts
+        decode_steps = min(decode_steps, n["steps"])
+        speculation = dict(steps=n["steps"], drafted=n["drafted"], accepted=n["accepted"],
+                           acceptance_rate=n["accepted"] / max(1, n["drafted"]),
+                           tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
+    decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
+    rate = weights * decode_steps / decode_s
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    ceiling = read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None
+    ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
+    per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
+    samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
+                    finish_reason=c.finish_reason, seconds=c.seconds,
+                    mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
+    return known | dict(
+        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), world_size=1,
+        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
+        per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
+        weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
+        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=speculation)
+
+
+def table(result: dict) -> str:
+    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
+    cells = {"load s": f"{result['load_s']:.2f}", "compile s": f"{result['compile_s']:.1f}",
+             "first token s": f"{result['first_token_s']:.3f}",
+             "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}", "GB/s": f"{result['bandwidth_gb_s']:.1f}",
+             "of read bandwidth": f"{share:.0%}" if share else "-", "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
+    if speculation := result["speculation"]:
+        cells |= {"accepted": f"{speculation['acceptance_rate']:.0%}",
+                  "tokens a step": f"{speculation['tokens_per_step']:.2f}"}
+    return "  ".join(cells) + "\n" + "  ".join(value.rjust(len(name)) for name, value in cells.items())

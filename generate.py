@@ -20,20 +20,18 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, report_errors
-from command import GIB, check_memory, find_device, find_dtype, generate_args
+from command import check_memory, find_device, find_draft, find_dtype, generate_args, report, table
 from fast import FastDecoder, swap_in
-from kernels import read_bandwidth
-from model import Config, Transformer
+from model import Transformer
 from quantize import load_model, read_settings
 from sampling import Sampling, choose, distribution, draw, fast_accept, fast_choose, fast_propose
-from speculative import SLACK, Speculator, accept, check, draft, propose
+from speculative import SLACK, Speculator, accept, propose
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
@@ -105,6 +103,10 @@ class Reader:
         self.model.repeat_rows(self.samples)
         return chosen
 
+    def known(self, tokens: Tensor, *rest: Tensor) -> Tensor:
+        """The decoder's logits; tokens that the vocabulary lacks are read as its last."""
+        return self.decoder(tokens.clamp(max=self.model.config.vocab_size - 1), *rest)
+
 
 class Generator(Reader):
     """Prefill and decode of `prompts` x `samples` rows; with a draft, a smaller Transformer or "prompt-lookup", by a
@@ -126,27 +128,29 @@ class Generator(Reader):
                 torch._dynamo.mark_static_address(state)
         if draft:
             self.add_speculator(draft, draft_tokens, length, prompts * samples, kernels)
+            return
         for _ in self.generate([[0, 0]] * prompts, 4) if compile else ():
             pass  # compiles; decode warms up, records its graph, replays it
 
     @torch.no_grad()
-    def add_speculator(self, model: Transformer | str, draft_tokens: str, length: int, rows: int, kernels: bool):
+    def add_speculator(self, draft: Transformer | str, draft_tokens: str, length: int, rows: int, kernels: bool):
         room = length + SLACK
-        if isinstance(model, Transformer):
-            room = min(room, model.config.context)
-            self.draft = Reader(model, room, self.sampling, rows, self.samples, self.compiled, kernels)
+        if isinstance(draft, Transformer):
+            room = min(room, draft.config.context)
+            self.draft = Reader(draft, room, self.sampling, rows, self.samples, self.compiled, kernels)
             if room < length:
                 print(f"the draft's context is {room} tokens: no token beyond is drafted", file=sys.stderr)
         vocabulary, kernels = self.model.config.vocab_size, isinstance(self.decoder, FastDecoder)
         suggest, judge = (fast_propose, fast_accept) if kernels else (
             partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
-        suggest = partial(suggest, vocabulary=vocabulary, sampling=self.sampling)
         self.speculator = Speculator(
-            partial(check, self.decoder, partial(judge, sampling=self.sampling)),
-            self.draft and partial(draft, self.draft.decoder, suggest),
+            self.decoder, self.draft and self.draft.known, partial(judge, sampling=self.sampling),
+            partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
             lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
             lambda n: (self.slots(n), (self.draft or self).slots(n)), rows, length + SLACK, room, vocabulary,
             self.device)
+        for reader in filter(None, (self, self.draft)) if self.compiled else ():
+            reader.read([[0, 0]] * (rows // self.samples), 0)
         # A CUDA graph takes the kernels as they are.
         self.speculator.prepare(draft_tokens, compile=self.compiled and not kernels)
 
@@ -169,7 +173,8 @@ class Generator(Reader):
         """The steps after prefill, which gave tokens [B]."""
         room = self.speculator.room
         if self.draft and start < room:
-            self.draft.read([prompt[:room - start] for prompt in prompts], start)
+            last = self.draft.model.config.vocab_size - 1
+            self.draft.read([[min(token, last) for token in prompt[:room - start]] for prompt in prompts], start)
         self.speculator.begin([prompt for prompt in prompts for _ in range(self.samples)], start, tokens, new_tokens)
         yield from self.speculator.steps()
 
@@ -345,45 +350,6 @@ def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse
             messages = []
 
 
-def report(generator: Generator, runs: list[list[Completion]], **known) -> dict:
-    """The JSON line, part of which is the table on stderr; runs: the batch, or each answer of a chat."""
-    model, device = generator.model, generator.device
-    weights = sum(p.nbytes for p in model.parameters())
-    if not model.config.tied:
-        weights -= model.embed.weight.nbytes  # a token reads one row of it
-    completions = [completion for run in runs for completion in run]
-    speculation = generator.speculator.report() if generator.speculator else None
-    decode_steps = speculation["steps"] if speculation else sum(max(c.steps for c in run) - 1 for run in runs)
-    decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
-    rate = weights * decode_steps / decode_s
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    ceiling = read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None
-    ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
-    per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
-    samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
-                    finish_reason=c.finish_reason, seconds=c.seconds,
-                    mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
-    return known | dict(
-        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), world_size=1,
-        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
-        decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
-        per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
-        weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
-        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=speculation)
-
-
-def table(result: dict) -> str:
-    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
-    cells = {"load s": f"{result['load_s']:.2f}", "compile s": f"{result['compile_s']:.1f}",
-             "first token s": f"{result['first_token_s']:.3f}",
-             "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}", "GB/s": f"{result['bandwidth_gb_s']:.1f}",
-             "of read bandwidth": f"{share:.0%}" if share else "-", "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
-    if speculation := result["speculation"]:
-        cells |= {"accepted": f"{speculation['acceptance_rate']:.0%}",
-                  "tokens a step": f"{speculation['tokens_per_step']:.2f}"}
-    return "  ".join(cells) + "\n" + "  ".join(value.rjust(len(name)) for name, value in cells.items())
-
-
 def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[Completion]:
     """A completion for each prompt and sample, with its tokens and its room."""
     encoded = [tokenizer.encode(tokenizer.render([dict(role="user", content=prompt)]), rendered=True) if args.chat
@@ -403,21 +369,6 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
                 heading = f"--- {prompt}" + (f" ({sample + 1})\n" if args.num_samples > 1 else "\n")
             completions.append(Completion(prompt, tokens, tokenizer, new_tokens, args.stop, heading))
     return completions
-
-
-def find_draft(name: str, config: Config, tokenizer: Tokenizer) -> Path:
-    """The draft's directory; UserError if its tokenizer is another."""
-    directory = find_checkpoint(name)
-    theirs, draft = Tokenizer(directory), load_config(directory)
-    for i in range(min(config.vocab_size, draft.vocab_size)):
-        if None not in (pair := (theirs.token(i), tokenizer.token(i))) and pair[0] != pair[1]:
-            raise UserError(f"--draft {name}: token {i} is {pair[0]!r} there and {pair[1]!r} in the checkpoint; want a "
-                            "draft with the same tokenizer, or --draft prompt-lookup")
-    sizes = [sum(prod(shape) for _, _, shape in of.hf_weights().values()) for of in (draft, config)]
-    if sizes[0] > sizes[1]:
-        print(f"--draft {name} has {sizes[0]:,} parameters, the checkpoint {sizes[1]:,}: this draft costs more than it "
-              "can save", file=sys.stderr)
-    return directory
 
 
 def ranked(completions: list[Completion], samples: int) -> list[Completion]:

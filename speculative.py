@@ -10,105 +10,18 @@ such lengths is a CUDA graph, drafts and all.
 Shapes: B rows, l drafted tokens, T = l + 1, V the target's vocabulary, L slots of the cache.
 """
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import ceil
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # those that the policies may run
-SLACK = 64  # slots beyond a text's limit: its last step may draft across it, and catch_up reads whole pieces
+from policies import LENGTHS, policy
+
+SLACK = 72  # slots beyond a text's limit: its last step may draft across it, and the one launched by then
 NGRAM = 3  # prompt lookup looks for the last so many tokens, then for fewer
-
-
-class Fixed:
-    """How many tokens to draft: `length`, always. The other policies move it as steps come in."""
-
-    def __init__(self, length: int = 0):
-        self.length = length
-
-    def update(self, accepted: list[int], length: int, seconds: float) -> None:
-        """A step drafted `length` tokens, took `seconds` and accepted so many of each row that had not ended."""
-
-    def pause(self) -> int:
-        """How many steps to go without drafts now that `length` is 0."""
-        return 1
-
-
-class Heuristic(Fixed):
-    """transformers' assisted generation: 5 at first, 2 more when all match, else 1 less; a batch's best row counts."""
-
-    def __init__(self):
-        self.length = 5
-
-    def update(self, accepted: list[int], length: int, seconds: float) -> None:
-        self.length = self.length + 2 if max(accepted) == length else max(1, self.length - 1)
-
-
-class Bass(Fixed):
-    """Algorithm 1 of arXiv 2404.15778."""
-
-    def __init__(self):
-        self.length, self.decreased = 7, 0
-
-    def update(self, accepted: list[int], length: int, seconds: float) -> None:
-        if max(accepted) == length:
-            self.length, self.decreased = min(self.length + 2, LENGTHS[-1]), 0
-        else:
-            shorter = self.length - ceil(self.length / 10) - self.decreased
-            self.length, self.decreased = max(1, shorter, *accepted), 1
-
-
-class Auto(Fixed):
-    """The length that promises the most tokens a second, from how often a token was accepted lately and how long a step
-    of each length takes. Where drafting loses against not drafting it stops, and tries again once all such tries and
-    what they would cost are a small share of the time."""
-
-    LOSS, MEMORY = 0.02, 0.95  # the share; what a step's counts weigh after the next
-
-    def __init__(self, seconds: dict[int, float]):
-        self.seconds = dict(seconds)  # of a step of each length, as the rows are now
-        self.lost = self.elapsed = 0.0
-        self.optimism()
-
-    def optimism(self) -> None:
-        self.accepted, self.tried = 1.6, 2.0
-        self.length = self.best()
-
-    def best(self) -> int:
-        rate = min(0.999, self.accepted / self.tried)
-        tokens = {length: (1 - rate ** (length + 1)) / (1 - rate) for length in self.seconds}  # 1 + rate + rate ** 2 ..
-        return max(tokens, key=lambda length: tokens[length] / self.seconds[length])
-
-    def update(self, accepted: list[int], length: int, seconds: float) -> None:
-        usual = self.seconds[length]
-        self.seconds[length] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)  # not by a hiccup
-        self.elapsed += usual
-        if length:  # else nothing was learnt of the draft
-            self.accepted = self.MEMORY * self.accepted + sum(accepted)
-            self.tried = self.MEMORY * self.tried + sum(n + (n < length) for n in accepted)
-            gained = 1 + sum(accepted) / len(accepted)
-            self.lost = max(0.0, self.lost + usual - gained * self.seconds[0])
-            self.length = self.best()
-        if self.length == 0 and self.lost < self.LOSS * self.elapsed:
-            self.optimism()
-
-
-    def pause(self) -> int:
-        steps = max(32, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
-        self.elapsed += steps * self.seconds[0]
-        if self.lost <= self.LOSS * self.elapsed:
-            self.optimism()
-        return steps
-
-
-def policy(name: str, seconds: dict[int, float]) -> Fixed:
-    """name: a number, auto, hf or bass; seconds: a step's, of each length that auto may choose."""
-    return Heuristic() if name == "hf" else Bass() if name == "bass" else Auto(seconds) if name == "auto" else \
-        Fixed(int(name))
 
 
 def accept(logits: Tensor, read: Tensor, q: Tensor, proposed: Tensor, sampling, distribution: Callable,
@@ -159,37 +72,37 @@ def lookup(text: Tensor, last: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return text.gather(1, (place[:, None] + 1 + steps) % L), torch.where(best < 0, 0, length)
 
 
-def check(decoder: Callable, accept: Callable, tokens: Tensor, positions: Tensor, slots: Tensor, *drafts: Tensor):
-    return accept(decoder(tokens, positions, slots), tokens, *drafts)
+def captured(run: Callable, slots: tuple[Tensor, Tensor], pool: tuple[int, int]) -> Callable:
+    """run(slots) as a CUDA graph, which gives the same tensor each time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = run(slots)
 
-
-def draft(decoder: Callable, propose: Callable, tokens: Tensor, positions: Tensor, slots: Tensor):
-    return propose(decoder(tokens, positions, slots))
-
-
-def replay(graph: torch.cuda.CUDAGraph, out: Tensor, *_) -> Tensor:
-    graph.replay()
-    return out
+    def replay(_) -> Tensor:
+        graph.replay()
+        return out
+    return replay
 
 
 class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them.
 
-    check (tokens [B, T], positions [B, T], slots, q, proposed), draft (tokens, positions, slots): the models' steps,
-    with accept() and propose() behind; draft None: prompt lookup. decode (tokens [B], positions [B], slots): a plain
-    step, for a CPU. slots (n): those to look at when n are in use. length: of the target's cache; room: of the draft's.
-    """
+    target, draft (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; draft None: prompt lookup. accept,
+    propose: as above, with all that they need but tensors. decode (tokens [B], positions [B], slots): a plain step, for
+    a CPU. slots (n): those of either model to look at when n are in use. length: of the target's cache; room: of the
+    draft's."""
 
-    def __init__(self, check: Callable, draft: Callable | None, decode: Callable, slots: Callable, rows: int,
-                 length: int, room: int, vocabulary: int, device: torch.device):
-        self.check, self.draft, self.decode, self.slots = check, draft, decode, slots
+    def __init__(self, target: Callable, draft: Callable | None, accept: Callable, propose: Callable, decode: Callable,
+                 slots: Callable, rows: int, length: int, room: int, vocabulary: int, device: torch.device):
+        self.target, self.draft, self.accept, self.propose = target, draft, accept, propose
+        self.decode, self.slots = decode, slots
         self.room, self.vocabulary, self.cuda = room, vocabulary, device.type == "cuda"
         self.text = torch.zeros(rows, length, dtype=torch.long, device=device)
         self.last = torch.ones(rows, dtype=torch.long, device=device)  # where each text ends
         self.ends = torch.full_like(self.last, length)  # a row whose last is there is done
         self.lengths = [length if self.cuda else 2] * rows  # a captured step looks at all slots
-        self.runs, self.seconds = {}, {}  # by length
-        self.counts = dict.fromkeys(("steps", "row_steps", "drafted", "accepted", "rejecting_steps"), 0)
+        self.runs, self.seconds, self.unread = {}, {}, 0  # the first two by length
+        self.counts = Counter()
 
     def prepare(self, draft_tokens: str, compile: bool) -> None:
         """Captures and times steps of the lengths that a policy may run. compile: each as a whole, so only few."""
@@ -202,23 +115,19 @@ class Speculator:
         pool = torch.cuda.graph_pool_handle() if self.cuda else None
         for length in lengths:
             run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
-            if length == 0 and not self.cuda:  # a step of run() has more to do around the model
-                run = lambda slots: self.decode(self.text[:, 0].clone(), self.last.clone(), slots[0])  # noqa: E731
+            if length == 0 and not self.cuda:  # pause() runs these: run() has more to do around the model
+                run = self.plain_step
             run(self.slots(self.reach()))
             if self.cuda:
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    out = run(self.slots(self.reach()))
-                run = partial(replay, graph, out)
+                run = captured(run, self.slots(self.reach()), pool)
             times = []
             while len(times) < 3 or sum(times) < 0.02:
+                self.last.fill_(1)
                 begun = time.perf_counter()
                 run(self.slots(self.reach()))
                 if self.cuda:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - begun)
-                self.last.fill_(1)
             self.runs[length], self.seconds[length] = run, min(times)
         self.policy = policy(draft_tokens, self.seconds)
 
@@ -233,7 +142,11 @@ class Speculator:
         self.last.copy_(torch.tensor(self.lengths) - 1)
         self.ends.copy_(torch.tensor(self.most) - 1)
         self.text.scatter_(1, self.last[:, None], tokens[:, None])
-        self.launched, self.unread, self.heard = deque(), 0, time.perf_counter()
+        self.unread = self.unread + width if start and self.unread else 0  # tokens that the draft has not read
+        self.launched, self.heard = deque(), time.perf_counter()
+
+    def plain_step(self, slots: tuple[Tensor, Tensor]) -> Tensor:
+        return self.decode(self.text[:, 0].clone(), self.last.clone(), slots[0])
 
     def finish(self, row: int) -> None:
         """The host has seen the row's text end."""
@@ -265,8 +178,7 @@ class Speculator:
         positions, chosen = torch.where(active, self.last, 0), []
         for n in range(steps):
             chosen.append(self.decode(tokens, positions, self.slots(max(self.lengths) + n)[0]))
-            self.counts["steps"] += 1
-            self.counts["row_steps"] += rows
+            self.counts.update(steps=1, row_steps=rows)
             yield chosen[-1]
         at = (self.last[:, None] + 1 + torch.arange(steps)).clamp(max=self.text.shape[1] - 1)
         self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
@@ -286,17 +198,11 @@ class Speculator:
             self.policy.update(accepted, length, now - self.heard)
         self.heard = now
         rejecting = sum(n < most for n, most in zip(accepted, proposed))
-        for name, n in zip(self.counts, (bool(live), len(live), sum(proposed), sum(accepted), rejecting)):
-            self.counts[name] += n
+        self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(proposed), accepted=sum(accepted),
+                           rejecting_steps=rejecting)
         for b in live:
             self.lengths[b] += len(rows[b])
         return rows
-
-    def report(self) -> dict:
-        n = self.counts
-        return dict(steps=n["steps"], drafted=n["drafted"], accepted=n["accepted"],
-                    acceptance_rate=n["accepted"] / max(1, n["drafted"]),
-                    tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
 
     def reach(self) -> int:
         """No slot beyond is in use, nor will be after the next two steps."""
@@ -312,7 +218,8 @@ class Speculator:
         step = torch.arange(length + 1, device=last.device)
         drafted, q, proposed = self.drafts(last, length, slots[1])
         tokens = torch.cat([self.text.gather(1, last[:, None]), drafted], dim=1)
-        tokens, logprobs, accepted = self.check(tokens, last[:, None] + step, slots[0], q, proposed)
+        logits = self.target(tokens, last[:, None] + step, slots[0])
+        tokens, logprobs, accepted = self.accept(logits, tokens, q, proposed)
         self.text.scatter_(1, last[:, None] + 1 + step, tokens)  # what is no text is written over before it is read
         self.last += torch.where(active, accepted + 1, 0)
         shown = torch.where(active[:, None] & (step <= accepted[:, None]), tokens, -1)
@@ -329,7 +236,7 @@ class Speculator:
         fed = self.text.gather(1, torch.stack([last - 1, last], dim=1))
         drafted, q = [], []
         for _ in range(length):
-            for part, new in zip((drafted, q), self.draft(fed, at, slots)):
+            for part, new in zip((drafted, q), self.propose(self.draft(fed, at, slots))):
                 part.append(new)
             fed, at = drafted[-1][:, None], at[:, -1:] + 1
         q.append(torch.zeros(len(last), self.vocabulary, device=last.device))

@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace, RawDescriptionHelpFormatter
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,9 @@ from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_toke
 from generate import TINY, Generator, Reader  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
+from policies import policy  # noqa: E402
 from quantize import load_model, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
-from speculative import policy  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
@@ -81,7 +82,7 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
         if getattr(small, name) > getattr(config, name):
             raise UserError(f"--speculate: the bundled model's {name} of {getattr(small, name)} exceeds the shape's")
     if E != small.head_dim or config.n_kv_head < small.n_head:
-        raise UserError(f"--speculate wants heads of {small.head_dim}, and {small.n_head} kv heads, for the bundled model")
+        raise UserError(f"--speculate: want heads of {small.head_dim}, {small.n_head} kv heads, for the bundled model")
     wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=False,
                                 rope_theta=small.rope_theta, rope_scaling=None, window=None, tied=False), device, dtype)
     H, G, F = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim
@@ -320,16 +321,18 @@ def forward_ms(reader: Reader, rows: int, T: int) -> float:
 
 
 def busy_share(run: Callable) -> float:
-    """The share of the time in which the GPU runs or copies something, from the first such event to the last."""
+    """The share of the time in which the GPU is busy, from its first event to its last. Pauses of under 10 us count as
+    busy: tracing itself puts microseconds between the kernels of a CUDA graph, a host that is late takes longer."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
     events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans, busy, last = sorted((span.start, span.end) for span in events), 0, 0
+    spans, idle = sorted((span.start, span.end) for span in events), 0.0
+    begun, last = spans[0]
     for start, end in spans:
-        busy += max(0, end - max(start, last))
+        idle += start - last if start - last > 10 else 0
         last = max(last, end)
-    return busy / (last - spans[0][0])
+    return 1 - idle / (last - begun)
 
 
 def assisted_tokens_per_s(directories: list[Path], prompt: list[int], args: Namespace) -> float:
@@ -386,7 +389,7 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
         speculator.policy = policy(name, speculator.seconds)
         runs = []
         for _ in range(args.runs):
-            speculator.counts = n = dict.fromkeys(speculator.counts, 0)
+            speculator.counts = n = Counter()
             runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = plain["mean"] / runs[-1]["mean"]
         run, share, busy, verify, drafts = middle(runs), None, None, None, None

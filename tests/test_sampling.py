@@ -1,8 +1,12 @@
 
+from functools import partial
+
 import pytest
 import torch
 
-from sampling import Sampling, choose, fast_choose, plain_sample, probabilities, sample
+from sampling import (Sampling, choose, distribute, distribution, draw, exponential, fast_accept, fast_choose,
+                      plain_sample, probabilities, sample)
+from speculative import accept
 
 
 def error(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -69,3 +73,42 @@ def test_fast_choose_draws_what_choose_draws():
             torch.manual_seed(3)
             draws.append(function(logits, sampling))
         assert draws[0][0].equal(draws[1][0]) and torch.allclose(draws[0][1], draws[1][1], atol=1e-6)
+
+
+SAMPLINGS = [Sampling(0.2, 0, 0.95), Sampling(1.0, 0, 0.5), Sampling(0.8, 50, 0.9), Sampling(0.7, 3), Sampling(0.0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [40, 2048, 32000, 128256, 151936])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_distribute(V, sampling):
+    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
+    logits[0, :30] = logits[0].max()  # ties
+    waits = exponential(logits, sampling)
+    probs, totals, tokens = distribute(logits, waits, sampling.temperature, sampling.top_k, sampling.top_p)
+    expected, expected_totals = distribution(logits, sampling)
+    assert error(probs, expected) < 1e-5 and torch.allclose(totals, expected_totals, atol=1e-4)
+    assert tokens.equal((expected if waits is None else expected / waits).argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_fast_accept_equals_accept(sampling):
+    """Drafts near to the target and far from it, fewer that count than there are; the same random numbers."""
+    B, length, V, seen = 6, 4, 5000, set()
+    for trial in range(30):
+        logits = 2 * torch.randn(B, length + 1, V, device="cuda", dtype=torch.bfloat16)
+        q, _ = distribution(logits + (trial % 3) * torch.randn_like(logits), sampling)
+        q[:, -1] = 0
+        read = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
+        proposed = torch.randint(length + 1, (B,), device="cuda")
+        outs = []
+        for piece in (fast_accept, partial(accept, distribution=distribution, draw=draw)):
+            torch.manual_seed(trial)
+            outs.append(piece(logits, read, q, proposed, sampling))
+        (tokens, logprobs, accepted), (expected, expected_logprobs, expected_accepted) = outs
+        text = torch.arange(length + 1, device="cuda") <= accepted[:, None]
+        assert accepted.equal(expected_accepted) and tokens[text].equal(expected[text])
+        assert torch.allclose(logprobs[text], expected_logprobs[text], atol=1e-3)
+        seen |= set(accepted.tolist())
+    assert seen == set(range(length + 1))
