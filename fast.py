@@ -103,15 +103,15 @@ class FastAttention(nn.Module):
         self.norms = getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None)
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         B, K = attn.k_cache.shape[:2]
-        scratch = dict(cos=model.cos, sin=model.sin, arrived=attn.k_cache.new_zeros(B * K, dtype=torch.int32))
-        for name, tensor in scratch.items():
+        buffers = dict(k_cache=attn.k_cache, v_cache=attn.v_cache, cos=model.cos, sin=model.sin,
+                       arrived=attn.k_cache.new_zeros(B * K, dtype=torch.int32))
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def attend(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
-        attn = self.attn
-        qkv = qkv.view(-1, positions.shape[1], qkv.shape[-1] // attn.head_dim, attn.head_dim)
-        y = update_and_attend(qkv, positions, self.cos, self.sin, attn.k_cache, attn.v_cache, self.arrived, *self.norms,
+        qkv = qkv.view(-1, positions.shape[1], qkv.shape[-1] // self.attn.head_dim, self.attn.head_dim)
+        y = update_and_attend(qkv, positions, self.cos, self.sin, self.k_cache, self.v_cache, self.arrived, *self.norms,
                               self.window, self.eps)
         return y.flatten(0, 1).flatten(1)
 

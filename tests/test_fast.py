@@ -95,6 +95,20 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, device):
         at += n
 
 
+@torch.no_grad()
+def test_one_prefill_serves_many_samples():
+    plain, fast = (load_model(GOLDEN / "llama3.1", torch.device("cpu"), torch.float32) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(12, 6)
+    decoder, vocabulary = fast_path(fast), plain.config.vocab_size
+    tokens, at = torch.randint(vocabulary, (2, 5)), torch.arange(5)[None]
+    for model in (plain, fast):
+        model(tokens, at)
+        model.repeat_rows(3)
+    tokens, at = torch.randint(vocabulary, (6, 1)), torch.full((6, 1), 5)
+    assert torch.allclose(plain(tokens, at), decoder(tokens, at), atol=1e-4)
+
+
 @pytest.mark.gpu
 def test_one_graph_for_all_prompts_lengths_and_conversations():
     model = load_model(TINY, torch.device("cuda"), torch.bfloat16)

@@ -62,8 +62,12 @@ def test_packed_linear_is_its_weights(bits, C, zeros, compiled):
     order, bias = torch.randperm(576), torch.randn(40)
     layer = PackedLinear(codes, scales, points, bits, bias, order)
     w = plain_weights(codes, scales, points, bits)
-    run = torch.compile(ByteLinear(layer), fullgraph=True) if compiled else layer
-    for rows in (1, 3):
+    run = layer
+    if compiled:
+        run = ByteLinear(layer)
+        run.decodes = True
+        run = torch.compile(run, fullgraph=True, dynamic=False)
+    for rows in (1, 3, 16, 17):
         x = torch.randn(rows, 576)
         with torch.no_grad():
             assert error(run(x), x.double()[:, order] @ w.T + bias) < 1e-6
@@ -94,7 +98,7 @@ def test_packed_kernels(device, dtype, rows, shape):
     assert out.shape == ref.shape and out.dtype == dtype
     for one, exact in zip(out, ref):
         # gated, two products' errors meet; beyond 128 rows PyTorch rounds what is between, too
-        assert error(one, exact) < (1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3)
+        assert error(one, exact) < (1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3 if rows <= 128 else 6e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
