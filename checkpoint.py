@@ -212,10 +212,7 @@ class TokenizerJson:
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.token = self.tokenizer.id_to_token
-
-    def id(self, token: str) -> int | None:
-        return self.tokenizer.token_to_id(token)
+        self.id, self.token = self.tokenizer.token_to_id, self.tokenizer.id_to_token
 
     def encode(self, text: str, post_process: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=post_process).ids

@@ -156,6 +156,17 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     return args
 
 
+def ranked(completions: list, samples: int) -> list:
+    """What a time budget gave: of each prompt the finished ones first, the likeliest in front."""
+    def place(completion) -> tuple[bool, float]:
+        return completion.finish_reason == "time", -completion.mean_logprob()
+
+    for completion in completions:
+        if completion.finish_reason == "time":
+            completion.heading = completion.heading.rstrip("\n") + " [unfinished]\n"
+    return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
+
+
 def report(generator, runs: list[list], **known) -> dict:
     """generate.py's JSON line, part of which is the table on stderr, of its Generator and Completions; runs: the batch,
     or each answer of a chat."""

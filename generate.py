@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, report_errors
-from command import check_memory, find_device, find_draft, find_dtype, generate_args, report, table
+from command import check_memory, find_device, find_draft, find_dtype, generate_args, ranked, report, table
 from fast import FastDecoder, swap_in
 from model import Transformer
 from quantize import load_model, read_settings
@@ -65,6 +65,7 @@ class Reader:
         model.setup((length + 16) // 8 * 8, rows)
         if compile:
             torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
+            torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
             torch._dynamo.config.specialize_float = True  # dynamic=True is for the prompt's length alone
             torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal once need not stay so
             torch._dynamo.config.automatic_dynamic_shapes = False  # nor to be open, as they change for the first time
@@ -117,8 +118,7 @@ class Generator(Reader):
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  compile: bool = False, kernels: bool = True, draft: Transformer | str | None = None,
                  draft_tokens: str = "auto"):
-        slots = length + SLACK if draft else length
-        super().__init__(model, slots, sampling, prompts * samples, samples, compile, kernels)
+        super().__init__(model, length + SLACK * bool(draft), sampling, prompts * samples, samples, compile, kernels)
         self.decode, self.draft, self.speculator = decode_one_token, None, None
         self.tokens, self.positions = (
             torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
@@ -128,9 +128,9 @@ class Generator(Reader):
                 torch._dynamo.mark_static_address(state)
         if draft:
             self.add_speculator(draft, draft_tokens, length, prompts * samples, kernels)
-            return
-        for _ in self.generate([[0, 0]] * prompts, 4) if compile else ():
-            pass  # compiles; decode warms up, records its graph, replays it
+        elif compile:
+            for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
+                pass
 
     @torch.no_grad()
     def add_speculator(self, draft: Transformer | str, draft_tokens: str, length: int, rows: int, kernels: bool):
@@ -147,8 +147,7 @@ class Generator(Reader):
             self.decoder, self.draft and self.draft.known, partial(judge, sampling=self.sampling),
             partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
             lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
-            lambda n: (self.slots(n), (self.draft or self).slots(n)), rows, length + SLACK, room, vocabulary,
-            self.device)
+            (self.slots, (self.draft or self).slots), rows, length + SLACK, room, vocabulary, self.device)
         for reader in filter(None, (self, self.draft)) if self.compiled else ():
             reader.read([[0, 0]] * (rows // self.samples), 0)
         # A CUDA graph takes the kernels as they are.
@@ -159,8 +158,13 @@ class Generator(Reader):
         or, a speculator's, [B, 2, T + 1]."""
         chosen = self.read(prompts, start)
         yield chosen
+        if self.draft and start < (room := self.speculator.room):
+            last = self.draft.model.config.vocab_size - 1
+            self.draft.read([[min(token, last) for token in prompt[:room - start]] for prompt in prompts], start)
         if self.speculator:
-            yield from self.speculated(prompts, new_tokens, start, chosen[0].long())
+            rows = [prompt for prompt in prompts for _ in range(self.samples)]
+            self.speculator.begin(rows, start, chosen[0].long(), new_tokens)
+            yield from self.speculator.steps()
             return
         self.tokens.copy_(chosen[0])
         ends = torch.tensor([start + len(prompt) for prompt in prompts], device=self.device)
@@ -168,15 +172,6 @@ class Generator(Reader):
         width = start + max(2, *map(len, prompts))
         for n in range(width + 1, width + new_tokens):
             yield self.decode(self.decoder, self.tokens, self.positions, self.slots(n), self.sampling, self.choose)
-
-    def speculated(self, prompts: list[list[int]], new_tokens: int, start: int, tokens: Tensor) -> Iterator[Tensor]:
-        """The steps after prefill, which gave tokens [B]."""
-        room = self.speculator.room
-        if self.draft and start < room:
-            last = self.draft.model.config.vocab_size - 1
-            self.draft.read([[min(token, last) for token in prompt[:room - start]] for prompt in prompts], start)
-        self.speculator.begin([prompt for prompt in prompts for _ in range(self.samples)], start, tokens, new_tokens)
-        yield from self.speculator.steps()
 
     def finish(self, row: int) -> None:
         """Nothing more is wanted of this row."""
@@ -369,17 +364,6 @@ def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[
                 heading = f"--- {prompt}" + (f" ({sample + 1})\n" if args.num_samples > 1 else "\n")
             completions.append(Completion(prompt, tokens, tokenizer, new_tokens, args.stop, heading))
     return completions
-
-
-def ranked(completions: list[Completion], samples: int) -> list[Completion]:
-    """What a time budget gave: of each prompt the finished ones first, the likeliest in front."""
-    def place(completion: Completion) -> tuple[bool, float]:
-        return completion.finish_reason == "time", -completion.mean_logprob()
-
-    for completion in completions:
-        if completion.finish_reason == "time":
-            completion.heading = completion.heading.rstrip("\n") + " [unfinished]\n"
-    return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
 
 
 def main() -> None:

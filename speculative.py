@@ -89,11 +89,12 @@ class Speculator:
 
     target, draft (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; draft None: prompt lookup. accept,
     propose: as above, with all that they need but tensors. decode (tokens [B], positions [B], slots): a plain step, for
-    a CPU. slots (n): those of either model to look at when n are in use. length: of the target's cache; room: of the
+    a CPU. slots (n): of both models, those to look at when n are in use. length: of the target's cache; room: of the
     draft's."""
 
     def __init__(self, target: Callable, draft: Callable | None, accept: Callable, propose: Callable, decode: Callable,
-                 slots: Callable, rows: int, length: int, room: int, vocabulary: int, device: torch.device):
+                 slots: tuple[Callable, Callable], rows: int, length: int, room: int, vocabulary: int,
+                 device: torch.device):
         self.target, self.draft, self.accept, self.propose = target, draft, accept, propose
         self.decode, self.slots = decode, slots
         self.room, self.vocabulary, self.cuda = room, vocabulary, device.type == "cuda"
@@ -102,7 +103,7 @@ class Speculator:
         self.ends = torch.full_like(self.last, length)  # a row whose last is there is done
         self.lengths = [length if self.cuda else 2] * rows  # a captured step looks at all slots
         self.runs, self.seconds, self.unread = {}, {}, 0  # the first two by length
-        self.counts = Counter()
+        self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
 
     def prepare(self, draft_tokens: str, compile: bool) -> None:
         """Captures and times steps of the lengths that a policy may run. compile: each as a whole, so only few."""
@@ -117,14 +118,14 @@ class Speculator:
             run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
             if length == 0 and not self.cuda:  # pause() runs these: run() has more to do around the model
                 run = self.plain_step
-            run(self.slots(self.reach()))
+            run(self.both())
             if self.cuda:
-                run = captured(run, self.slots(self.reach()), pool)
+                run = captured(run, self.both(), pool)
             times = []
             while len(times) < 3 or sum(times) < 0.02:
                 self.last.fill_(1)
                 begun = time.perf_counter()
-                run(self.slots(self.reach()))
+                run(self.both())
                 if self.cuda:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - begun)
@@ -146,7 +147,7 @@ class Speculator:
         self.launched, self.heard = deque(), time.perf_counter()
 
     def plain_step(self, slots: tuple[Tensor, Tensor]) -> Tensor:
-        return self.decode(self.text[:, 0].clone(), self.last.clone(), slots[0])
+        return self.decode(self.last * 0, self.last.clone(), slots[0])
 
     def finish(self, row: int) -> None:
         """The host has seen the row's text end."""
@@ -166,20 +167,22 @@ class Speculator:
                 width = min(max(32, 1 << self.unread.bit_length()), self.room)
                 at = (self.last - width).clamp(0, self.room - width)[:, None]
                 at = at + torch.arange(width, device=self.last.device)
-                self.draft(self.text.gather(1, at), at, self.slots(self.reach())[1])
+                self.draft(self.text.gather(1, at), at, self.slots[1](self.reach()))
             self.unread = 0 if length else self.unread + 1
             self.launched.append(length)
-            yield self.runs[length](self.slots(self.reach()))
+            yield self.runs[length](self.both())
 
     def pause(self, steps: int, rows: int) -> Iterator[Tensor]:
         """So many plain steps for `rows` unfinished rows."""
         active = self.last < self.ends
         tokens = self.text.gather(1, self.last[:, None]).squeeze(1)
         positions, chosen = torch.where(active, self.last, 0), []
-        for n in range(steps):
-            chosen.append(self.decode(tokens, positions, self.slots(max(self.lengths) + n)[0]))
-            self.counts.update(steps=1, row_steps=rows)
-            yield chosen[-1]
+        try:
+            for reach in range(max(self.lengths), max(self.lengths) + steps):
+                chosen.append(self.decode(tokens, positions, self.slots[0](reach)))
+                yield chosen[-1]
+        finally:  # the host may have enough of it
+            self.counts.update(steps=len(chosen), row_steps=rows * len(chosen))
         at = (self.last[:, None] + 1 + torch.arange(steps)).clamp(max=self.text.shape[1] - 1)
         self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
         self.last += torch.where(active, steps, 0)
@@ -207,6 +210,9 @@ class Speculator:
     def reach(self) -> int:
         """No slot beyond is in use, nor will be after the next two steps."""
         return max(self.lengths) + SLACK
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        return self.slots[0](self.reach()), self.slots[1](self.reach())
 
     def run(self, length: int, slots: tuple[Tensor, Tensor]) -> Tensor:
         """Drafts, checks and moves on -> [B, 2, T + 1]: tokens and log-probabilities, tokens of -1 where there is none;

@@ -25,6 +25,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -283,10 +284,13 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     return result
 
 
-def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stop: int) -> list[float]:
-    """Milliseconds a token after the first, of each row, up to its stop token."""
+def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stop: int,
+                  at_first: Callable = lambda: None) -> list[float]:
+    """Milliseconds a token after the first, of each row, up to its stop token; at_first is called when that came."""
     counts, ended, first = [0] * len(prompts), {}, None
     for step in generator.generate(prompts, new_tokens):
+        if first is None:
+            at_first()
         now = time.perf_counter()
         first = first or now
         for b, new in enumerate(step):
@@ -321,11 +325,12 @@ def forward_ms(reader: Reader, rows: int, T: int) -> float:
 
 
 def busy_share(run: Callable) -> float:
-    """The share of the time in which the GPU is busy, from its first event to its last. Pauses of under 10 us count as
-    busy: tracing itself puts microseconds between the kernels of a CUDA graph, a host that is late takes longer."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
+    """The share of the decode phase in which the GPU is busy; run(at_first) calls at_first when prefill is over. Pauses
+    of under 10 us count as busy: tracing puts microseconds between a CUDA graph's kernels, a late host takes longer."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    run(profiler.start)
+    torch.cuda.synchronize()
+    profiler.stop()
     events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans, idle = sorted((span.start, span.end) for span in events), 0.0
     begun, last = spans[0]
@@ -389,7 +394,7 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
         speculator.policy = policy(name, speculator.seconds)
         runs = []
         for _ in range(args.runs):
-            speculator.counts = n = Counter()
+            speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
             runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = plain["mean"] / runs[-1]["mean"]
         run, share, busy, verify, drafts = middle(runs), None, None, None, None
@@ -399,7 +404,7 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
             cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
         if cuda:
-            busy = busy_share(lambda: until_the_end(fast, prompts, args.new_tokens, stop=2))
+            busy = busy_share(partial(until_the_end, fast, prompts, args.new_tokens, 2))
         result = dict(
             what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
             group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,

@@ -352,7 +352,7 @@ def test_one_row_alone_keeps_its_place_when_it_is_done(prompts):
     last, seen = int(speculator.last), spy(speculator)
     generator.finish(0)
     with torch.no_grad():
-        out = speculator.run(4, speculator.slots(speculator.reach()))
+        out = speculator.run(4, speculator.both())
     assert seen == [[last]] and last >= 59 and speculator.last == last and (out[:, 0] == -1).all()
     assert speculator.text[0, :60].tolist() == prompts[0] + tokens
 
