@@ -131,7 +131,8 @@ def parse_args() -> Namespace:
     add("--top-k", type=within(int, 0), default=200, help="default: 200")
     add("--top-p", type=within(float, 1e-6, 1), default=1.0, help="default: 1, off")
     add("--speculate", action="store_true", help="give the shape the bundled model's function, and the bundled draft")
-    add("--draft-tokens", default="auto", metavar="LIST", help="each 1 to 32, auto, hf or bass; a line for each")
+    add("--draft-tokens", type=lambda text: ",".join(map(draft_tokens, text.split(","))), metavar="LIST",
+        default="auto", help="each 1 to 32, auto, hf or bass; a line for each (default: auto)")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
@@ -147,8 +148,6 @@ def parse_args() -> Namespace:
     known = ["transformers"] if args.speculate else ["eager", "cublas"]
     if unknown := set(args.against.split(",")) - {"", *known}:
         parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
-    for name in args.draft_tokens.split(","):
-        draft_tokens(name)
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.what and args.markdown:

@@ -5,8 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from checkpoint import load_model
+from model import Config
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from benchmark import widen  # noqa: E402
 
 
 def benchmark(*args: str) -> subprocess.CompletedProcess:
@@ -55,3 +61,37 @@ def test_mistakes_are_one_line(args, words):
     run = benchmark(*args)
     assert run.returncode == 2 and not run.stdout and run.stderr.count("\n") == 1
     assert all(word in run.stderr for word in words)
+
+
+@pytest.mark.parametrize("shape", [(1024, 7, 8, 8, 128, 1100), (512, 6, 8, 4, 128, 700), (256, 5, 4, 2, 128, 640)])
+@torch.no_grad()
+def test_a_widened_model_keeps_the_logits(shape):
+    tiny = load_model(ROOT / "checkpoints" / "tiny", torch.device("cpu"), torch.float32)
+    wide = widen(tiny, Config(*shape, vocab_size=32000, context=600), torch.device("cpu"), torch.float32)
+    tokens, positions = torch.randint(2048, (2, 30)), torch.arange(30)[None]
+    for model in (tiny, wide):
+        model.setup(64)
+    ref, out = tiny(tokens, positions), wide(tokens, positions)
+    assert ((out - ref).norm() / ref.norm()).item() < 1e-5
+    assert sum(weight.numel() for weight in wide.parameters()) >= sum(weight.numel() for weight in tiny.parameters())
+
+
+def test_speculation_is_measured_against_plain_decoding():
+    run = benchmark("checkpoints/tiny", "--speculate", "--device", "cpu", "--no-compile", "--batch", "2", "--runs", "2",
+                    "--new-tokens", "20", "--draft-tokens", "3,bass", "--temperature", "0")
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [line["draft_tokens"] for line in lines] == ["3", "bass"]
+    for line in lines:
+        assert line["speed_up"] == pytest.approx(line["plain_ms_per_token"] / line["ms_per_token"]["mean"])
+        assert line["ms_per_token"]["first"] <= line["ms_per_token"]["mean"] <= line["ms_per_token"]["last"]
+        assert 0 < line["accepted_of_drafted"] <= line["acceptance"] <= 1 < line["tokens_per_step"]
+
+
+@pytest.mark.parametrize("args, said", [
+    (["llama-3.2-1b", "--speculate"], "want heads of 128"),
+    (["llama-2-7b", "--speculate", "--draft-tokens", "4,x"], "'x' is none of"),
+    (["llama-2-7b", "--speculate", "--against", "cublas"], "--against cublas")])
+def test_what_cannot_be_speculated_is_said(args, said):
+    run = benchmark(*args, "--device", "cpu")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and said in run.stderr

@@ -13,6 +13,7 @@ from checkpoint import report_errors
 
 ROOT = Path(generate.__file__).parent
 TINY = ROOT / "checkpoints" / "tiny"
+DRAFT = ROOT / "checkpoints" / "tiny-draft"
 
 
 @pytest.fixture
@@ -165,10 +166,63 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--interactive", "--chat"], "has no chat template"),
     (["--num-samples", "99999"], "out of memory"),
     (["--frobnicate"], "--frobnicate"),
+    (["--draft-tokens", "4"], "go with --draft"),
+    (["--draft", "prompt-lookup", "--draft-quantize", "int8"], "no weights"),
+    (["--draft", DRAFT, "--draft-tokens", "0"], "'0' is none of 1 to 32, auto, hf and bass"),
+    (["--draft", DRAFT, "--draft-tokens", "33"], "'33' is none of 1 to 32"),
+    (["--draft", DRAFT, "--draft-tokens", "many"], "'many' is none of"),
+    (["--time-budget", "0"], "--time-budget"),
+    (["--time-budget", "1e-6"], "the first token took"),
+    (["--time-budget", "1", "--interactive"], "--interactive"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
     code, out, err = cli(*args)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: ") and said in err
+
+
+def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
+    from tokenizers import Tokenizer, models
+    shutil.copytree(DRAFT, tmp_path / "draft")
+    (tmp_path / "draft" / "tokenizer.model").unlink()
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "other": 3}
+    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(tmp_path / "draft" / "tokenizer.json"))
+    code, out, err = cli("--draft", tmp_path / "draft")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "token 3 is 'other' there and" in err
+
+
+def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
+    code, out, err = cli("--checkpoint", DRAFT, "--draft", TINY, "--max-new-tokens", "9", "--quiet")
+    assert code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
+
+
+@pytest.mark.parametrize("draft", [DRAFT, "prompt-lookup"], ids=["model", "prompt-lookup"])
+def test_a_draft_changes_the_counts_and_not_the_greedy_text(cli, draft):
+    """int8 for the target, int4 for the draft; a stop text, which may end inside of an accepted run."""
+    args = ("--temperature", "0", "--prompt", "One day", "--prompt", "the dog and the cat and the dog and the cat and",
+            "--num-samples", "2", "--max-new-tokens", "40", "--stop", " play", "--quantize", "int8", "--json")
+    options = ("--draft", draft, "--draft-tokens", "3", *(["--draft-quantize", "int4"] if draft is DRAFT else []))
+    plain, fast = json.loads(cli(*args)[1]), json.loads(cli(*args, *options)[1])
+    for a, b in zip(plain["samples"], fast["samples"]):
+        assert (a["text"], a["tokens"], a["finish_reason"]) == (b["text"], b["tokens"], b["finish_reason"])
+    counts = fast["speculation"]
+    assert plain["speculation"] is None and counts["drafted"] > counts["accepted"] > 0
+    assert counts["acceptance_rate"] == counts["accepted"] / counts["drafted"] and counts["tokens_per_step"] > 1
+
+
+def test_a_time_budget_ranks_what_there_is(cli, monkeypatch):
+    """Time passes by a second a step: rows of 3 tokens end, the others do not."""
+    clock = iter(range(10 ** 9))
+    monkeypatch.setattr(generate.time, "perf_counter", lambda: float(next(clock)))
+    args = ("--num-samples", "6", "--seed", "5", "--prompt", "One day", "--time-budget", "12", "--stop", ".",
+            "--max-new-tokens", "99")
+    samples = json.loads(cli(*args, "--json")[1])["samples"]
+    reasons = [sample["finish_reason"] for sample in samples]
+    assert reasons == sorted(reasons) and set(reasons) == {"stop", "time"}
+    for reason in ("stop", "time"):
+        ranks = [sample["mean_logprob"] for sample in samples if sample["finish_reason"] == reason]
+        assert ranks == sorted(ranks, reverse=True)
+    out = cli(*args, "--quiet")[1]
+    assert out.count("[unfinished]") == reasons.count("time")
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
