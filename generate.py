@@ -158,12 +158,11 @@ class Generator(Reader):
         or, a speculator's, [B, 2, T + 1]."""
         chosen = self.read(prompts, start)
         yield chosen
-        if self.draft and start < (room := self.speculator.room):
-            last = self.draft.model.config.vocab_size - 1
-            self.draft.read([[min(token, last) for token in prompt[:room - start]] for prompt in prompts], start)
         if self.speculator:
             rows = [prompt for prompt in prompts for _ in range(self.samples)]
-            self.speculator.begin(rows, start, chosen[0].long(), new_tokens)
+            if self.speculator.begin(rows, start, chosen[0].long(), new_tokens):
+                last, room = self.draft.model.config.vocab_size - 1, self.speculator.room - start
+                self.draft.read([[min(token, last) for token in prompt[:room]] for prompt in prompts], start)
             yield from self.speculator.steps()
             return
         self.tokens.copy_(chosen[0])

@@ -79,7 +79,7 @@ class Auto(Fixed):
             self.optimism()
 
     def pause(self) -> int:
-        steps = max(32, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
+        steps = max(128, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
         self.elapsed += steps * self.seconds[0]
         if self.lost <= self.LOSS * self.elapsed:
             self.optimism()

@@ -132,9 +132,9 @@ class Speculator:
             self.runs[length], self.seconds[length] = run, min(times)
         self.policy = policy(draft_tokens, self.seconds)
 
-    def begin(self, prompts: list[list[int]], start: int, tokens: Tensor, limit: int) -> None:
+    def begin(self, prompts: list[list[int]], start: int, tokens: Tensor, limit: int) -> bool:
         """Texts of `start` tokens that are there, of a prompt each and of the token [B] drawn after it; at most `limit`
-        new ones, that one counted."""
+        new ones, that one counted. True: the draft is to read the prompts; not if nothing will be drafted at first."""
         width = max(map(len, prompts))
         padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
         self.text[:, start:start + width] = padded.to(self.text.device)
@@ -143,8 +143,11 @@ class Speculator:
         self.last.copy_(torch.tensor(self.lengths) - 1)
         self.ends.copy_(torch.tensor(self.most) - 1)
         self.text.scatter_(1, self.last[:, None], tokens[:, None])
-        self.unread = self.unread + width if start and self.unread else 0  # tokens that the draft has not read
+        read = self.draft is not None and start < self.room and (self.policy.length > 0 or width > 256)
+        before = self.unread if start else 0
+        self.unread = before + width if before or not read else 0  # tokens at the end that the draft has not read
         self.launched, self.heard = deque(), time.perf_counter()
+        return read
 
     def plain_step(self, slots: tuple[Tensor, Tensor]) -> Tensor:
         return self.decode(self.last * 0, self.last.clone(), slots[0])
