@@ -184,15 +184,16 @@ class Speculator:
             for reach in range(max(self.lengths), max(self.lengths) + steps):
                 chosen.append(self.decode(tokens, positions, self.slots[0](reach)))
                 yield chosen[-1]
-        finally:  # the host may have enough of it
-            self.counts.update(steps=len(chosen), row_steps=rows * len(chosen))
-        at = (self.last[:, None] + 1 + torch.arange(steps)).clamp(max=self.text.shape[1] - 1)
-        self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
-        self.last += torch.where(active, steps, 0)
-        self.unread += steps
-        for b, most in enumerate(self.most):
-            self.lengths[b] += steps * (most > self.lengths[b])
-        self.heard = time.perf_counter()
+        finally:  # the host may have enough of it before
+            n = len(chosen)
+            at = (self.last[:, None] + 1 + torch.arange(n)).clamp(max=self.text.shape[1] - 1)
+            self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
+            self.last += torch.where(active, n, 0)
+            self.unread += n
+            self.counts.update(steps=n, row_steps=rows * n)
+            for b, most in enumerate(self.most):
+                self.lengths[b] += n * (most > self.lengths[b])
+            self.heard = time.perf_counter()
 
     def learn(self, step: list) -> list[list[tuple[int, float]]]:
         """What run() gave, on the host now -> the new tokens of each row and their log-probabilities."""

@@ -1,7 +1,7 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from math import ceil
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from checkpoint import Tokenizer, load_model
 from generate import TINY, Completion, Generator, complete
 from model import Config, Transformer
-from policies import LENGTHS, Auto, Bass, Heuristic
+from policies import LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, distribution, draw, probabilities
 from speculative import accept, lookup
 from test_generate import GREEDY, run
@@ -41,6 +41,11 @@ def drafter(name: str) -> Transformer | str:
     """A draft for random_model(1), drawn apart from it; tiny's; or the name of what needs no model."""
     sizes = {"model": 8, "fewer tokens": 6, "padded": 11}
     return random_model(2, sizes[name], 8, 1) if name in sizes else tiny(name) if name == "tiny-draft" else name
+
+
+class Pausing(Fixed):
+    def pause(self) -> int:
+        return 50
 
 
 def spy(speculator) -> list[list[int]]:
@@ -234,6 +239,19 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts, capsys):
     generator.speculator.draft = lambda tokens, at, slots: reached.append(int(at.max())) or step(tokens, at, slots)
     same_greedy(both, run(generator, both, 40))
     assert max(reached) < 32 and max(second for _, second in seen) < 32 and generator.speculator.counts["accepted"]
+
+
+def test_a_chat_goes_on_after_a_pause_that_ended_early(prompts):
+    """The target as its own draft: once it has read what it missed, all is accepted."""
+    generator = Generator(tiny(), 200, GREEDY, draft=tiny(), draft_tokens="6")
+    speculator, drafting = generator.speculator, generator.speculator.policy
+    speculator.policy, speculator.seconds[0] = Pausing(), 1.0
+    text = prompts[0] + [row[0][0] for row, in islice(generator.generate(prompts[:1], 60), 20)]
+    assert speculator.text[0, :len(text)].tolist() == text and speculator.unread == len(text) - 1
+    del speculator.seconds[0]
+    speculator.policy = drafting
+    assert len(list(generator.generate([[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
+    assert speculator.counts["accepted"] == speculator.counts["drafted"] == 30
 
 
 def test_a_draft_reads_what_came_while_it_paused():
