@@ -425,14 +425,31 @@ def commit() -> str | None:
     return run.stdout.strip() or None
 
 
+def speculation_table(lines: list[dict]) -> str:
+    head = ["options", "plain ms", "ms a token", "speed-up", "tokens a step", "a", "share of the bound"]
+    rows = [" | ".join([
+        f"`{line['what']} --batch {line['batch']} --draft-tokens {line['draft_tokens']}`",
+        f"{line['plain_ms_per_token']:.2f}", f"{line['ms_per_token']['mean']:.2f}",
+        f"{line['speed_up']:.2f} ({line['speed_ups'][0]:.2f} to {line['speed_ups'][-1]:.2f})",
+        f"{line['tokens_per_step']:.2f}", f"{line['acceptance']:.0%}",
+        f"{line['share_of_bound']:.0%}" if line["share_of_bound"] else ""]) for line in lines]
+    return "\n".join(f"| {row} |" for row in (" | ".join(head), "|".join(["---"] * len(head)), *rows))
+
+
 def markdown(files: list[Path]) -> str:
-    """README's table and chart; a command in each row."""
+    """README's tables and chart; a command in each row."""
     lines = []
     for file in files:
         with blame(file):
             lines += [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     if not lines:
         raise UserError(f"--markdown {files[0]}: no line in it; want lines that this script printed")
+    speculated, decoded = ([line for line in lines if ("speed_up" in line) == kind] for kind in (True, False))
+    tables = (decode_table, decoded), (speculation_table, speculated)
+    return "\n\n".join(table(lines) for table, lines in tables if lines)
+
+
+def decode_table(lines: list[dict]) -> str:
     head = ["`python scripts/benchmark.py`", "tokens/s", "ms a step", "of read bandwidth", "first token s",
             "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
     rows = []

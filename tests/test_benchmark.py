@@ -76,12 +76,15 @@ def test_a_widened_model_keeps_the_logits(shape):
     assert sum(weight.numel() for weight in wide.parameters()) >= sum(weight.numel() for weight in tiny.parameters())
 
 
-def test_speculation_is_measured_against_plain_decoding():
+def test_speculation_is_measured_against_plain_decoding(tmp_path):
     run = benchmark("checkpoints/tiny", "--speculate", "--device", "cpu", "--no-compile", "--batch", "2", "--runs", "2",
                     "--new-tokens", "20", "--draft-tokens", "3,bass", "--temperature", "0")
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert [line["draft_tokens"] for line in lines] == ["3", "bass"]
+    saved = tmp_path / "lines.jsonl"
+    saved.write_text(run.stdout)
+    assert "| `checkpoints/tiny --batch 2 --draft-tokens bass` |" in benchmark("--markdown", str(saved)).stdout
     for line in lines:
         assert line["speed_up"] == pytest.approx(line["plain_ms_per_token"] / line["ms_per_token"]["mean"])
         assert line["ms_per_token"]["first"] <= line["ms_per_token"]["mean"] <= line["ms_per_token"]["last"]
