@@ -52,7 +52,8 @@ def check_memory(config: Config, rows: int, length: int, device: torch.device, d
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
-              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype, help")
+              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, --dtype, or "
+              "no --draft help")
     if weights + cache > there:
         raise UserError(advice)
     return advice
@@ -158,12 +159,12 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
 
 def ranked(completions: list, samples: int) -> list:
     """What a time budget gave: of each prompt the finished ones first, the likeliest in front."""
-    def place(completion) -> tuple[bool, float]:
-        return completion.finish_reason == "time", -completion.mean_logprob()
+    def place(completion) -> tuple[bool, bool, float]:
+        return completion.finish_reason == "time", not completion.tokens, -completion.mean_logprob()
 
     for completion in completions:
         if completion.finish_reason == "time":
-            completion.heading = completion.heading.rstrip("\n") + " [unfinished]\n"
+            completion.heading = (completion.heading.rstrip("\n") + " [unfinished]\n").lstrip()
     return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
 
 

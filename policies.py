@@ -19,6 +19,9 @@ class Fixed:
         """How many steps to go without drafts now that `length` is 0."""
         return 1
 
+    def paused(self, steps: int) -> None:
+        """So many were gone."""
+
 
 class Heuristic(Fixed):
     """transformers' assisted generation: 5 at first, 2 more when all match, else 1 less; a batch's best row counts."""
@@ -79,11 +82,12 @@ class Auto(Fixed):
             self.optimism()
 
     def pause(self) -> int:
-        steps = max(128, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
+        return max(128, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
+
+    def paused(self, steps: int) -> None:
         self.elapsed += steps * self.seconds[0]
         if self.lost <= self.LOSS * self.elapsed:
             self.optimism()
-        return steps
 
 
 def policy(name: str, seconds: dict[int, float]) -> Fixed:

@@ -126,8 +126,8 @@ class Speculator:
                 self.last.fill_(1)
                 begun = time.perf_counter()
                 run(self.both())
-                if self.cuda:
-                    torch.cuda.synchronize()
+                if self.text.device.type != "cpu":
+                    torch.accelerator.synchronize()
                 times.append(time.perf_counter() - begun)
             self.runs[length], self.seconds[length] = run, min(times)
         self.policy = policy(draft_tokens, self.seconds)
@@ -144,8 +144,8 @@ class Speculator:
         self.ends.copy_(torch.tensor(self.most) - 1)
         self.text.scatter_(1, self.last[:, None], tokens[:, None])
         read = self.draft is not None and start < self.room and (self.policy.length > 0 or width > 256)
-        before = self.unread if start else 0
-        self.unread = before + width if before or not read else 0  # tokens at the end that the draft has not read
+        # Tokens at the end that the draft has not read; of a chat's last answer it may lack one that it drafted.
+        self.unread = self.unread + 1 + width if start else 0 if read else width
         self.launched, self.heard = deque(), time.perf_counter()
         return read
 
@@ -170,7 +170,8 @@ class Speculator:
                 width = min(max(32, 1 << self.unread.bit_length()), self.room)
                 at = (self.last - width).clamp(0, self.room - width)[:, None]
                 at = at + torch.arange(width, device=self.last.device)
-                self.draft(self.text.gather(1, at), at, self.slots[1](self.reach()))
+                for piece in at.split(max(32, 1024 // len(at)), dim=1):  # each makes logits, which nobody wants
+                    self.draft(self.text.gather(1, piece), piece, self.slots[1](self.reach()))
             self.unread = 0 if length else self.unread + 1
             self.launched.append(length)
             yield self.runs[length](self.both())
@@ -185,14 +186,15 @@ class Speculator:
                 chosen.append(self.decode(tokens, positions, self.slots[0](reach)))
                 yield chosen[-1]
         finally:  # the host may have enough of it before
+            for step in chosen:
+                self.text.scatter_(1, self.last[:, None] + 1, step[0].long()[:, None])
+                self.last += active
             n = len(chosen)
-            at = (self.last[:, None] + 1 + torch.arange(n)).clamp(max=self.text.shape[1] - 1)
-            self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
-            self.last += torch.where(active, n, 0)
             self.unread += n
             self.counts.update(steps=n, row_steps=rows * n)
             for b, most in enumerate(self.most):
                 self.lengths[b] += n * (most > self.lengths[b])
+            self.policy.paused(n)
             self.heard = time.perf_counter()
 
     def learn(self, step: list) -> list[list[tuple[int, float]]]:
@@ -201,7 +203,7 @@ class Speculator:
         live = [b for b, new in enumerate(rows) if new and self.lengths[b] < self.most[b]]
         accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
         length, now = self.launched.popleft(), time.perf_counter()
-        if live:
+        if live and (length or self.policy.length == 0):  # else there was no room to draft
             self.policy.update(accepted, length, now - self.heard)
         self.heard = now
         rejecting = sum(n < most for n, most in zip(accepted, proposed))

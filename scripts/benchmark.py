@@ -36,7 +36,7 @@ from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
 from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_device,  # noqa: E402
-                     find_dtype, within)
+                     find_draft, find_dtype, within)
 from generate import TINY, Generator, Reader  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
@@ -283,9 +283,9 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     return result
 
 
-def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stop: int,
+def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stops: set[int],
                   at_first: Callable = lambda: None) -> list[float]:
-    """Milliseconds a token after the first, of each row, up to its stop token; at_first is called when that came."""
+    """Milliseconds a token after the first, of each row, up to a stop token; at_first is called when that came."""
     counts, ended, first = [0] * len(prompts), {}, None
     for step in generator.generate(prompts, new_tokens):
         if first is None:
@@ -295,7 +295,7 @@ def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: in
         for b, new in enumerate(step):
             for token, _ in new:
                 counts[b] += b not in ended
-                if b not in ended and (token == stop or counts[b] == new_tokens):
+                if b not in ended and (token in stops or counts[b] == new_tokens):
                     ended[b] = 1e3 * (now - first) / max(1, counts[b] - 1)
                     generator.finish(b)
         if len(ended) == len(prompts):
@@ -340,14 +340,14 @@ def busy_share(run: Callable) -> float:
 
 
 def assisted_tokens_per_s(directories: list[Path], prompt: list[int], args: Namespace) -> float:
-    """transformers' assisted generation, fp32 on the CPU; the best of the runs."""
+    """transformers' assisted generation, greedy, fp32 on the CPU; the best of the runs."""
     from transformers import AutoModelForCausalLM
     target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in directories)
     rates = []
     for _ in range(args.runs):
         begun = time.perf_counter()
         out = target.generate(torch.tensor([prompt]), assistant_model=draft, max_new_tokens=args.new_tokens,
-                              do_sample=args.temperature > 0, temperature=args.temperature or None)
+                              do_sample=False)
         rates.append((out.shape[1] - len(prompt)) / (time.perf_counter() - begun))
     return max(rates)
 
@@ -358,7 +358,10 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
     device = find_device(args.device)
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
     directory = Path(TINY) if what in SHAPES else find_checkpoint(what)
-    tokenizer, draft_directory = Tokenizer(directory), Path(TINY).with_name("tiny-draft")
+    tokenizer = Tokenizer(directory)
+    draft_directory = find_draft(str(Path(TINY).with_name("tiny-draft")), load_config(directory), tokenizer)
+    if args.against and (cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
+        raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1 and --temperature 0")
     prompts = [tokenizer.encode(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
     length = max(map(len, prompts)) + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -376,7 +379,7 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
         return Generator(model, length, sampling, args.batch, 1, not args.no_compile, not args.no_kernels, *draft)
 
     def one_run(generator: Generator) -> dict:
-        times = until_the_end(generator, prompts, args.new_tokens, stop=2)
+        times = until_the_end(generator, prompts, args.new_tokens, tokenizer.stops)
         bar.update()
         return dict(first=min(times), last=max(times), mean=statistics.mean(times))
 
@@ -390,6 +393,8 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
     fast = generator(load_model(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
     speculator = fast.speculator
     for name in names:
+        if name.isdecimal() and int(name) not in speculator.seconds:
+            raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.seconds)}; give others alone")
         speculator.policy = policy(name, speculator.seconds)
         runs = []
         for _ in range(args.runs):
@@ -403,7 +408,7 @@ def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
             cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
         if cuda:
-            busy = busy_share(partial(until_the_end, fast, prompts, args.new_tokens, 2))
+            busy = busy_share(partial(until_the_end, fast, prompts, args.new_tokens, tokenizer.stops))
         result = dict(
             what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
             group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,

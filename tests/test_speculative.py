@@ -304,6 +304,7 @@ def simulate(matches: Callable, cuda: bool, times: dict[int, float] = TIMES) -> 
         length, steps, accepted = policy.length, 1, 0
         if length == 0 and not cuda:
             steps = min(policy.pause(), 2000 - n)
+            policy.paused(steps)
         else:
             accepted, tried = (length, n) if length and matches(n) else (0, n if length else tried)
             policy.update([accepted], length, times[length])
@@ -321,6 +322,21 @@ def test_auto(cuda):
     assert clock < 1.05 * 2000 and tried > 1500  # it goes on trying
     length, clock, _ = simulate(lambda n: n > 500, cuda)
     assert length == 8 and clock < 1.05 * 500 + 1500 / 2
+
+
+def test_auto_loses_little_over_many_short_answers():
+    """Each answer ends a pause early; nothing is ever accepted."""
+    policy, clock, tokens = Auto(TIMES), 0.0, 0
+    for _ in range(100):
+        left = 20
+        while left > 0:
+            if length := policy.length:
+                policy.update([0], length, TIMES[length])
+            else:
+                policy.paused(min(policy.pause(), left))
+            step = 1 if length else left
+            clock, tokens, left = clock + step * TIMES[length], tokens + step, left - step
+    assert tokens == 2000 and clock < 1.05 * tokens
 
 
 def looked_up(text: list[int], length: int) -> list[int]:
