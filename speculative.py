@@ -186,10 +186,11 @@ class Speculator:
                 chosen.append(self.decode(tokens, positions, self.slots[0](reach)))
                 yield chosen[-1]
         finally:  # the host may have enough of it before
-            for step in chosen:
-                self.text.scatter_(1, self.last[:, None] + 1, step[0].long()[:, None])
-                self.last += active
             n = len(chosen)
+            at = (self.last[:, None] + torch.arange(1, n + 1, device=self.last.device)).clamp(max=self.text.shape[1] - 1)
+            if chosen:
+                self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
+            self.last += n * active
             self.unread += n
             self.counts.update(steps=n, row_steps=rows * n)
             for b, most in enumerate(self.most):
