@@ -187,9 +187,9 @@ class Speculator:
                 yield chosen[-1]
         finally:  # the host may have enough of it before
             n = len(chosen)
-            at = (self.last[:, None] + torch.arange(1, n + 1, device=self.last.device)).clamp(max=self.text.shape[1] - 1)
+            at = self.last[:, None] + torch.arange(1, n + 1, device=self.last.device)
             if chosen:
-                self.text.scatter_(1, at, torch.stack(chosen)[:, 0].t().long())
+                self.text.scatter_(1, at.clamp(max=self.text.shape[1] - 1), torch.stack(chosen)[:, 0].t().long())
             self.last += n * active
             self.unread += n
             self.counts.update(steps=n, row_steps=rows * n)
