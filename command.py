@@ -40,20 +40,22 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def check_memory(config: Config, rows: int, length: int, device: torch.device, dtype: torch.dtype,
-                 bits: int | None = None) -> str:
-    """What to say when memory runs out later; UserError if weights and cache alone do not fit. bits: of a weight of the
-    layers in a quantized checkpoint, scales not counted."""
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (_, _, shape) in config.hf_weights().items()}
-    packed = bits / 8 / dtype.itemsize if bits else 1
-    weights = sum(size * (packed if "_proj." in name else 1) for name, size in sizes.items())
-    cache = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
+def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int, device: torch.device,
+                 dtype: torch.dtype) -> str:
+    """What to say when memory runs out later; UserError if weights and caches alone do not fit. models: configs, and of
+    a quantized checkpoint the bits of a weight of its layers, scales not counted."""
+    weights = cache = 0
+    for config, bits in models:
+        packed = bits / 8 / dtype.itemsize if bits else 1
+        for name, (_, _, shape) in config.hf_weights().items():
+            weights += math.prod(shape) * dtype.itemsize * (packed if "_proj." in name else 1)
+        cache += dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[0]
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
-              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, --dtype, or "
-              "no --draft help")
+              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype"
+              f"{', or no --draft' if len(models) > 1 else ''}, help")
     if weights + cache > there:
         raise UserError(advice)
     return advice

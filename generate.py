@@ -391,12 +391,13 @@ def main() -> None:
     else:
         completions, prompts = prepare(args, tokenizer, limit), len(args.prompt)
         length = max(len(c.prompt_tokens) + c.limit for c in completions)
-    draft = args.draft
+    packed, draft = read_settings(directory), args.draft
+    models = [(config, packed.get("bits"))]
     if draft and draft != "prompt-lookup":
         draft_directory = find_draft(draft, config, tokenizer)
-    packed = read_settings(directory)
+        models.append((load_config(draft_directory), read_settings(draft_directory).get("bits")))
     quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
-    advice = check_memory(config, prompts * args.num_samples, length, device, dtype, packed.get("bits"))
+    advice = check_memory(models, prompts * args.num_samples, length + SLACK * bool(draft), device, dtype)
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:

@@ -173,7 +173,8 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) 
     if length > config.context:
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
-    check_memory(config, args.batch, length, device, dtype, read_settings(directory).get("bits") if directory else None)
+    bits = read_settings(directory).get("bits") if directory else None
+    check_memory([(config, bits)], args.batch, length, device, dtype)
     if directory:
         return load_model(directory, device, dtype, args.quantize, args.group_size)
     model = random_model(config, device, dtype)

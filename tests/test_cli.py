@@ -171,6 +171,7 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--draft", DRAFT, "--draft-tokens", "0"], "'0' is none of 1 to 32, auto, hf and bass"),
     (["--draft", DRAFT, "--draft-tokens", "33"], "'33' is none of 1 to 32"),
     (["--draft", DRAFT, "--draft-tokens", "many"], "'many' is none of"),
+    (["--draft", DRAFT, "--num-samples", "99999"], "or no --draft, help"),
     (["--time-budget", "0"], "--time-budget"),
     (["--time-budget", "1e-6"], "the first token took"),
     (["--time-budget", "1", "--interactive"], "--interactive"),
