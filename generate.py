@@ -104,7 +104,7 @@ class Reader:
         self.model.repeat_rows(self.samples)
         return chosen
 
-    def known(self, tokens: Tensor, *rest: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, *rest: Tensor) -> Tensor:
         """The decoder's logits; tokens that the vocabulary lacks are read as its last."""
         return self.decoder(tokens.clamp(max=self.model.config.vocab_size - 1), *rest)
 
@@ -144,7 +144,7 @@ class Generator(Reader):
         suggest, judge = (fast_propose, fast_accept) if kernels else (
             partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
         self.speculator = Speculator(
-            self.decoder, self.draft and self.draft.known, partial(judge, sampling=self.sampling),
+            self.decoder, self.draft and self.draft.logits, partial(judge, sampling=self.sampling),
             partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
             lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
             (self.slots, (self.draft or self).slots), rows, length + SLACK, room, vocabulary, self.device)

@@ -118,14 +118,14 @@ class Speculator:
             run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
             if length == 0 and not self.cuda:  # pause() runs these: run() has more to do around the model
                 run = self.plain_step
-            run(self.both())
+            run(self.slots_in_use())
             if self.cuda:
-                run = captured(run, self.both(), pool)
+                run = captured(run, self.slots_in_use(), pool)
             times = []
             while len(times) < 3 or sum(times) < 0.02:
                 self.last.fill_(1)
                 begun = time.perf_counter()
-                run(self.both())
+                run(self.slots_in_use())
                 if self.text.device.type != "cpu":
                     torch.accelerator.synchronize()
                 times.append(time.perf_counter() - begun)
@@ -139,9 +139,9 @@ class Speculator:
         padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
         self.text[:, start:start + width] = padded.to(self.text.device)
         self.lengths = [start + len(prompt) + 1 for prompt in prompts]  # of the texts, as far as the host knows
-        self.most = [length + limit - 1 for length in self.lengths]
+        self.limits = [length + limit - 1 for length in self.lengths]
         self.last.copy_(torch.tensor(self.lengths) - 1)
-        self.ends.copy_(torch.tensor(self.most) - 1)
+        self.ends.copy_(torch.tensor(self.limits) - 1)
         self.text.scatter_(1, self.last[:, None], tokens[:, None])
         read = self.draft is not None and start < self.room and (self.policy.length > 0 or width > 256)
         # Tokens at the end that the draft has not read; of a chat's last answer it may lack one that it drafted.
@@ -150,18 +150,19 @@ class Speculator:
         return read
 
     def plain_step(self, slots: tuple[Tensor, Tensor]) -> Tensor:
+        """One to be timed; pause() runs those that count."""
         return self.decode(self.last * 0, self.last.clone(), slots[0])
 
     def finish(self, row: int) -> None:
         """The host has seen the row's text end."""
-        self.most[row], self.ends[row] = 0, 0
+        self.limits[row], self.ends[row] = 0, 0
 
     def steps(self) -> Iterator[Tensor]:
         """Each step as it is launched, in the form of run() or, without drafts on a CPU, tokens and log-probabilities
         [2, B]."""
-        while left := [most - length for length, most in zip(self.lengths, self.most) if most > length]:
+        while left := [limit - length for length, limit in zip(self.lengths, self.limits) if limit > length]:
             length = max(length for length in self.seconds if length <= max(self.policy.length, min(self.seconds)))
-            if min(length for length, most in zip(self.lengths, self.most) if most > length) >= self.room:
+            if min(length for length, limit in zip(self.lengths, self.limits) if limit > length) >= self.room:
                 length = 0
             if length == 0 and not self.cuda:
                 yield from self.pause(min(self.policy.pause(), *left), len(left))
@@ -174,7 +175,7 @@ class Speculator:
                     self.draft(self.text.gather(1, piece), piece, self.slots[1](self.reach()))
             self.unread = 0 if length else self.unread + 1
             self.launched.append(length)
-            yield self.runs[length](self.both())
+            yield self.runs[length](self.slots_in_use())
 
     def pause(self, steps: int, rows: int) -> Iterator[Tensor]:
         """So many plain steps for `rows` unfinished rows."""
@@ -193,15 +194,15 @@ class Speculator:
             self.last += n * active
             self.unread += n
             self.counts.update(steps=n, row_steps=rows * n)
-            for b, most in enumerate(self.most):
-                self.lengths[b] += n * (most > self.lengths[b])
+            for b, limit in enumerate(self.limits):
+                self.lengths[b] += n * (limit > self.lengths[b])
             self.policy.paused(n)
             self.heard = time.perf_counter()
 
     def learn(self, step: list) -> list[list[tuple[int, float]]]:
         """What run() gave, on the host now -> the new tokens of each row and their log-probabilities."""
         rows = [[(int(token), logprob) for token, logprob in zip(*row) if token >= 0] for row in step]
-        live = [b for b, new in enumerate(rows) if new and self.lengths[b] < self.most[b]]
+        live = [b for b, new in enumerate(rows) if new and self.lengths[b] < self.limits[b]]
         accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
         length, now = self.launched.popleft(), time.perf_counter()
         if live and (length or self.policy.length == 0):  # else there was no room to draft
@@ -218,7 +219,7 @@ class Speculator:
         """No slot beyond is in use, nor will be after the next two steps."""
         return max(self.lengths) + SLACK
 
-    def both(self) -> tuple[Tensor, Tensor]:
+    def slots_in_use(self) -> tuple[Tensor, Tensor]:
         return self.slots[0](self.reach()), self.slots[1](self.reach())
 
     def run(self, length: int, slots: tuple[Tensor, Tensor]) -> Tensor:

@@ -215,18 +215,23 @@ def cold_start(what: str, args: Namespace) -> tuple[float, float]:
         return tuple(seconds)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """Operations a second of a square matrix product of random numbers; the median of 10."""
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+def gpu_seconds(run: Callable, runs: int) -> float:
+    """The median by the GPU's own clock, three runs to warm up apart."""
     seconds = []
-    for _ in range(13):
+    for _ in range(runs + 3):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
-        a @ b
+        run()
         ended.record()
         ended.synchronize()
         seconds.append(begun.elapsed_time(ended) / 1e3)
-    return 2 * size ** 3 / statistics.median(seconds[3:])
+    return statistics.median(seconds[3:])
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """Operations a second of a square matrix product of random numbers; the median of 10."""
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    return 2 * size ** 3 / gpu_seconds(lambda: a @ b, 10)
 
 
 def measure(what: str, args: Namespace, bar: tqdm) -> dict:
@@ -307,21 +312,14 @@ def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: in
 def forward_ms(reader: Reader, rows: int, T: int) -> float:
     """A forward of T tokens a row at position 100, a CUDA graph of its own; the median of 20."""
     tokens = torch.randint(reader.model.config.vocab_size, (rows, T), device=reader.device)
-    positions, times = 100 + torch.arange(T, device=reader.device).repeat(rows, 1), []
+    positions = 100 + torch.arange(T, device=reader.device).repeat(rows, 1)
     with torch.no_grad():
         reader.decoder(tokens, positions, reader.slots(200))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             reader.decoder(tokens, positions, reader.slots(200))
-    for _ in range(20):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(begun.elapsed_time(ended))
-    return statistics.median(times)
+    return 1e3 * gpu_seconds(graph.replay, 20)
 
 
 def busy_share(run: Callable) -> float:

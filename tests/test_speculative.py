@@ -386,7 +386,7 @@ def test_one_row_alone_keeps_its_place_when_it_is_done(prompts):
     last, seen = int(speculator.last), spy(speculator)
     generator.finish(0)
     with torch.no_grad():
-        out = speculator.run(4, speculator.both())
+        out = speculator.run(4, speculator.slots_in_use())
     assert seen == [[last]] and last >= 59 and speculator.last == last and (out[:, 0] == -1).all()
     assert speculator.text[0, :60].tolist() == prompts[0] + tokens
 
