@@ -109,30 +109,34 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in files.items()}
 
 
-def read_tensor(files: dict[str, Path], name: str, shape: tuple = None, kinds: str = "BF16 F16 F32 F64") -> Tensor:
-    """The tensor, in the host's memory. Its name leaves `files`: what stays there has no place in the model."""
+def read_tensor(files: dict[str, Path], name: str, shape: tuple = None, kinds: str = "BF16 F16 F32 F64",
+                part: tuple[slice, ...] = ()) -> Tensor:
+    """The tensor, or a part, in the host's memory. Its name leaves `files`: what stays has no place in the model."""
     if name not in files:
         raise UserError(f"the tensor {name} is missing; quantized weights, if these are, quantize.load_model reads")
     with blame(path := files.pop(name)), safe_open(path, framework="pt") as file:
         found = file.get_slice(name)
         if found.get_dtype() not in kinds.split() or shape not in (None, tuple(found.get_shape())):
             raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, want {kinds} {list(shape or ())}")
-        return file.get_tensor(name)
+        return found[part[:len(shape)]] if part else file.get_tensor(name)
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False,
-               swap=lambda model, files: None) -> Transformer:
-    """The model, its weights read tensor by tensor straight to the device; swap puts in layers that have theirs."""
+               swap=lambda model, files: None, shard=None) -> Transformer:
+    """The model, its weights read tensor by tensor straight to the device; swap puts in layers that have theirs.
+    shard: the part to read, a tp.Shard."""
     from tqdm import tqdm
+    config, files = load_config(directory), tensor_files(directory)
     with torch.device("meta"):
-        model = Transformer(load_config(directory))
-    files = tensor_files(directory)
+        model = shard.model() if shard else Transformer(config)
     swap(model, files)
     weights = {name: nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype), requires_grad=False)
                for name, parameter in model.named_parameters() if parameter.is_meta}
-    wanted = [(name, *place) for name, place in model.config.hf_weights().items() if place[0] in weights]
-    for name, ours, row, shape in tqdm(wanted, "loading", delay=1, leave=False, disable=not progress):
-        weights[ours][row:row + shape[0]].copy_(read_tensor(files, name, shape))
+    places, shapes = model.config.hf_weights(), {name: place[2] for name, place in config.hf_weights().items()}
+    wanted = [(name, *place) for name, place in places.items() if place[0] in weights]
+    for name, ours, row, (rows, *_) in tqdm(wanted, "loading", delay=1, leave=False, disable=not progress):
+        tensor = read_tensor(files, name, shapes[name], part=shard.part(name) if shard else ())
+        weights[ours][row:row + rows].copy_(tensor)
     for name, path in list(files.items()):
         if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.config.tied
                 or name.endswith(".bias") and not read_tensor(files, name).any()):

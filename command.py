@@ -41,9 +41,9 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int, device: torch.device,
-                 dtype: torch.dtype) -> str:
+                 dtype: torch.dtype, ranks: int = 1) -> str:
     """What to say when memory runs out later; UserError if weights and caches alone do not fit. models: configs, and of
-    a quantized checkpoint the bits of a weight of its layers, scales not counted."""
+    a quantized checkpoint the bits of a weight of its layers, scales not counted; split over the ranks' GPUs."""
     weights = cache = 0
     for config, bits in models:
         packed = bits / 8 / dtype.itemsize if bits else 1
@@ -52,7 +52,7 @@ def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int
         cache += dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
-        there = torch.cuda.mem_get_info(device)[0]
+        there, weights, cache = torch.cuda.mem_get_info(device)[0], weights / ranks, cache / ranks
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
               f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype"
               f"{', or no --draft' if len(models) > 1 else ''}, help")
@@ -195,8 +195,8 @@ def report(generator, runs: list[list], **known) -> dict:
                     finish_reason=c.finish_reason, seconds=c.seconds,
                     mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
     return known | dict(
-        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), world_size=1,
-        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), batch=len(completions),
+        samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9,

@@ -122,7 +122,7 @@ class FastAttention(nn.Module):
 
 def product(layer: nn.Module) -> Callable:
     """A linear layer as (x [M, K], norm's weight, residual, gated, eps) -> [M, N], in one launch or two."""
-    if isinstance(layer, KernelLinear):
+    if hasattr(layer, "fused"):
         return layer.fused
     return lambda x, norm=None, **parts: linear(x, layer.weight, norm, layer.bias, **parts)
 
@@ -195,6 +195,8 @@ def swap_packed(module: nn.Module, *names: str) -> None:
         layer = getattr(module, name)
         if isinstance(layer, PackedLinear):
             setattr(module, name, KernelLinear(layer, gated=name == "w_gate_up"))
+        elif hasattr(layer, "linear"):  # tp.py's
+            swap_packed(layer, "linear")
 
 
 def fast_path(model: nn.Module) -> FastDecoder:
@@ -202,7 +204,7 @@ def fast_path(model: nn.Module) -> FastDecoder:
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
     # Unless they are listed, Inductor writes out all that an operator's arguments are made of, and each residual
     # doubles that text: with 32 layers no end was seen in 400 s (torch 2.11).
-    operators = "linear", "packed_linear", "update_and_attend", "sample", "distribute"
+    operators = "linear packed_linear update_and_attend sample distribute all_reduce all_gather".split()
     FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in operators)
     swap_packed(model, "head")
     for layer in model.layers:

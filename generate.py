@@ -4,6 +4,7 @@ Generate text with a Llama-family checkpoint.
     python generate.py                                                    # the bundled model tells a story
     python generate.py --prompt "One day, a fox" --num-samples 3 --compile
     python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile --interactive
+    torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR --compile
 
 Text goes to stdout as it comes, everything else to stderr; with --json, stdout is one JSON object on one line.
 """
@@ -25,13 +26,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, report_errors
-from command import check_memory, find_device, find_draft, find_dtype, generate_args, ranked, report, table
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json
+from collectives import Team, join, run
+from command import check_memory, find_draft, find_dtype, generate_args, ranked, report, table
 from fast import FastDecoder, swap_in
 from model import Transformer
 from quantize import load_model, read_settings
 from sampling import Sampling, choose, distribution, draw, fast_accept, fast_choose, fast_propose
 from speculative import SLACK, Speculator, accept, propose
+from tp import split_pays, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
@@ -111,15 +114,15 @@ class Reader:
 
 class Generator(Reader):
     """Prefill and decode of `prompts` x `samples` rows; with a draft, a smaller Transformer or "prompt-lookup", by a
-    speculator, whose policy is draft_tokens.
+    speculator, whose policy is draft_tokens. A team's ranks do the same, each with its part of the model.
 
     Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  compile: bool = False, kernels: bool = True, draft: Transformer | str | None = None,
-                 draft_tokens: str = "auto"):
+                 draft_tokens: str = "auto", team: Team | None = None):
         super().__init__(model, length + SLACK * bool(draft), sampling, prompts * samples, samples, compile, kernels)
-        self.decode, self.draft, self.speculator = decode_one_token, None, None
+        self.decode, self.draft, self.speculator, self.team = decode_one_token, None, None, team or Team()
         self.tokens, self.positions = (
             torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
         if compile:
@@ -147,7 +150,8 @@ class Generator(Reader):
             self.decoder, self.draft and self.draft.logits, partial(judge, sampling=self.sampling),
             partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
             lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
-            (self.slots, (self.draft or self).slots), rows, length + SLACK, room, vocabulary, self.device)
+            (self.slots, (self.draft or self).slots), rows, length + SLACK, room, vocabulary, self.device,
+            self.team.agree)
         for reader in filter(None, (self, self.draft)) if self.compiled else ():
             reader.read([[0, 0]] * (rows // self.samples), 0)
         # A CUDA graph takes the kernels as they are.
@@ -278,6 +282,7 @@ def complete(generator: Generator, completions: list[Completion], printing: Iter
     prompts = [completion.prompt_tokens[start:] for completion in completions[::generator.samples]]
     for rows in generator.generate(prompts, completions[0].limit, start):
         seconds = time.perf_counter() - begun
+        seconds = generator.team.agree(seconds) if budget else seconds
         unfinished = [(b, completion) for b, completion in enumerate(completions) if not completion.finish_reason]
         for b, completion in unfinished:
             if budget and seconds > budget:
@@ -306,15 +311,17 @@ def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse
             return tokenizer.encode(tokenizer.render(messages), rendered=True)
         return tokenizer.encode("".join(message["content"] for message in messages))
 
-    messages, cached, answers = [], [], []
-    while True:
+    def ask() -> str | None:
         try:
-            line = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+            return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
         except EOFError:
-            return answers
+            return None
         except KeyboardInterrupt:
             print()
-            continue
+            return ""
+
+    messages, cached, answers = [], [], []
+    while (line := generator.team.agree(ask)) is not None:
         if not line.strip():
             continue
         messages.append(dict(role="user", content=line))
@@ -342,6 +349,7 @@ def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse
         messages.append(dict(role="assistant", content=answer.text if tokenizer.template else answer.text + "\n"))
         if not tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the text is told
             messages = []
+    return answers
 
 
 def prepare(args: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> list[Completion]:
@@ -369,7 +377,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not all terminals show all of Unicode
     args = generate_args(__doc__, TINY)
-    device = find_device(args.device)
+    device, team = join(args.device)
     dtype = find_dtype(args.dtype, device)
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if args.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
@@ -397,22 +405,24 @@ def main() -> None:
         draft_directory = find_draft(draft, config, tokenizer)
         models.append((load_config(draft_directory), read_settings(draft_directory).get("bits")))
     quantized = args.quantize or (f"int{packed['bits']}" if packed else None)
-    advice = check_memory(models, prompts * args.num_samples, length + SLACK * bool(draft), device, dtype)
+    rows, slots, split = prompts * args.num_samples, length + SLACK * bool(draft), splitter(team)
+    advice = check_memory(models, rows, slots, device, dtype, team.ranks)
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     try:
-        model = load_model(directory, device, dtype, args.quantize, args.group_size, progress=not args.quiet)
+        model = load_model(directory, device, dtype, args.quantize, args.group_size, not args.quiet, split)
         if draft and draft != "prompt-lookup":
-            draft = load_model(draft_directory, device, dtype, args.draft_quantize, progress=not args.quiet)
+            split = split if split_pays(models[1][0], dtype, team.ranks) else None
+            draft = load_model(draft_directory, device, dtype, args.draft_quantize, None, not args.quiet, split)
         loaded = time.perf_counter()
         if quantized and not args.compile:
             print("without --compile, quantized weights are unpacked at every step: slow", file=sys.stderr)
         if args.compile and not args.quiet:
             print("compiling ...", file=sys.stderr, flush=True)
         generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels,
-                              draft, args.draft_tokens or "auto")
+                              draft, args.draft_tokens or "auto", team)
         ready = time.perf_counter()
-        torch.seed() if args.seed is None else torch.manual_seed(args.seed)
+        torch.manual_seed(team.agree(torch.seed() if args.seed is None else args.seed))
         with profiler:
             if args.interactive:
                 runs = [[answer] for answer in chat(generator, tokenizer, length, args) if answer.steps]
@@ -428,14 +438,14 @@ def main() -> None:
         if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
             raise UserError(advice) from None
         raise
-    if args.profile:
+    if args.profile and team.rank == 0:
         partial = args.profile.with_stem(args.profile.stem + ".partial")
         profiler.export_chrome_trace(str(partial))
         partial.replace(args.profile)
     if not runs:
         return
     result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
-                    compile_s=ready - loaded if args.compile else 0.0)
+                    compile_s=ready - loaded if args.compile else 0.0, world_size=team.ranks)
     if args.json:
         print(json.dumps(result))
     if not args.quiet:
@@ -443,4 +453,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    report_errors(main)
+    run(main)

@@ -25,7 +25,7 @@ try:
     from triton.language import constexpr
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # no GPU build of PyTorch: the plain twins serve
-    triton = tl = constexpr = None
+    triton = tl = constexpr = gdc_launch_dependents = gdc_wait = None
 
     def jit(kernel):
         return None

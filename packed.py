@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from kernels import constexpr, gpu, jit, launch, norm_kernel, plain_linear, tl, triton, tuned
+from kernels import (
+    constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, launch, norm_kernel, plain_linear, tl, triton, tuned)
 
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.runtime.jit import constexpr_function
 except ImportError:  # no GPU build of PyTorch: the plain layer serves
     gluon, constexpr_function = None, lambda function: function
@@ -55,7 +55,8 @@ class PackedLinear(nn.Module):
     """nn.Linear with packed weights; groups lie side by side along K, so their size is K / C.
 
     codes [N, K] below 2 ** bits; scales [N, C]; zeros, integers [N, C], None for 2 ** (bits - 1) everywhere. order [K]:
-    the inputs are taken in this order first (GPTQ's act-order); codes come in it."""
+    the inputs are taken in this order first (GPTQ's act-order), some more than once (quantize.filled); codes come in
+    it."""
 
     def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
                  order: Tensor | None = None):
@@ -420,7 +421,8 @@ def plain_packed_linear(x, words, groups, order, shifts, N, bits, norm=None, bia
                         eps=1e-5) -> Tensor:
     """The plain twin of packed_linear()."""
     groups = untile(groups, N, gated)
-    codes = unpack(untile(words, N, gated), bits, x.shape[1]).view(N, groups.shape[1], -1)
+    K = x.shape[1] if order is None else len(order)
+    codes = unpack(untile(words, N, gated), bits, K).view(N, groups.shape[1], -1)
     scales, zeros = groups.to(torch.int16).view(torch.float16).float(), groups >> 16
     w = ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
     return from_weights(x, w, order, norm, bias, residual, gated, eps)
@@ -438,7 +440,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
                   residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """kernels.linear() with the weights of a KernelLinear, whose tiles are words and groups: x [M, K] ->
     residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there."""
-    M, K = x.shape
+    M, K = len(x), x.shape[1] if order is None else len(order)
     C, block = groups.shape[1], 512 // bits
     x = x.contiguous()
     G = K // C if C > 1 else 2 ** 30  # WHOLE

@@ -51,13 +51,17 @@ def group_of(K: int, group_size: int) -> int:
     return G
 
 
-def find_scales(w: Tensor, bits: int, sym: bool, costs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def find_scales(w: Tensor, bits: int, sym: bool, costs: Tensor | None = None,
+                widest: Callable | None = None) -> tuple[Tensor, Tensor]:
     """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
 
     With costs [G] it is shrunk to the least sum of squared errors times costs (without, that made perplexity worse).
-    Zero points start at 1: "gptq" files store zero - 1, and engines read -1 differently."""
+    Zero points start at 1: "gptq" files store zero - 1, and engines read -1 differently. widest: of low and high those
+    of a group that is not here as a whole."""
     top = 2 ** bits - 1
     low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
+    if widest:
+        low, high = widest(low, high)
     if sym:
         span = 2 * torch.maximum(-low, high) / top
         zero = torch.full_like(span, 2 ** (bits - 1))
@@ -77,10 +81,11 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return ((w / scale).round_() + zero).clamp_(0, 2 ** bits - 1)
 
 
-def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool,
+                     widest: Callable | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for 2 ** (bits - 1) everywhere."""
     groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
-    scale, zero = find_scales(groups, bits, sym)  # [N, C, 1]
+    scale, zero = find_scales(groups, bits, sym, widest=widest)  # [N, C, 1]
     codes = encode(groups, scale, zero, bits).to(torch.uint8)
     return codes.flatten(1), scale.squeeze(-1).half(), None if sym else zero.squeeze(-1).to(torch.uint8)
 
@@ -151,8 +156,9 @@ def linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
 
 @torch.no_grad()
 def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, act_order: bool = False,
-                   head: bool = False, calibration: Tensor | None = None, progress: bool = False) -> None:
-    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T]."""
+                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None) -> None:
+    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T];
+    not the latter of a tp.Shard."""
     for name, (ours, row, shape) in model.config.hf_weights().items():
         if not model.get_parameter(ours)[row:row + shape[0]].isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
@@ -163,7 +169,8 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
     def replace(parent: nn.Module, own: str, hessian: Tensor | None = None) -> None:
         linear, order = getattr(parent, own), None
         if hessian is None:
-            codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym)
+            widest = partial(shard.widest, own) if shard and group_size == -1 else None
+            codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym, widest)
         else:
             codes, scales, zeros, order, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order)
         packed = PackedLinear(codes, scales, zeros, bits, linear.bias, order)
@@ -291,23 +298,45 @@ class Parts(nn.ModuleList):
         return torch.cat([part(x) for part in self], dim=-1)
 
 
-def read_part(read: Callable, name: str, shape: tuple[int, int], bias: bool, settings: dict) -> tuple:
-    """Hugging Face's linear layer `name` -> order [K], codes [N, K], scales, zeros [N, C], bias [N] or None.
+def filled(codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, order: Tensor) -> tuple:
+    """Of groups that differ in size, as a rank has them of an act-order layer's inputs, groups of 32 of the same
+    weights: what is missing to a multiple of 32 is filled up with weights of 0. As read_part, without bias."""
+    counts = g_idx.bincount(minlength=scales.shape[1])  # [C]
+    blocks = (counts + 31) // 32
+    group = torch.arange(len(counts), device=codes.device).repeat_interleave(blocks)  # of each group of 32
+    at = torch.arange(len(order), device=codes.device) + (32 * blocks - counts).cumsum(0)[g_idx[order]]
+    at -= (32 * blocks - counts)[g_idx[order]]  # what the groups before are filled up with, not the own
+    wide, wide_order = zeros[:, group].repeat_interleave(32, dim=1), order.new_zeros(32 * len(group))
+    wide[:, at], wide_order[at] = codes[:, order], order
+    return wide_order, wide, scales[:, group], zeros[:, group]
 
-    read(name, shape, kinds) gives a tensor on the device."""
-    (N, K), bits = shape, settings["bits"]
+
+def read_part(read: Callable, name: str, shape: tuple[int, int], bias: bool, settings: dict, part: tuple) -> tuple:
+    """Hugging Face's linear layer `name`, or some of its rows and columns -> order [K], codes [N, K], scales, zeros
+    [N, C], bias [N] or None.
+
+    read(name, shape, kinds, part) gives a tensor on the device."""
+    (N, K), bits, (rows, columns) = shape, settings["bits"], part
     C = K // group_of(K, settings["group_size"])
-    codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32"), bits).T
-    zeros = unpack_rows(read(name + "qzeros", (C, N * bits // 32), "I32").T, bits)
+
+    def words(codes: slice) -> slice:
+        return codes if codes.stop is None else slice(codes.start * bits // 32, codes.stop * bits // 32)
+
+    codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32", (words(columns), rows)), bits).T
+    zeros = unpack_rows(read(name + "qzeros", (C, N * bits // 32), "I32", (slice(None), words(rows))).T, bits)
     if settings["checkpoint_format"] == "gptq":
         zeros = zeros + 1 & 2 ** bits - 1
-    group = torch.arange(K, device=codes.device) // (K // C)
-    g_idx = read(name + "g_idx", (K,), "I32")
-    order = g_idx.argsort(stable=True)
-    if not torch.equal(g_idx[order], group):
+    g_idx = read(name + "g_idx", (K,), "I32", (columns,)).long()
+    order, scales = g_idx.argsort(stable=True), read(name + "scales", (C, N), part=(slice(None), rows)).T
+    whole = len(g_idx) == K
+    counts = g_idx.clamp(0, C).bincount(minlength=C)
+    if g_idx.amin() < 0 or len(counts) > C or whole and not (counts == K // C).all():
         raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
-    scales = read(name + "scales", (C, N)).T
-    return order, codes[:, order], scales, zeros, read(name + "bias", (N,)) if bias else None
+    here = counts.nonzero().squeeze(1)
+    bias = read(name + "bias", (N,), part=(rows,)) if bias else None
+    if C > 1 and not (counts[here] == K // C).all():
+        return *filled(codes, scales, zeros, g_idx, order), bias
+    return order, codes[:, order], scales[:, here], zeros[:, here], bias
 
 
 def side_by_side(parts: list[tuple], bits: int) -> nn.Module:
@@ -337,45 +366,56 @@ def read_settings(directory: Path) -> dict:
     return settings
 
 
-def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, model: Transformer, files: dict) -> None:
+def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, model: Transformer, files: dict) -> None:
     """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
-    def read(name: str, *wanted) -> Tensor:
-        tensor = read_tensor(files, name, *wanted).to(device)
+    def read(name: str, *wanted, **part) -> Tensor:
+        tensor = read_tensor(files, name, *wanted, **part).to(device)
         return tensor.to(dtype) if name.endswith(".bias") else tensor
 
+    def part(name: str) -> tuple[slice, slice]:
+        return shard.part(name) if shard else (slice(None), slice(None))
+
     parts = {}  # of our layers: Hugging Face's names, less "weight", and shapes
-    for name, (ours, _, shape) in model.config.hf_weights().items():
+    for name, (ours, _, shape) in (shard.full if shard else model.config.hf_weights()).items():
         parts.setdefault(ours, []).append((name.removesuffix("weight"), shape))
     for name, parent, own in linears(model, head=not model.config.tied):
         found, bias = parts[f"{name}.weight"], getattr(parent, own).bias is not None
-        packed = [part + "qweight" in files for part, _ in found]
+        packed = [theirs + "qweight" in files for theirs, _ in found]
         if any(packed) and not all(packed):
             raise UserError(f"{found[packed.index(False)][0]}qweight is missing: q, k and v, or gate and up, are read "
                             "all quantized or none")
         if any(packed):
-            layers = [read_part(read, part, shape, bias, settings) for part, shape in found]
+            layers = [read_part(read, theirs, shape, bias, settings, part(theirs)) for theirs, shape in found]
             setattr(parent, own, side_by_side(layers, settings["bits"]))
 
 
-def round_model(model: Transformer, quantize: str, group_size: int | None) -> None:
+def default_group(quantize: str | None, group_size: int | None) -> int:
+    return group_size or (32 if quantize == "int4" else -1)
+
+
+def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
     """--quantize's "int8" or "int4", with its defaults."""
     bits = dict(int8=8, int4=4)[quantize]
-    default = -1 if bits == 8 else 32
-    quantize_model(model, bits, default if group_size is None else group_size, sym=bits == 8)
+    quantize_model(model, bits, default_group(quantize, group_size), sym=bits == 8, shard=shard)
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
-               group_size: int | None = None, progress: bool = False) -> Transformer:
-    """As checkpoint.load_model, of GPTQ checkpoints too; quantize, "int8" or "int4", rounds the layers' weights."""
-    settings = read_settings(directory)
-    if not settings:
-        model = checkpoint.load_model(directory, device, dtype, progress)
-        if quantize:
-            round_model(model, quantize, group_size)
-        return model
-    if quantize:
+               group_size: int | None = None, progress: bool = False, split: Callable | None = None) -> Transformer:
+    """As checkpoint.load_model, of GPTQ checkpoints too; quantize, "int8" or "int4", rounds the layers' weights.
+    split, tp.splitter()'s: this rank's part."""
+    settings, swap = read_settings(directory), lambda model, files: None
+    if settings and quantize:
         raise UserError(f"--quantize {quantize}: {directory} is quantized already; leave the option out")
-    return checkpoint.load_model(directory, device, dtype, progress, partial(swap_in, settings, device, dtype))
+    group = settings.get("group_size", default_group(quantize, group_size))
+    shard = split(load_config(directory), group) if split else None
+    if settings:
+        swap = partial(swap_in, settings, device, dtype, shard)
+    model = checkpoint.load_model(directory, device, dtype, progress, swap, shard)
+    if quantize:
+        round_model(model, quantize, group_size, shard)
+    if shard:
+        shard.wire(model)
+    return model
 
 
 def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int) -> Tensor:

@@ -90,13 +90,13 @@ class Speculator:
     target, draft (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; draft None: prompt lookup. accept,
     propose: as above, with all that they need but tensors. decode (tokens [B], positions [B], slots): a plain step, for
     a CPU. slots (n): of both models, those to look at when n are in use. length: of the target's cache; room: of the
-    draft's."""
+    draft's. agree (seconds): rank 0's, on all ranks, or these would draft as their own clocks tell them."""
 
     def __init__(self, target: Callable, draft: Callable | None, accept: Callable, propose: Callable, decode: Callable,
                  slots: tuple[Callable, Callable], rows: int, length: int, room: int, vocabulary: int,
-                 device: torch.device):
+                 device: torch.device, agree: Callable = lambda seconds: seconds):
         self.target, self.draft, self.accept, self.propose = target, draft, accept, propose
-        self.decode, self.slots = decode, slots
+        self.decode, self.slots, self.agree = decode, slots, agree
         self.room, self.vocabulary, self.cuda = room, vocabulary, device.type == "cuda"
         self.text = torch.zeros(rows, length, dtype=torch.long, device=device)
         self.last = torch.ones(rows, dtype=torch.long, device=device)  # where each text ends
@@ -128,7 +128,7 @@ class Speculator:
                 run(self.slots_in_use())
                 if self.text.device.type != "cpu":
                     torch.accelerator.synchronize()
-                times.append(time.perf_counter() - begun)
+                times.append(self.agree(time.perf_counter() - begun))
             self.runs[length], self.seconds[length] = run, min(times)
         self.policy = policy(draft_tokens, self.seconds)
 
@@ -206,7 +206,7 @@ class Speculator:
         accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
         length, now = self.launched.popleft(), time.perf_counter()
         if live and (length or self.policy.length == 0):  # else there was no room to draft
-            self.policy.update(accepted, length, now - self.heard)
+            self.policy.update(accepted, length, self.agree(now - self.heard))
         self.heard = now
         rejecting = sum(n < most for n, most in zip(accepted, proposed))
         self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(proposed), accepted=sum(accepted),

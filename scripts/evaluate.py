@@ -29,10 +29,12 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
-from command import DTYPES, GIB, Parser, find_device, find_dtype, within  # noqa: E402
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
+from collectives import Team, join, run  # noqa: E402
+from command import DTYPES, GIB, Parser, find_dtype, within  # noqa: E402
 from model import Transformer  # noqa: E402
 from quantize import load_model  # noqa: E402
+from tp import splitter  # noqa: E402
 
 
 def parse_spec(spec: str) -> dict:
@@ -84,13 +86,14 @@ def perplexity(nats: float, count: int) -> float | None:
     return math.exp(nats / count) if nats < 700 * count else None
 
 
-def evaluate(spec: dict, directory: Path, text: str, device: torch.device, args: Namespace) -> dict:
+def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team: Team, args: Namespace) -> dict:
     """The JSON line of one model."""
     ids, first, skipped = encode(Tokenizer(directory), text)
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
     dtype = find_dtype(args.dtype, device)
     try:
-        model = load_model(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty())
+        model = load_model(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty(),
+                           splitter(team))
         model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         begun = time.perf_counter()
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
@@ -156,9 +159,9 @@ def main() -> None:
         raise UserError(f"--stride {args.stride} leaves tokens out: want at most --context, {args.context}")
     if args.max_tokens:
         text = beginning(Tokenizer(directories[0]), text, args.max_tokens)
-    device, results = find_device(args.device), []
+    (device, team), results = join(args.device), []
     for spec, directory in zip(specs, directories):
-        results.append(evaluate(spec, directory, text, device, args))
+        results.append(evaluate(spec, directory, text, device, team, args))
         if args.json or not args.compare:
             print(json.dumps(results[-1]), flush=True)
     if not args.json:
@@ -166,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    report_errors(main)
+    run(main)
