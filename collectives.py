@@ -49,9 +49,9 @@ def exchange_kernel(x, residual, out, boxes, N, PART, RANK: constexpr, RANKS: co
     mine = tl.where(mine == -32768, 0, mine).to(tl.int16)
     at = m * PART + c
     for i in tl.static_range(1, RANKS):
-        box = tl.multiple_of(tl.load(boxes + (RANK + i) % RANKS), 16).to(tl.pointer_type(tl.int16))
+        box = boxes[(RANK + i) % RANKS]
         tl.store(box + (BOX * RANKS + RANK) * CAPACITY + at, mine, mask=c < width)
-    box = tl.multiple_of(tl.load(boxes + RANK), 16).to(tl.pointer_type(tl.int16)) + BOX * RANKS * CAPACITY
+    box = boxes[RANK] + BOX * RANKS * CAPACITY
     total = tl.zeros((BLOCK,), tl.float32)
     if residual is not None:
         total += tl.load(residual + m * N + c, mask=c < N, other=0).to(tl.float32)
@@ -74,21 +74,24 @@ def exchange_kernel(x, residual, out, boxes, N, PART, RANK: constexpr, RANKS: co
 
 
 @functools.cache
-def mailboxes(device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """This rank's three boxes [3, R, CAPACITY], which all ranks write into, and the addresses [R] of everyone's; None
-    where some GPU cannot reach another's memory. All ranks call it at the same time, no CUDA graph being captured."""
+def mailboxes(device: torch.device) -> tuple[Tensor, ...] | None:
+    """Three boxes [3, R, CAPACITY] of each rank, all of which all ranks write into; None where some GPU cannot reach
+    another's memory. The ranks call it together, no CUDA graph being captured."""
     import torch.distributed._symmetric_memory as symmetric_memory
-    found = torch.zeros(1)
+    shape, found = (3, dist.get_world_size(), CAPACITY), torch.zeros(1)
     try:
-        boxes = symmetric_memory.empty(3, dist.get_world_size(), CAPACITY, dtype=torch.int16, device=device)
-        handle = symmetric_memory.rendezvous(boxes, dist.group.WORLD)
-        boxes.fill_(-32768)
+        own = symmetric_memory.empty(shape, dtype=torch.int16, device=device).fill_(-32768)
+        handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
         torch.cuda.synchronize(device)
         found += 1
     except RuntimeError:
         pass
     dist.all_reduce(found, dist.ReduceOp.MIN)  # a host's tensor: gloo
-    return (boxes, torch.tensor(handle.buffer_ptrs, device=device)) if found else None
+    if not found:
+        return None
+    boxes = [handle.get_buffer(r, shape, torch.int16) for r in range(shape[1])]
+    boxes[dist.get_rank()] = own  # which keeps them all alive
+    return tuple(boxes)
 
 
 def exchange(x: Tensor, residual: Tensor | None, columns: int, box: int) -> Tensor | None:
@@ -100,7 +103,7 @@ def exchange(x: Tensor, residual: Tensor | None, columns: int, box: int) -> Tens
         return None
     out, block, pdl = x.new_empty(M, columns), min(1024, triton.next_power_of_2(part)), launch(x.device)
     exchange_kernel[(triton.cdiv(part, block), M)](
-        x.contiguous(), residual, out, mailboxes(x.device)[1], columns, part, dist.get_rank(), dist.get_world_size(),
+        x.contiguous(), residual, out, mailboxes(x.device), columns, part, dist.get_rank(), dist.get_world_size(),
         box, box != LOGITS, CAPACITY, block, bool(pdl), num_warps=4, **pdl)
     return out
 

@@ -4,6 +4,7 @@ Measure decode and prefill of a public shape, with random weights made on the de
     python scripts/benchmark.py llama-2-7b
     python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
     python scripts/benchmark.py llama-2-7b --quantize int4 --group-size 128
+    python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8 --temperature 0.2 --top-p 0.95
     python scripts/benchmark.py --markdown results.jsonl
@@ -32,17 +33,20 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, report_errors  # noqa: E402
-from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_device,  # noqa: E402
-                     find_draft, find_dtype, within)
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
+from collectives import LIBRARY, Team, all_reduce, join, run  # noqa: E402
+from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft,  # noqa: E402
+                     find_dtype, within)
 from generate import TINY, Generator, Reader  # noqa: E402
 from kernels import read_bandwidth  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from policies import policy  # noqa: E402
-from quantize import load_model, read_settings, round_model  # noqa: E402
+from quantize import default_group, load_model, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
+from tp import Shard, splitter  # noqa: E402
 
 LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
@@ -61,10 +65,10 @@ SHAPES = {  # dim, layers, heads, kv heads, head dim, ffn dim, vocabulary, conte
 }
 
 
-def random_model(config: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
+def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None) -> Transformer:
     """Normal weights of a scale that keeps activations near 1; norms are 1."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = shard.model() if shard else Transformer(config)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     if config.tied:
         model.head.weight = model.embed.weight
@@ -140,6 +144,7 @@ def parse_args() -> Namespace:
         "--speculate transformers' assisted generation, if that is installed")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
     add_quantize(parser)
+    add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
     add("--device", help="as generate.py's")
     add("--dtype", choices=DTYPES, help="as generate.py's")
     add("--markdown", nargs="+", type=Path, metavar="FILE", help="print a table and a chart of these saved lines")
@@ -150,6 +155,8 @@ def parse_args() -> Namespace:
         parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
+    if args.ranks > 1 and args.speculate:
+        parser.error(f"--ranks {args.ranks}: --speculate measures one GPU")
     if args.what and args.markdown:
         parser.error(f"--markdown reads saved lines and measures nothing: leave out {' '.join(args.what)}")
     if not args.what and not args.markdown:
@@ -157,7 +164,7 @@ def parse_args() -> Namespace:
     return args
 
 
-def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) -> Transformer:
+def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, team: Team) -> Transformer:
     """The model, if it fits, once what was measured before it is gone."""
     torch._dynamo.reset()
     gc.collect()  # compiled layers refer to each other
@@ -174,18 +181,42 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) 
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
     bits = read_settings(directory).get("bits") if directory else None
-    check_memory([(config, bits)], args.batch, length, device, dtype)
+    check_memory([(config, bits)], args.batch, length, device, dtype, team.ranks)
+    torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
+    split = splitter(team)
     if directory:
-        return load_model(directory, device, dtype, args.quantize, args.group_size)
-    model = random_model(config, device, dtype)
+        return load_model(directory, device, dtype, args.quantize, args.group_size, split=split)
+    shard = split(config, default_group(args.quantize, args.group_size)) if split else None
+    model = random_model(config, device, dtype, shard)
     if args.quantize:
-        round_model(model, args.quantize, args.group_size)
+        round_model(model, args.quantize, args.group_size, shard)
+    if shard:
+        shard.wire(model)
+    torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
     return model
 
 
 def ready(model: Transformer, args: Namespace, compile: bool = True, kernels: bool = True) -> Generator:
     length = args.context + args.prompt_length + args.new_tokens
     return Generator(model, length, Sampling(args.temperature, args.top_k, args.top_p), args.batch, 1, compile, kernels)
+
+
+def all_reduce_us(device: torch.device) -> dict[str, float]:
+    """Of 16 KiB with the residual, by mailboxes, then with a norm after it, and NCCL's; in CUDA graphs of 100."""
+    x, us = torch.randn(1, 8192, device=device, dtype=torch.bfloat16), {}
+    for name, library, norm in (("one_shot", False, False), ("one_shot_norm", False, True), ("nccl", True, False)):
+        def chain() -> None:
+            h = x
+            for i in range(100):
+                h = all_reduce(x, h, LIBRARY if library else i % 2)
+                h = F.rms_norm(h, h.shape[1:], eps=1e-5) if norm else h
+        chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        us[name] = 1e4 * gpu_seconds(graph.replay, 20)
+    return us
 
 
 def prompts(args: Namespace, vocabulary: int) -> list[list[int]]:
@@ -201,18 +232,22 @@ def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
     return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
 
 
+def in_processes(what: str, args: Namespace, *more: str, env: dict | None = None) -> str:
+    """What this script prints for `what`, run anew, by torchrun if there are ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    options = [option for option in sys.argv[1:] if option not in ("--cold-start", *args.what)]
+    command = [sys.executable, *(torchrun if args.ranks > 1 else ()), __file__, what, *options, *more]
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE)
+    if ended.returncode:
+        raise UserError(f"{what} ended with exit code {ended.returncode}, as said above")
+    return ended.stdout
+
+
 def cold_start(what: str, args: Namespace) -> tuple[float, float]:
     """Seconds from the start of compilation to the first token, in new processes: without caches, then with them."""
     with tempfile.TemporaryDirectory() as caches:
         env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
-        options = [option for option in sys.argv[1:] if option not in ("--cold-start", *args.what)]
-        command, seconds = [sys.executable, __file__, "--only-compile", what, *options], []
-        for _ in range(2):
-            run = subprocess.run(command, env=env, stdout=subprocess.PIPE)
-            if run.returncode:
-                raise UserError(f"--cold-start: {what} ended with exit code {run.returncode}, as said above")
-            seconds.append(float(run.stdout))
-        return tuple(seconds)
+        return tuple(float(in_processes(what, args, "--only-compile", env=env)) for _ in range(2))
 
 
 def gpu_seconds(run: Callable, runs: int) -> float:
@@ -234,13 +269,13 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> f
     return 2 * size ** 3 / gpu_seconds(lambda: a @ b, 10)
 
 
-def measure(what: str, args: Namespace, bar: tqdm) -> dict:
+def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> dict:
     """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read, and the keys and
-    values in use; operations of a prompt: two a token and weight of the layers, and attention's under the mask."""
-    device = find_device(args.device)
+    values in use; operations of a prompt: two a token and weight of the layers, and attention's under the mask. All of
+    these are a rank's."""
     dtype = find_dtype(args.dtype, device)
     cuda = device.type == "cuda"
-    model = build(what, args, device, dtype)
+    model = build(what, args, device, dtype, team)
     config = model.config
     weights = sum(weight.nbytes for weight in model.parameters())
     embedding = 0 if config.tied else model.embed.weight.nbytes
@@ -267,7 +302,7 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
     operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
     result = dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
-        ranks=1, batch=args.batch,
+        ranks=team.ranks, batch=args.batch,
         prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
         top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
@@ -279,13 +314,15 @@ def measure(what: str, args: Namespace, bar: tqdm) -> dict:
         gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
-        generator = ready(build(what, args, device, dtype), args, compile=name == "cublas", kernels=False)
+        generator = ready(build(what, args, device, dtype, team), args, compile=name == "cublas", kernels=False)
         seconds = []
         for _ in range(args.runs):
             seconds.append(one_run(generator, args)[1])
             bar.update()
         result["against"][name] = dict(steps_per_s=1 / statistics.median(seconds),
                                        ratio=statistics.median(seconds) / step)
+    if team.ranks > 1:
+        result["all_reduce_us"] = all_reduce_us(device) if cuda else None
     return result
 
 
@@ -351,10 +388,9 @@ def assisted_tokens_per_s(directories: list[Path], prompt: list[int], args: Name
     return max(rates)
 
 
-def speculate(what: str, args: Namespace, bar: tqdm) -> Iterator[dict]:
+def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> Iterator[dict]:
     """A JSON line for each of --draft-tokens: the bundled pair, the target at the shape's cost, against plain decoding
     of the same batch."""
-    device = find_device(args.device)
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
     directory = Path(TINY) if what in SHAPES else find_checkpoint(what)
     tokenizer = Tokenizer(directory)
@@ -458,7 +494,7 @@ def decode_table(lines: list[dict]) -> str:
             "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
     rows = []
     for line in lines:
-        options = {"quantize": None, "group_size": None, "batch": 1, "context": 0, "prompt_length": 5,
+        options = {"quantize": None, "group_size": None, "ranks": 1, "batch": 1, "context": 0, "prompt_length": 5,
                    "new_tokens": 200, "temperature": 0.8, "top_k": 200}
         command = " ".join([
             line["what"], *([] if line["gpu"] else ["--device cpu"]),
@@ -474,7 +510,7 @@ def decode_table(lines: list[dict]) -> str:
         rows.append("| " + " | ".join(cells) + " |")
     table = "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows])
     alone = [line for line in lines if line["batch"] == 1 and line["share_of_read"] and line["prompt_length"] == 5
-             and line["kernels"]]
+             and line["kernels"] and line["ranks"] == 1]
     if not alone:
         return table
     names = ", ".join('"' + " ".join(filter(None, [
@@ -494,10 +530,16 @@ def main() -> None:
         with blame(args.markdown[0]):
             print(markdown(args.markdown))
         return
+    if args.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        for what in args.what:
+            times = cold_start(what, args) if args.cold_start else (None, None)
+            line = json.loads(in_processes(what, args))
+            print(json.dumps(line | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
+        return
+    device, team = join(args.device)
     for what in args.what:
         if args.only_compile:
-            device = find_device(args.device)
-            model = build(what, args, device, find_dtype(args.dtype, device))
+            model = build(what, args, device, find_dtype(args.dtype, device), team)
             begun = time.perf_counter()
             generator = ready(model, args, not args.no_compile, not args.no_kernels)
             one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
@@ -506,14 +548,14 @@ def main() -> None:
         if args.speculate:
             count = args.runs * (1 + len(args.draft_tokens.split(","))) + 1
             with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
-                for result in speculate(what, args, bar):
+                for result in speculate(what, args, device, bar):
                     print(json.dumps(result), flush=True)
             continue
         times = cold_start(what, args) if args.cold_start else (None, None)
         count = args.runs * (1 + len(list(filter(None, args.against.split(",")))))
         with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
             try:
-                result = measure(what, args, bar)
+                result = measure(what, args, device, team, bar)
             except torch.OutOfMemoryError:
                 raise UserError(f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
                                 "--batch, --context or --prompt-length helps") from None
@@ -521,4 +563,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    report_errors(main)
+    run(main)
