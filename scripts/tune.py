@@ -2,6 +2,7 @@
 Find the fastest kernel for each weight shape, format and number of rows on this GPU, and write it into tuned.json.
 
     python scripts/tune.py llama-2-7b llama-3.1-8b
+    python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
     python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
 
 One row: the sizes of a layer's four kernels depend on each other, as one's first loads share the GPU with the end of
@@ -34,6 +35,7 @@ from checkpoint import UserError, report_errors  # noqa: E402
 from command import Parser, find_device  # noqa: E402
 from fast import product as fused  # noqa: E402
 from packed import KernelLinear, PackedLinear  # noqa: E402
+from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -72,11 +74,14 @@ def milliseconds(run: Callable[[], None]) -> float:
     return kernels.triton.testing.do_bench(graph.replay, warmup=4, rep=12, return_mode="median")
 
 
-def shapes_of(what: str) -> dict[str, tuple[int, int]]:
+def shapes_of(what: str, format: str) -> dict[str, tuple[int, int]]:
     """N and K of a layer's four products, or of the one."""
-    if what not in SHAPES:
+    name, _, ranks = what.partition("/")
+    if name not in SHAPES:
         return {"down": tuple(map(int, what.split("x")))}
-    config = SHAPES[what]
+    config = SHAPES[name]
+    if ranks:
+        config = Shard(config, (FORMATS[format] or (16, -1))[1], 0, int(ranks)).config
     D, E, F = config.dim, config.head_dim, config.ffn_dim
     heads = config.n_head + 2 * config.n_kv_head
     return {"qkv": (heads * E, D), "out": (D, config.n_head * E), "gate_up": (2 * F, D), "down": (D, F)}
@@ -87,7 +92,7 @@ class Tuner:
     that a graph's start does not count."""
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
-        self.format, self.device, self.shapes = format, device, shapes_of(what)
+        self.format, self.device, self.shapes = format, device, shapes_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
         bits = (FORMATS[format] or (16, 0))[0]
@@ -213,7 +218,7 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
 
 def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
-             for name in shapes_of(what)
+             for name in shapes_of(what, format)
              for choice in candidates("16-bit" if format == "16-bit" else "packed", M)]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
@@ -242,7 +247,7 @@ def parse_args() -> Namespace:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.rows):
         parser.error(f"--rows {args.rows}: want numbers from 1 on, with commas in between")
     args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
-    named = [what for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
+    named = [re.sub(r"/[2-9]\d*$", "", what) for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
     for given, known in ((named, SHAPES), (args.formats, FORMATS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: want some of {', '.join(known)}")
@@ -258,7 +263,7 @@ def main() -> None:
     with tqdm(unit="kernel", disable=None) as bar:
         for what, format in product(args.what, args.formats):
             group = (FORMATS[format] or (16, 1))[1]
-            if group > 0 and any(K % group for _, K in shapes_of(what).values()):
+            if group > 0 and any(K % group for _, K in shapes_of(what, format).values()):
                 bar.write(f"{what}: groups of {group} do not divide K")
                 continue
             bar.set_description(f"{what} {format}")
