@@ -5,7 +5,6 @@ a checkpoint runs, no file outside of its directory is opened. What a user can g
 import json
 import os
 import re
-import sys
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -39,22 +38,6 @@ def blame(path: Path):
     except Exception as error:
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
         raise UserError(f"{path}: {kind}{error}") from error
-
-
-def report_errors(main) -> None:
-    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly."""
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # whoever reads, `head` say, has read enough
-        sys.stdout = None
-        sys.exit(141)
-    except (UserError, OSError) as error:
-        sys.stdout = None  # it may be what failed
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def find_checkpoint(name: str) -> Path:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from checkpoint import UserError, report_errors
-from command import find_device
+from checkpoint import UserError
+from command import find_device, report_errors
 from kernels import constexpr, gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 CAPACITY = 2 ** 19  # of a rank's place in a mailbox, in numbers; NCCL takes what is longer
@@ -189,7 +189,7 @@ def join(device: str | None) -> tuple[torch.device, Team]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """checkpoint.report_errors() for torchrun's ranks: rank 0 speaks, and when one ends, all do, wherever they are."""
+    """command.report_errors() for torchrun's ranks: rank 0 speaks, and when one ends, all do, wherever they are."""
     rank, ends = int(os.environ.get("RANK", 0)), {signal.SIGINT, signal.SIGTERM}
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return report_errors(main)

@@ -5,7 +5,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,22 @@ from model import Config
 
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 GIB = 2 ** 30
+
+
+def report_errors(main) -> None:
+    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly."""
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever reads, `head` say, has read enough
+        sys.stdout = None
+        sys.exit(141)
+    except (UserError, OSError) as error:
+        sys.stdout = None  # it may be what failed
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -168,6 +184,24 @@ def ranked(completions: list, samples: int) -> list:
         if completion.finish_reason == "time":
             completion.heading = (completion.heading.rstrip("\n") + " [unfinished]\n").lstrip()
     return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
+
+
+def show(completions: list) -> Iterator[None]:
+    """Each next() prints what has come: of the first unfinished completion at once, of the others in their turn."""
+    for completion in completions:
+        sys.stdout.write(completion.heading)
+        shown = 0
+        while True:
+            text = completion.visible()
+            if completion.heading != completion.prompt:  # the text stands alone: no space before its first word
+                text = text.lstrip(" ")
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+            if completion.finish_reason:
+                break
+            yield
+        sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
 
 
 def report(generator, runs: list[list], **known) -> dict:

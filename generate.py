@@ -28,7 +28,7 @@ from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json
 from collectives import Team, join, run
-from command import check_memory, find_draft, find_dtype, generate_args, ranked, report, table
+from command import check_memory, find_draft, find_dtype, generate_args, ranked, report, show, table
 from fast import FastDecoder, swap_in
 from model import Transformer
 from quantize import load_model, read_settings
@@ -253,24 +253,6 @@ class Completion:
         stops = [] if self.finish_reason else self.stop_texts
         held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self.text[:len(self.text) - held]
-
-
-def show(completions: list[Completion]) -> Iterator[None]:
-    """Each next() prints what has come: of the first unfinished completion at once, of the others in their turn."""
-    for completion in completions:
-        sys.stdout.write(completion.heading)
-        shown = 0
-        while True:
-            text = completion.visible()
-            if completion.heading != completion.prompt:  # the text stands alone: no space before its first word
-                text = text.lstrip(" ")
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
-            shown = len(text)
-            if completion.finish_reason:
-                break
-            yield
-        sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
 
 
 def complete(generator: Generator, completions: list[Completion], printing: Iterator, start: int = 0,

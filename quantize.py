@@ -1,5 +1,5 @@
 """
-int8 and int4 weights: rounding, GPTQ, and checkpoints in the GPTQ layout that the Hub uses.
+int8 and int4 weights: rounding, GPTQ, and checkpoints in the GPTQ layout that the Hub uses; AWQ's are read.
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -28,12 +28,13 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import (
-    Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, report_errors, tensor_files)
-from command import DTYPES, GIB, Parser, find_device, find_dtype, within
+    Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files)
+from command import DTYPES, GIB, Parser, find_device, find_dtype, report_errors, within
 from model import Transformer
 from packed import PackedLinear, unpack
 
 SHRINK = [1 - 0.03 * i for i in range(8)]
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight codes in a word, which of its places holds the first, the second ...
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
 PIECE = 8192  # calibration tokens at a time
 SHARD = 4 * GIB
@@ -157,8 +158,7 @@ def linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
 @torch.no_grad()
 def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, act_order: bool = False,
                    head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None) -> None:
-    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T];
-    not the latter of a tp.Shard."""
+    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T]."""
     for name, (ours, row, shape) in model.config.hf_weights().items():
         if not model.get_parameter(ours)[row:row + shape[0]].isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
@@ -302,31 +302,39 @@ def filled(codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, order: T
     """Of groups that differ in size, as a rank has them of an act-order layer's inputs, groups of 32 of the same
     weights: what is missing to a multiple of 32 is filled up with weights of 0. As read_part, without bias."""
     counts = g_idx.bincount(minlength=scales.shape[1])  # [C]
-    blocks = (counts + 31) // 32
-    group = torch.arange(len(counts), device=codes.device).repeat_interleave(blocks)  # of each group of 32
-    at = torch.arange(len(order), device=codes.device) + (32 * blocks - counts).cumsum(0)[g_idx[order]]
-    at -= (32 * blocks - counts)[g_idx[order]]  # what the groups before are filled up with, not the own
+    missing = -counts % 32
+    group = torch.arange(len(counts), device=codes.device).repeat_interleave((counts + missing) // 32)
+    at = torch.arange(len(order), device=codes.device) + (missing.cumsum(0) - missing)[g_idx[order]]
     wide, wide_order = zeros[:, group].repeat_interleave(32, dim=1), order.new_zeros(32 * len(group))
     wide[:, at], wide_order[at] = codes[:, order], order
     return wide_order, wide, scales[:, group], zeros[:, group]
 
 
-def read_part(read: Callable, name: str, shape: tuple[int, int], bias: bool, settings: dict, part: tuple) -> tuple:
+def read_part(read: Callable, names: Collection[str], name: str, shape: tuple[int, int], bias: bool, settings: dict,
+              part: tuple) -> tuple:
     """Hugging Face's linear layer `name`, or some of its rows and columns -> order [K], codes [N, K], scales, zeros
     [N, C], bias [N] or None.
 
-    read(name, shape, kinds, part) gives a tensor on the device."""
+    read(name, shape, kinds, part) gives a tensor on the device, if it is among names."""
     (N, K), bits, (rows, columns) = shape, settings["bits"], part
     C = K // group_of(K, settings["group_size"])
 
     def words(codes: slice) -> slice:
         return codes if codes.stop is None else slice(codes.start * bits // 32, codes.stop * bits // 32)
 
-    codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32", (words(columns), rows)), bits).T
+    awq = settings["quant_method"] == "awq"
+    if awq:  # words along the outputs
+        codes = unpack_rows(read(name + "qweight", (K, N * bits // 32), "I32", (columns, words(rows))).T, bits)
+    else:
+        codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32", (words(columns), rows)), bits).T
     zeros = unpack_rows(read(name + "qzeros", (C, N * bits // 32), "I32", (slice(None), words(rows))).T, bits)
-    if settings["checkpoint_format"] == "gptq":
+    if awq:
+        codes, zeros = (t.unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1) for t in (codes, zeros))
+    elif settings["checkpoint_format"] == "gptq":
         zeros = zeros + 1 & 2 ** bits - 1
-    g_idx = read(name + "g_idx", (K,), "I32", (columns,)).long()
+    g_idx = (torch.arange(K, device=codes.device) // (K // C))[columns]
+    if name + "g_idx" in names or settings.get("desc_act"):
+        g_idx = read(name + "g_idx", (K,), "I32", (columns,)).long()
     order, scales = g_idx.argsort(stable=True), read(name + "scales", (C, N), part=(slice(None), rows)).T
     whole = len(g_idx) == K
     counts = g_idx.clamp(0, C).bincount(minlength=C)
@@ -359,7 +367,9 @@ def read_settings(directory: Path) -> dict:
         raise UserError(f"{directory}: quantization_config {settings!r} is not supported, want an object whose "
                         "group_size is a number")
     settings = dict(checkpoint_format="gptq", group_size=-1) | settings
-    supported = dict(quant_method=["gptq"], bits=[4, 8], checkpoint_format=["gptq", "gptq_v2"])
+    supported = dict(quant_method=["gptq", "awq"], bits=[4, 8], checkpoint_format=["gptq", "gptq_v2"])
+    if settings.get("quant_method") == "awq":
+        supported |= dict(bits=[4], version=["gemm"])
     for key, values in supported.items():
         if settings.get(key) not in values:
             raise UserError(f"quantization_config: {key} {settings.get(key)!r} is not supported, want one of {values}")
@@ -385,7 +395,8 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, mod
             raise UserError(f"{found[packed.index(False)][0]}qweight is missing: q, k and v, or gate and up, are read "
                             "all quantized or none")
         if any(packed):
-            layers = [read_part(read, theirs, shape, bias, settings, part(theirs)) for theirs, shape in found]
+            layers = [read_part(read, files, theirs, shape, bias, settings, part(theirs))
+                      for theirs, shape in found]
             setattr(parent, own, side_by_side(layers, settings["bits"]))
 
 
@@ -401,15 +412,14 @@ def round_model(model: Transformer, quantize: str, group_size: int | None, shard
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
                group_size: int | None = None, progress: bool = False, split: Callable | None = None) -> Transformer:
-    """As checkpoint.load_model, of GPTQ checkpoints too; quantize, "int8" or "int4", rounds the layers' weights.
-    split, tp.splitter()'s: this rank's part."""
-    settings, swap = read_settings(directory), lambda model, files: None
+    """As checkpoint.load_model, of GPTQ and AWQ checkpoints too; quantize, "int8" or "int4", rounds the layers'
+    weights. split, tp.splitter()'s: this rank's part."""
+    settings = read_settings(directory)
     if settings and quantize:
         raise UserError(f"--quantize {quantize}: {directory} is quantized already; leave the option out")
     group = settings.get("group_size", default_group(quantize, group_size))
     shard = split(load_config(directory), group) if split else None
-    if settings:
-        swap = partial(swap_in, settings, device, dtype, shard)
+    swap = partial(swap_in, settings, device, dtype, shard) if settings else lambda model, files: None
     model = checkpoint.load_model(directory, device, dtype, progress, swap, shard)
     if quantize:
         round_model(model, quantize, group_size, shard)

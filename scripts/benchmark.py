@@ -277,19 +277,20 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     cuda = device.type == "cuda"
     model = build(what, args, device, dtype, team)
     config = model.config
-    weights = sum(weight.nbytes for weight in model.parameters())
-    embedding = 0 if config.tied else model.embed.weight.nbytes
     layers = sum(math.prod(shape) for name, (_, _, shape) in config.hf_weights().items() if "_proj." in name)
-    read = read_bandwidth(model) if cuda and weights >= GIB else None  # smaller ones sit in the cache
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     generator = ready(model, args, not args.no_compile, not args.no_kernels)
+    weights = sum(weight.nbytes for weight in model.parameters())  # as the generator has repacked them
+    embedding = 0 if config.tied else model.embed.weight.nbytes
     runs = []
     for _ in range(args.runs):
         runs.append(one_run(generator, args))
         bar.update()
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    read = read_bandwidth(model) if cuda and weights >= GIB else None  # smaller ones sit in the cache
     first, step = (statistics.median(column) for column in zip(*runs))
     steps = sorted(1 / seconds for _, seconds in runs)
     token_kv = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
@@ -310,7 +311,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
         weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+        peak_memory_bytes=peak,
         gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
@@ -466,13 +467,14 @@ def commit() -> str | None:
 
 
 def speculation_table(lines: list[dict]) -> str:
-    head = ["options", "plain ms", "ms a token", "speed-up", "tokens a step", "a", "share of the bound"]
+    head = ["options", "plain ms", "ms a token", "speed-up", "tokens a step", "a", "share of the bound", "GPU busy"]
     rows = [" | ".join([
         f"`{line['what']} --batch {line['batch']} --draft-tokens {line['draft_tokens']}`",
         f"{line['plain_ms_per_token']:.2f}", f"{line['ms_per_token']['mean']:.2f}",
         f"{line['speed_up']:.2f} ({line['speed_ups'][0]:.2f} to {line['speed_ups'][-1]:.2f})",
         f"{line['tokens_per_step']:.2f}", f"{line['acceptance']:.0%}",
-        f"{line['share_of_bound']:.0%}" if line["share_of_bound"] else ""]) for line in lines]
+        f"{line['share_of_bound']:.0%}" if line["share_of_bound"] else "",
+        f"{line['gpu_busy']:.1%}" if line["gpu_busy"] else ""]) for line in lines]
     return "\n".join(f"| {row} |" for row in (" | ".join(head), "|".join(["---"] * len(head)), *rows))
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import find_checkpoint, report_errors  # noqa: E402
-from command import Parser  # noqa: E402
+from checkpoint import find_checkpoint  # noqa: E402
+from command import Parser, report_errors  # noqa: E402
 
 
 def main() -> None:

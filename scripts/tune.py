@@ -31,8 +31,8 @@ from tqdm import tqdm  # noqa: E402
 
 import kernels  # noqa: E402
 from benchmark import SHAPES  # noqa: E402
-from checkpoint import UserError, report_errors  # noqa: E402
-from command import Parser, find_device  # noqa: E402
+from checkpoint import UserError  # noqa: E402
+from command import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
 from packed import KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402

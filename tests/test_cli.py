@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import generate
-from checkpoint import report_errors
+from command import report_errors
 
 ROOT = Path(generate.__file__).parent
 TINY = ROOT / "checkpoints" / "tiny"

@@ -250,6 +250,43 @@ def test_a_file_made_by_hand_loads(tmp_path, form, offset, bits):
     assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, bits, offset) for part in (Q, K, V)]))
 
 
+def test_a_file_without_g_idx_has_its_groups_side_by_side(tmp_path):
+    make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    change(tmp_path / "out", **{name: None for name in held if name.endswith("g_idx")})
+    wqkv = load_model(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
+    assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, 4) for part in (Q, K, V)]))
+    change(tmp_path / "out", dict(desc_act=True))
+    assert "g_idx is missing" in refusal(load_model, tmp_path / "out", CPU, F32)
+
+
+def test_an_awq_file_made_by_hand_loads(tmp_path):
+    """AWQ's "gemm": words hold eight neighbouring outputs of an input, from the low bits the 1st, 3rd, 5th, 7th, 2nd,
+    4th, 6th and 8th; zero points as they are."""
+    make(tmp_path / "in")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    held, tensors, want = load_file(tmp_path / "out" / "model.safetensors"), {}, {}
+    for name in [name.removesuffix("qweight") for name in held if name.endswith("qweight")]:
+        K_, N = 8 * len(held[name + "qweight"]), held[name + "qweight"].shape[1]
+        codes, zeros = torch.randint(16, (K_, N)), torch.randint(16, (K_ // 32, N))
+        scales = held[name + "scales"].double().repeat_interleave(32, 0)
+        want[name] = ((codes - zeros.repeat_interleave(32, 0)) * scales).T
+        for kind, plain in (("qweight", codes), ("qzeros", zeros)):
+            words = torch.zeros(len(plain), N // 8, dtype=torch.int64)
+            for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                words |= plain[:, column::8] << 4 * place
+            tensors[name + kind] = torch.where(words < 2 ** 31, words, words - 2 ** 32).int()
+        tensors[name + "g_idx"] = None
+    awq = dict(quant_method="awq", version="gemm", zero_point=True)
+    change(tmp_path / "out", awq, **tensors)
+    model = load_model(tmp_path / "out", CPU, F32)
+    assert torch.equal(dense(model.layers[1].attn.wqkv), torch.cat([want[part] for part in (Q, K, V)]))
+    assert torch.equal(dense(model.layers[0].ffn.w_down), want["model.layers.0.mlp.down_proj."])
+    change(tmp_path / "out", dict(version="gemv"))
+    assert "gemv" in refusal(load_model, tmp_path / "out", CPU, F32)
+
+
 def test_parts_with_orders_of_their_own_load_side_by_side(tmp_path):
     make(tmp_path / "in", "qwen2")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order=True)
@@ -285,7 +322,7 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     (dict(bits=8), {}, "qweight [8, [16,"), (dict(group_size=64), {}, "qzeros [2, [1,"),
     (dict(group_size=48), {}, "48 64"), (dict(group_size="x"), {}, "group_size x"),
     (dict(bits="4"), {}, "bits 4"), (dict(bits=3), {}, "bits 3"),
-    (dict(quant_method="awq"), {}, "quant_method awq"), (dict(checkpoint_format="marlin"), {}, "marlin")])
+    (dict(quant_method="aqlm"), {}, "quant_method aqlm"), (dict(checkpoint_format="marlin"), {}, "marlin")])
 def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, config, tensors, words):
     make(tmp_path / "in")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False)
