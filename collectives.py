@@ -94,14 +94,21 @@ def mailboxes(device: torch.device) -> tuple[Tensor, ...] | None:
     return tuple(boxes)
 
 
+def part_of(columns: int, ranks: int) -> int:
+    """How many columns each rank has but the last: a multiple of 8, as packed weights want it."""
+    return -(-columns // (8 * ranks)) * 8
+
+
 def exchange(x: Tensor, residual: Tensor | None, columns: int, box: int) -> Tensor | None:
     """x [M, D], of 16 bits -> the sum [M, columns] or, of LOGITS, the ranks' columns side by side; None where it is not
     for the kernel. Of two exchanges in a row, each has another box: a rank that is in the next one has emptied it."""
     M, D = x.shape
-    part = D if box != LOGITS else -(-columns // dist.get_world_size())
+    part = D if box != LOGITS else part_of(columns, dist.get_world_size())
     if box == LIBRARY or not triton or x.itemsize != 2 or M * part > CAPACITY or not mailboxes(x.device):
         return None
-    out, block, pdl = x.new_empty(M, columns), min(1024, triton.next_power_of_2(part)), launch(x.device)
+    # No thread shares a number with another: one would read it when the other has put -0 back.
+    block, pdl = max(128, min(1024, triton.next_power_of_2(part))), launch(x.device)
+    out, residual = x.new_empty(M, columns), None if residual is None else residual.contiguous()
     exchange_kernel[(triton.cdiv(part, block), M)](
         x.contiguous(), residual, out, mailboxes(x.device), columns, part, dist.get_rank(), dist.get_world_size(),
         box, box != LOGITS, CAPACITY, block, bool(pdl), num_warps=4, **pdl)
@@ -114,7 +121,7 @@ def all_reduce(x: Tensor, residual: Tensor | None, box: int) -> Tensor:
     rows = x.flatten(0, -2)
     if x.is_cuda and (out := exchange(rows, residual, x.shape[-1], box)) is not None:
         return out.view(x.shape)
-    total = x.clone() if x.is_cuda else x.float().clone()
+    total = (x if x.is_cuda else x.float()).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total.to(x.dtype) if residual is None else (residual + total).to(x.dtype)
 
@@ -126,15 +133,15 @@ def _(x, residual, box):
 
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int, box: int) -> Tensor:
-    """All ranks' x [..., part], side by side: [..., columns]; the last ranks have fewer columns, or none, if columns is
-    no multiple of R. box: LIBRARY or LOGITS."""
+    """All ranks' x [..., part_of(columns, R)], side by side: [..., columns]; the last have fewer columns, or none. box:
+    LIBRARY or LOGITS."""
     rows, ranks = x.flatten(0, -2), dist.get_world_size()
     if x.is_cuda and (out := exchange(rows, None, columns, box)) is not None:
         return out.view(*x.shape[:-1], columns)
-    part = -(-columns // ranks)
+    part = part_of(columns, ranks)
     parts = [rows.new_empty(len(rows), part) for _ in range(ranks)]
     dist.all_gather(parts, F.pad(rows, (0, part - rows.shape[1])))
-    return torch.cat(parts, dim=1)[:, :columns].reshape(*x.shape[:-1], columns).clone()
+    return torch.cat(parts, dim=1)[:, :columns].reshape(*x.shape[:-1], columns)
 
 
 @all_gather.register_fake
@@ -159,19 +166,26 @@ class Team:
         self.agreed += 1
         if self.rank == 0:
             self.store.set(f"agreed {self.agreed}", json.dumps(value))
+            self.store.delete_key(f"agreed {self.agreed - 1000}")  # no rank is that late
         return json.loads(self.store.get(f"agreed {self.agreed}"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def join(device: str | None) -> tuple[torch.device, Team]:
     """This rank's device and its team; --device names the kind."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if ranks == 1:
+    if (ranks := world_size()) == 1:
         return find_device(device), Team()
-    rank, local, here = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    if missing := [name for name in names if name not in os.environ]:
+        raise UserError(f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them")
+    rank, local, here = (int(os.environ[name]) for name in names[:3])
     kind, gpus = device or ("cuda" if torch.cuda.is_available() else "cpu"), torch.cuda.device_count()
     if kind not in ("cuda", "cpu"):
         raise UserError(f"--device {device}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
-    if kind == "cuda" and here > gpus:
+    if kind == "cuda" and here > gpus > 0:
         raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
                         "--device cpu")
     found = find_device(f"cuda:{local}" if kind == "cuda" else "cpu")
@@ -190,17 +204,23 @@ def join(device: str | None) -> tuple[torch.device, Team]:
 
 def run(main: Callable[[], None]) -> None:
     """command.report_errors() for torchrun's ranks: rank 0 speaks, and when one ends, all do, wherever they are."""
-    rank, ends = int(os.environ.get("RANK", 0)), {signal.SIGINT, signal.SIGTERM}
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    rank = int(os.environ.get("RANK", 0))
+    if world_size() == 1:
         return report_errors(main)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # the main thread may be waiting for a GPU that waits for another
+    came, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)  # the main thread may be waiting for a GPU that waits for another
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, lambda *_: None)
 
     def end_on_signal() -> None:
-        name = signal.Signals(signal.sigwait(ends)).name
-        if rank == 0:
-            why = "interrupted" if name == "SIGINT" else "ended from outside, or as another rank did"
-            os.write(2, f"{os.path.basename(sys.argv[0])}: {why}\n".encode())
-        os._exit(130 if name == "SIGINT" else 143)
+        interrupted = os.read(came, 1)[0] == signal.SIGINT
+        try:
+            if rank == 0:
+                why = "interrupted" if interrupted else "ended from outside, or as another rank did"
+                os.write(2, f"{os.path.basename(sys.argv[0])}: {why}\n".encode())
+        finally:
+            os._exit(130 if interrupted else 143)
 
     def work() -> None:
         try:
@@ -229,7 +249,8 @@ def run(main: Callable[[], None]) -> None:
         code = 0
     except SystemExit as error:
         code = error.code
-    except BaseException:
+    except BaseException:  # a bug
+        sys.stderr = sys.__stderr__
         sys.excepthook(*sys.exc_info())
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()

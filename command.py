@@ -60,15 +60,16 @@ def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int
                  dtype: torch.dtype, ranks: int = 1) -> str:
     """What to say when memory runs out later; UserError if weights and caches alone do not fit. models: configs, and of
     a quantized checkpoint the bits of a weight of its layers, scales not counted; split over the ranks' GPUs."""
-    weights = cache = 0
+    weights, cache, share = 0, 0, ranks if device.type == "cuda" else 1
     for config, bits in models:
         packed = bits / 8 / dtype.itemsize if bits else 1
         for name, (_, _, shape) in config.hf_weights().items():
-            weights += math.prod(shape) * dtype.itemsize * (packed if "_proj." in name else 1)
+            size = math.prod(shape) * dtype.itemsize * (packed if "_proj." in name else 1)
+            weights += size / (1 if "embed" in name else share)
         cache += dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
-        there, weights, cache = torch.cuda.mem_get_info(device)[0], weights / ranks, cache / ranks
+        there, cache = torch.cuda.mem_get_info(device)[0], cache / share
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
               f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype"
               f"{', or no --draft' if len(models) > 1 else ''}, help")

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from model import Transformer
 from quantize import load_model, read_settings
 from sampling import Sampling, choose, distribution, draw, fast_accept, fast_choose, fast_propose
 from speculative import SLACK, Speculator, accept, propose
-from tp import split_pays, splitter
+from tp import draft_splitter, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
@@ -132,6 +133,11 @@ class Generator(Reader):
         if draft:
             self.add_speculator(draft, draft_tokens, length, prompts * samples, kernels)
         elif compile:
+            if isinstance(self.decoder, FastDecoder) and self.team.ranks == 1:  # ranks would exchange out of order
+                # A step as it is, so that Triton compiles kernels while Dynamo and Inductor are busy with the rest.
+                state = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens), self.slots(1)
+                step = self.decoder, *state, self.sampling, self.choose
+                threading.Thread(target=torch.no_grad()(decode_one_token), args=step).start()
             for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
                 pass
 
@@ -285,7 +291,7 @@ def chat(generator: Generator, tokenizer: Tokenizer, length: int, args: argparse
     """Answer line by line; without a chat template, continue the text so far and the line typed."""
     with suppress(ImportError):
         import readline  # noqa: F401: input() then edits lines and recalls them
-    hint = "Ctrl-C stops an answer, Ctrl-D leaves."
+    hint = "Ctrl-C stops an answer, Ctrl-D leaves." if generator.team.ranks == 1 else "Ctrl-C and Ctrl-D leave."
     print(hint if tokenizer.template else f"{hint} No chat template: your text is continued.", file=sys.stderr)
 
     def encode(messages: list[dict]) -> list[int]:
@@ -394,7 +400,7 @@ def main() -> None:
     try:
         model = load_model(directory, device, dtype, args.quantize, args.group_size, not args.quiet, split)
         if draft and draft != "prompt-lookup":
-            split = split if split_pays(models[1][0], dtype, team.ranks) else None
+            split = draft_splitter(team, models[1][0], dtype)
             draft = load_model(draft_directory, device, dtype, args.draft_quantize, None, not args.quiet, split)
         loaded = time.perf_counter()
         if quantized and not args.compile:

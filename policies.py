@@ -71,12 +71,13 @@ class Auto(Fixed):
     def update(self, accepted: list[int], length: int, seconds: float) -> None:
         usual = self.seconds[length]
         self.seconds[length] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)  # not by a hiccup
-        self.elapsed += usual
+        spent = min(seconds, 10 * usual)  # what the draft had to catch up on counts, a wait for the reader does not
+        self.elapsed += spent
         if length:  # else nothing was learnt of the draft
             self.accepted = self.MEMORY * self.accepted + sum(accepted)
             self.tried = self.MEMORY * self.tried + sum(n + (n < length) for n in accepted)
             gained = 1 + sum(accepted) / len(accepted)
-            self.lost = max(0.0, self.lost + usual - gained * self.seconds[0])
+            self.lost = max(0.0, self.lost + spent - gained * self.seconds[0])
             self.length = self.best()
         if self.length == 0 and self.lost < self.LOSS * self.elapsed:
             self.optimism()

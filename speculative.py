@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from policies import LENGTHS, policy
+from policies import LENGTHS, Auto, policy
 
 SLACK = 72  # slots beyond a text's limit: its last step may draft across it, and the one launched by then
 NGRAM = 3  # prompt lookup looks for the last so many tokens, then for fewer
@@ -206,7 +206,8 @@ class Speculator:
         accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
         length, now = self.launched.popleft(), time.perf_counter()
         if live and (length or self.policy.length == 0):  # else there was no room to draft
-            self.policy.update(accepted, length, self.agree(now - self.heard))
+            seconds = now - self.heard
+            self.policy.update(accepted, length, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
         self.heard = now
         rejecting = sum(n < most for n, most in zip(accepted, proposed))
         self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(proposed), accepted=sum(accepted),

@@ -1,0 +1,578 @@
+"""
+Tensor parallelism: two ranks give what one gives. torchrun starts a pair once for many cases (tp_worker.py), and once
+for each thing that the command is to do.
+"""
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+import collectives
+import generate
+import quantize
+import tp
+import tp_worker
+from checkpoint import UserError
+from collectives import Team, join
+from command import report_errors
+from model import Config
+from packed import PackedLinear
+from test_quantize import SHAPE, change, make, write
+from tp import Shard, cut, draft_splitter
+
+ROOT = Path(generate.__file__).parent
+TINY, DRAFT = (str(ROOT / "checkpoints" / name) for name in ("tiny", "tiny-draft"))
+CPU = torch.device("cpu")
+
+# Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
+UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
+MADE = dict(
+    uneven=("llama", UNEVEN), tied=("llama", UNEVEN | dict(tie_word_embeddings=True)), bias=("qwen2", UNEVEN),
+    qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)), odd_rows=("llama", dict(intermediate_size=97)),
+    window=("mistral", UNEVEN | dict(sliding_window=5)), one_kv_head=("qwen2", dict(num_key_value_heads=1)))
+# What quantize.py writes of them: bits, group size, sym, act_order, head.
+GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
+        for bits in (4, 8) for group in (32, -1) for act in (False, True)}
+GPTQ |= {"gptq-head": (4, 32, False, False, True)}
+
+LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "awq")} | {
+    "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
+    "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
+    "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
+    "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4")}
+WEIGHTS_CASES = {f"{name}, weights": LOGITS_CASES[name] for name in (
+    "int8", "int4", "int4, a row", "bias, int8", "tied, int4", "gptq-4-32", "gptq-8--1", "awq")}
+SELF = dict(draft=TINY, draft_tokens="3", split_draft=True)  # which the ranks share as they share the target
+TOKENS_CASES = {
+    "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
+    "draft 3": dict(draft=DRAFT, draft_tokens="3"), "draft auto": dict(draft=DRAFT, draft_tokens="auto"),
+    "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", draft_tokens="4"),
+    "compiled": dict(compile=True, quantize="int4")}
+CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
+         | {name: ("weights", case) for name, case in WEIGHTS_CASES.items()}
+         | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
+GPU_TOKENS = {
+    "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
+    "draft split": SELF, "auto": dict(draft=DRAFT, draft_tokens="auto")}
+GPU_CASES = {name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", compile=True, new=48) | case)
+             for name, case in GPU_TOKENS.items()}
+# What the ranks tell each other: of tp_worker.py the function, the dtype, whether the library takes it.
+EXCHANGES = [("sums", "float32", True), ("sums", "bfloat16", False), ("gathers", "float32", True)]
+GPU_EXCHANGES = [(function, dtype, library) for function in ("sums", "gathers") for dtype in ("bfloat16", "float16")
+                 for library in (False, True)]
+for cases, kinds in ((CASES, EXCHANGES), (GPU_CASES, GPU_EXCHANGES)):
+    cases.update({" ".join(map(str, kind)): (kind[0], dict(dtype=kind[1], library=kind[2])) for kind in kinds})
+GPU_CASES |= {f"graph {dtype}": ("graph", dict(dtype=dtype)) for dtype in ("bfloat16", "float16")}
+GPU_CASES["reach"] = "reach", {}
+ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+def torchrun(*args, ranks: int = 2) -> list[str]:
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
+    return [sys.executable, *map(str, (*command, *args))]
+
+
+def ended(command: list[str], seconds: float, typed: str = "", **environment) -> subprocess.CompletedProcess:
+    """A command that is over, in any case after so many seconds, and all that it started with it."""
+    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=os.environ | environment)
+    try:
+        out, errors = process.communicate(typed, timeout=seconds)
+    finally:
+        process.terminate()  # which torchrun passes on
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120) -> list[dict]:
+    """What each rank gave for each case."""
+    (directory / "cases.json").write_text(json.dumps(cases))
+    command = torchrun(ROOT / "tests" / "tp_worker.py", kind, directory / "cases.json", directory / "out")
+    done = ended(command, seconds, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    return [torch.load(f"{directory / 'out'}.{rank}") for rank in range(2)]
+
+
+def of_each(ranks: list[dict], name: str) -> list:
+    found = [rank[name] for rank in ranks]
+    assert not any(isinstance(result, str) for result in found), found  # an error
+    return found
+
+
+def alone(case: tuple[str, dict]):
+    """What one rank gives, in this process."""
+    function, args = case
+    return getattr(tp_worker, function)(Team(), CPU, **args)
+
+
+def awq(path: Path) -> dict[str, Tensor | None]:
+    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
+    changes = {}
+    for name, t in load_file(path).items():
+        if name.endswith(("qweight", "qzeros")):
+            K, N = len(t) * (8 if name.endswith("qweight") else 1), t.shape[1] * (1 if name.endswith("qweight") else 8)
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, (K, N // 8)).int()
+        elif name.endswith("g_idx"):
+            changes[name] = None
+    return changes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
+    """CASES, with the checkpoints they name."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    for name, (kind, changes) in MADE.items():
+        make(directory / name, kind, **changes)
+    make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))  # 36 rows of the head a rank: no multiple of 8
+    for name, how in GPTQ.items():
+        write(directory / "exact", directory / name, *how)
+    write(directory / "exact", directory / "awq", 4, 32, False)
+    change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
+    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
+            for name, (function, args) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(made, tmp_path_factory) -> list[dict]:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", made)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", LOGITS_CASES)
+def test_two_ranks_have_the_logits_of_one(ranks, made, name):
+    (first, second), expected = of_each(ranks, name), alone(made[name])
+    assert torch.equal(first, second)
+    assert first.shape == expected.shape and distance(first, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", WEIGHTS_CASES)
+def test_the_ranks_quantized_weights_side_by_side_are_those_of_one(ranks, made, name):
+    """Bit by bit. What both have as a whole: the only kv head, and scales of o and down that serve a whole row."""
+    for layer, whole in alone(made[name]).items():
+        dim = int("o_proj" in layer or "down_proj" in layer)
+        for expected, *parts in zip(whole, *(parts[layer] for parts in of_each(ranks, name))):
+            got = parts if parts[0].shape == expected.shape else [torch.cat(parts, dim)]
+            assert all(torch.equal(part, expected) for part in got), layer
+
+
+@pytest.mark.parametrize("name", TOKENS_CASES)
+def test_two_ranks_give_the_tokens_of_one(ranks, made, name):
+    first, second = of_each(ranks, name)
+    assert first == second  # the counts of what was drafted, too
+    expected = alone((made[name][0], made[name][1] | dict(compile=False, draft=None)))
+    assert first["rows"] == expected["rows"]
+    assert name != "drawn" or first["rows"] != ranks[0]["plain"]["rows"]
+    drafted, accepted = (first["counts"].get(key, 0) for key in ("drafted", "accepted"))
+    assert accepted > 0 or "draft" not in TOKENS_CASES[name] or name == "draft auto"
+    assert accepted == drafted or name != "draft split"
+
+
+def config_of(**changes) -> Config:
+    return Config.from_hf(SHAPE | dict(model_type="llama", hidden_size=128) | changes)
+
+
+LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
+SHARED = [  # heads, kv heads, other changes, group, ranks
+    (4, 2, {}, 1, 2), (6, 3, UNEVEN, 32, 2), (6, 3, UNEVEN, -1, 3), (8, 1, dict(intermediate_size=512), 1, 4),
+    (8, 2, dict(intermediate_size=512), 1, 8), (8, 2, dict(intermediate_size=512), 16, 4),
+    (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5), (64, 8, LLAMA_70B, 128, 8),
+    (64, 8, LLAMA_70B, 128, 6), (64, 8, LLAMA_70B, 128, 16),
+    (32, 32, dict(head_dim=128, intermediate_size=11008), 128, 4)]
+
+
+def test_cut():
+    parts = [cut(11008, 128, rank, 4) for rank in range(4)]
+    assert [(end - begin) / 128 for begin, end in parts] == [22, 22, 21, 21]
+    assert parts[0][0] == 0 and parts[3][1] == 11008 and all(parts[r][1] == parts[r + 1][0] for r in range(3))
+    for n, unit, ranks in [(7, 1, 3), (97, 32, 2), (97, 32, 4), (5, 1, 5), (3, 2, 2)]:
+        ends = [cut(n, unit, rank, ranks) for rank in range(ranks)]
+        assert [i for begin, end in ends for i in range(begin, end)] == list(range(n))
+        assert all(begin < end and begin % unit == 0 for begin, end in ends)
+
+
+@pytest.mark.parametrize("heads, kv_heads, changes, group, ranks", SHARED)
+def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, group, ranks):
+    """But for kv heads, of which each rank has those that its q heads look at, and no others."""
+    config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
+    shards = [Shard(config, group, rank, ranks) for rank in range(ranks)]
+    E = config.head_dim
+    for name, (_, _, shape) in config.hf_weights().items():
+        seen = torch.zeros(shape, dtype=torch.int)
+        for shard in shards:
+            seen[shard.part(name)[:len(shape)]] += 1
+        cut_here = name.split(".")[-2] in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+        times = 1 if cut_here else ranks
+        if name.split(".")[-2] in ("k_proj", "v_proj"):
+            times = max(1, ranks // kv_heads)
+        assert (seen == times).all(), name
+    for shard in shards:
+        (q, q_end), (kv, kv_end) = (shard.rows[name] for name in ("q_proj", "k_proj"))
+        looked_at = [h * kv_heads // heads for h in range(q // E, q_end // E)]
+        assert set(looked_at) == set(range(kv // E, kv_end // E)) and q % E == kv % E == 0
+        n, k = shard.config.n_head, shard.config.n_kv_head
+        assert n % k == 0 and looked_at == [kv // E + h // (n // k) for h in range(n)]  # as attention takes it
+        assert shard.columns["o_proj"] == shard.rows["q_proj"] and shard.columns["down_proj"] == shard.rows["gate_proj"]
+        for begin, end in shard.columns.values():
+            assert begin % max(1, group) == end % max(1, group) == 0  # between groups
+
+
+@pytest.mark.parametrize("heads, kv_heads, changes, group, ranks", SHARED)
+def test_a_ranks_config_is_that_of_its_part(heads, kv_heads, changes, group, ranks):
+    config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
+    for rank in range(ranks):
+        shard = Shard(config, group, rank, ranks)
+        for name, (_, _, shape) in shard.config.hf_weights().items():
+            if name != "lm_head.weight":
+                whole = torch.empty(config.hf_weights()[name][2], device="meta")
+                assert whole[shard.part(name)[:len(shape)]].shape == shape, name
+        same = ("dim", "n_layer", "head_dim", "vocab_size", "context", "tied", "window")
+        assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
+
+
+@pytest.mark.parametrize("heads, kv_heads, ffn, group, ranks, words", [
+    (4, 2, 96, 1, 3, "3 ranks 4 heads 2 key/value"), (8, 2, 512, 1, 16, "16 ranks 8 heads 2 key/value"),
+    (8, 8, 96, 1, 4, "4 ranks 96 feed-forward units 32 3 ranks"), (32, 32, 256, 64, 8, "8 ranks 256 units 64 4 ranks"),
+    (2, 2, 96, 32, 2, "2 ranks 2 heads 32")])
+def test_too_many_ranks_are_refused_with_both_numbers(heads, kv_heads, ffn, group, ranks, words):
+    """In the last case a rank's head would have half of a quantized group."""
+    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=16)
+    with pytest.raises(UserError) as caught:
+        Shard(config, group, 0, ranks)
+    assert "\n" not in str(caught.value) and [word for word in words.split() if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_filled_groups_give_the_same_weights(bits):
+    for K, C in [(96, 3), (64, 5), (33, 2), (32, 9), (7, 3)]:
+        g_idx = torch.randint(C, (K,))
+        g_idx[g_idx == 1] = 0  # no input of group 1 is here
+        codes, zeros = (torch.randint(2 ** bits, (6, n), dtype=torch.uint8) for n in (K, C))
+        scales = torch.rand(6, C).half()
+        order, wide, scale, zero = quantize.filled(codes, scales, zeros, g_idx, g_idx.argsort(stable=True))
+        assert wide.shape[1] == len(order) == 32 * scale.shape[1] and wide.shape[1] < K + 32 * C
+        packed = PackedLinear(wide, scale, zero, bits, None, order)
+        expected = (codes.double() - zeros[:, g_idx].double()) * scales[:, g_idx].double()
+        got = torch.zeros(6, K, dtype=torch.float64).index_add(1, order, packed.dequantize(torch.float64))
+        assert torch.equal(got, expected)
+        x = torch.randn(3, K, dtype=torch.float64)
+        torch.testing.assert_close(packed(x), x @ expected.T)
+
+
+def test_a_draft_is_split_where_that_pays():
+    llama_1b = Config.from_hf(dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+                                   num_key_value_heads=8, intermediate_size=8192, vocab_size=128256,
+                                   max_position_embeddings=8192, rms_norm_eps=1e-5))
+    assert draft_splitter(Team(1, 4), llama_1b, torch.bfloat16)
+    assert not draft_splitter(Team(1, 4), generate.load_config(Path(DRAFT)), torch.bfloat16)
+    assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2), torch.bfloat16)  # 5 is no multiple of 2
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """As torchrun sets it for rank 0 of so many on this host, which has `gpus` GPUs."""
+    def enter(ranks: int, gpus: int = 0) -> None:
+        values = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, RANK=0, LOCAL_RANK=0, MASTER_ADDR="localhost",
+                      MASTER_PORT=1)
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    return enter
+
+
+def test_ranks_that_torchrun_did_not_start_are_told_so(environment, monkeypatch):
+    environment(3)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="WORLD_SIZE is 3, LOCAL_RANK not set: torchrun"):
+        join(None)
+
+
+@pytest.mark.parametrize("device, gpus, words", [
+    (None, 2, "3 ranks 2 GPUs --nproc-per-node --device cpu"), ("cuda", 1, "3 ranks 1 GPUs"),
+    ("cuda:1", 4, "--device cuda:1: 3 ranks want cuda or cpu"), ("mps", 0, "--device mps: want cuda or cpu"),
+    ("cuda", 0, "finds 0 of those; --device cpu")])
+def test_devices_that_the_ranks_cannot_have_are_refused(environment, device, gpus, words):
+    environment(3, gpus)
+    with pytest.raises(UserError) as caught:
+        join(device)
+    assert "\n" not in str(caught.value) and [word for word in words.split() if word not in str(caught.value)] == []
+
+
+def test_one_rank_joins_nobody(environment):
+    environment(1)
+    assert join("cpu") == (CPU, Team()) and Team().agree(lambda: 7) == 7 and tp.splitter(Team()) is None
+
+
+def test_ranks_agree_on_what_rank_0_has():
+    store = dist.HashStore()
+    first, second = (Team(rank, 2, store) for rank in range(2))
+    for value in (0.1, None, "a line with \udcff", [1, {"a": 2 ** 63}]):
+        assert first.agree(lambda: value) == value == second.agree(lambda: 1 / 0)
+        assert first.agree(value) == value == second.agree("other")
+
+
+def one_rank(monkeypatch, capsys, *args, typed: str = "") -> str:
+    """stdout of generate.py without torchrun, in this process."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args), "--device", "cpu"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    report_errors(generate.main)
+    return capsys.readouterr().out
+
+
+GREEDY = ("--temperature", 0, "--max-new-tokens", 12)
+TEXT = ("--prompt", "One day", "--prompt", "Tom and Sue", "--num-samples", 2, *GREEDY)
+SPECULATED = (*TEXT, "--draft", DRAFT, "--draft-tokens", 3, "--quantize", "int8", "--json")
+CHAT, TYPED = ("--interactive", *GREEDY), "Once upon a time\nThen\n"
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, {root!r})
+import collectives, generate
+if os.environ["RANK"] == "1":
+    sys.argv += ["--checkpoint", {checkpoint!r}]
+collectives.run(generate.main)
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+    """Commands under torchrun, two at a time. The last has a rank 1 whose checkpoint cannot be read."""
+    directory = tmp_path_factory.mktemp("commands")
+    make(directory / "unreadable", vocab_size=2048)
+    (directory / "unreadable" / "tokenizer.model").write_bytes((Path(TINY) / "tokenizer.model").read_bytes())
+    (directory / "unreadable" / "model.safetensors").write_bytes(b"no tensors")
+    program, wrapper = ROOT / "generate.py", directory / "unreadable.py"
+    wrapper.write_text(UNREADABLE.format(root=str(ROOT), checkpoint=str(directory / "unreadable")))
+    started = dict(
+        text=torchrun(program, *TEXT, ranks=1), json=torchrun(program, *SPECULATED), chat=torchrun(program, *CHAT),
+        mistake=torchrun(program, "--checkpoint", "no/such/dir", "--prompt", "One day"),
+        unreadable=torchrun(wrapper, *TEXT))
+    with ThreadPoolExecutor(2) as pool:
+        done = pool.map(lambda command: ended([*command, "--device", "cpu"], 60, TYPED), started.values())
+        return dict(zip(started, done))
+
+
+def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
+    """The lines of the program's own on stderr; torchrun has many."""
+    return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+
+
+def test_torchrun_with_one_rank_prints_what_the_command_alone_does(commands, monkeypatch, capsys):
+    done = commands["text"]
+    assert (done.returncode, done.stdout) == (0, one_rank(monkeypatch, capsys, *TEXT)) and not told(done)
+
+
+def test_only_rank_0_prints_json(commands, monkeypatch, capsys):
+    done = commands["json"]
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    both, one = json.loads(done.stdout), json.loads(one_rank(monkeypatch, capsys, *SPECULATED))
+    assert (both["world_size"], one["world_size"]) == (2, 1) and both.keys() == one.keys()
+    for a, b in zip(both["samples"], one["samples"], strict=True):
+        assert all(a[key] == b[key] for key in ("prompt", "text", "tokens", "finish_reason", "prompt_tokens"))
+        assert a["mean_logprob"] == pytest.approx(b["mean_logprob"], rel=1e-4)
+    assert both["speculation"]["accepted"] == one["speculation"]["accepted"] > 0
+    assert 0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6  # a rank's: the kv head is whole
+
+
+def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, monkeypatch, capsys):
+    done = commands["chat"]
+    assert (done.returncode, done.stdout) == (0, one_rank(monkeypatch, capsys, *CHAT, typed=TYPED))
+    assert done.stdout.count("\n") == 2
+
+
+def test_a_mistake_is_one_line_of_rank_0(commands):
+    done = commands["mistake"]
+    assert (done.returncode, done.stdout) == (1, "")  # torchrun's own
+    assert len(told(done)) == 1 and "no/such/dir" in told(done)[0]
+
+
+def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
+    done = commands["unreadable"]
+    assert done.returncode == 1
+    assert [line for line in told(done, "unreadable.py") if "model.safetensors" in line]
+
+
+def test_a_bug_on_one_rank_leaves_its_traceback():
+    program = "import collectives; collectives.run(lambda: {}['a bug'])"
+    done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1")
+    assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
+
+
+SLEEPER = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+import collectives
+
+def main():
+    print("up", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for good
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+collectives.run(main)
+"""
+
+
+def test_ctrl_c_ends_a_rank_whatever_thread_it_meets():
+    """One that a library started before, say, while the main thread waits for a GPU and runs no Python."""
+    environment = os.environ | dict(PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="0")
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=PIPE, stderr=PIPE, text=True, env=environment)
+    try:
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=5)
+        assert process.returncode == 130 and errors.count("\n") == 1 and "interrupted" in errors
+    finally:
+        process.kill()
+
+
+def children(pid: int) -> dict[int, int]:
+    """Rank -> process, of the ranks that a torchrun process started."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            environ = dict(entry.split("=", 1) for entry in (path / "environ").read_text().split("\0") if "=" in entry)
+        except (OSError, ValueError):
+            continue  # it has ended
+        if parent == pid and "RANK" in environ:
+            found[int(environ["RANK"])] = int(path.name)
+    return found
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> Path:
+    """The bundled model with a long context and without an end of sequence."""
+    directory = tmp_path_factory.mktemp("endless") / "endless"
+    directory.mkdir()
+    for name in ("tokenizer.model", "model.safetensors"):
+        (directory / name).symlink_to(Path(TINY) / name)
+    config = json.loads((Path(TINY) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=20_000, eos_token_id=None)))
+    return directory
+
+
+@pytest.mark.parametrize("how", ["a rank is killed", "the terminal's Ctrl-C"])
+def test_when_one_ends_all_do(endless, how):
+    options = ("--checkpoint", endless, "--max-new-tokens", 10_000, "--max-seq-length", 12_000, "--temperature", 0)
+    command = [*torchrun(ROOT / "generate.py", *options), "--device", "cpu"]
+    torchrunner = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+    try:
+        assert torchrunner.stdout.read(30) == "Once upon a time, there was a "  # they are at it
+        workers = children(torchrunner.pid)
+        assert workers.keys() == {0, 1}
+        begun = time.monotonic()
+        if how == "a rank is killed":
+            os.kill(workers[1], signal.SIGKILL)
+        else:
+            os.killpg(torchrunner.pid, signal.SIGINT)
+        _, errors = torchrunner.communicate(timeout=15)
+        assert time.monotonic() - begun < 15 and torchrunner.returncode != 0
+        lines = [line for line in errors.splitlines() if line.startswith("generate.py: ")]
+        assert len(lines) == 1 and ("another rank" if how == "a rank is killed" else "interrupted") in lines[0]
+        assert not any(map(running, workers.values()))
+    finally:
+        for pid in (torchrunner.pid, *children(torchrunner.pid).values()):
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+        torchrunner.communicate()
+
+
+@pytest.fixture(scope="module")
+def gpu_cases(tmp_path_factory) -> dict[str, tuple[str, dict]]:
+    """GPU_CASES, with the one that needs a checkpoint: in the order of its inputs, of whose groups a rank has parts."""
+    directory = tmp_path_factory.mktemp("gptq") / "gptq-4-32-act"
+    torch.manual_seed(0)
+    write(Path(TINY), directory, *GPTQ[directory.name])
+    return GPU_CASES | dict(gptq=("tokens", GPU_CASES["gptq"][1] | dict(checkpoint=str(directory))))
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks(gpu_cases, tmp_path_factory) -> list[dict]:
+    return run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", gpu_cases, 550)
+
+
+def rounded(out: Tensor, terms: Tensor, twice: bool) -> bool:
+    """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type; the library adds up in
+    that type, and the residual after that."""
+    exact, size, eps = terms.double().sum(0), terms.double().abs().sum(0), torch.finfo(out.dtype).eps
+    bound = eps / 2 * exact.abs() + (eps * twice + 1e-6) * size + 1e-7  # the last: the least steps of fp16
+    return bool(((out.double() - exact).abs() <= bound).all())
+
+
+def exchanges(function: str) -> list:
+    """device, dtype, library of a test."""
+    on = [("cpu", EXCHANGES, ()), ("cuda", GPU_EXCHANGES, ON_GPUS)]
+    return [pytest.param(device, *kind[1:], marks=marks) for device, kinds, marks in on for kind in kinds
+            if kind[0] == function]
+
+
+@pytest.mark.parametrize("device, dtype, library", exchanges("sums"))
+def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, library):
+    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    outs = of_each(given, f"sums {dtype} {library}")
+    for n, ((x, residual), first, second) in enumerate(zip(tp_worker.sum_inputs(2, dtype), *outs, strict=True)):
+        assert first.dtype == x.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8)), n
+        one_shot = not library and given[0].get("reach") and x[0].numel() <= collectives.CAPACITY
+        terms = x if residual is None else torch.cat([x, residual[None]])
+        assert rounded(first, terms, twice=device == "cuda" and not one_shot), (n, x.shape)
+
+
+@pytest.mark.parametrize("device, dtype, library", exchanges("gathers"))
+def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, library):
+    expected = tp_worker.gather_inputs(2, dtype)
+    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    for outs in of_each(given, f"gathers {dtype} {library}"):
+        assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPUS) for dtype in ("bfloat16", "float16")])
+def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
+    x, residual, logits = tp_worker.graph_inputs(2, dtype)
+    outs = of_each(gpu_ranks, f"graph {dtype}")
+    for first, second in zip(*outs, strict=True):
+        assert len(first) == tp_worker.REPLAYS and torch.equal(first, second)
+    first, second, gathered = outs[0]
+    for out, terms in ((first, [*x.unbind(1), residual]), (second, [first, first, residual])):
+        assert rounded(out, torch.stack(terms), twice=not gpu_ranks[0]["reach"])
+    assert torch.equal(gathered, logits)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPUS) for name in GPU_TOKENS])
+def test_two_gpus_give_the_tokens_of_one_but_for_ties(gpu_ranks, gpu_cases, name):
+    """bf16, compiled, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
+    both, args = of_each(gpu_ranks, name), gpu_cases[name][1]
+    assert both[0] == both[1] and both[0]["decoder"] == "FastDecoder"
+    one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
+    how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
+    exact = tp_worker.load(Team(), CPU, **how)
+    exact.setup(17 + 48)
+    for prompt, got, expected in zip(tp_worker.prompts(), both[0]["rows"], one["rows"], strict=True):
+        assert len(got) == len(expected) == 48
+        same = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), None)
+        if same is not None:
+            text = torch.tensor([[*prompt, *expected[:same]]])
+            with torch.no_grad():
+                logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
+            assert abs(logits[got[same]] - logits[expected[same]]) < 0.02 * logits.abs().max()

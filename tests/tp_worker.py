@@ -1,0 +1,180 @@
+"""
+What test_tp.py has ranks do: torchrun ... tp_worker.py DEVICE CASES OUT
+
+CASES is a JSON file: of each case its name, a function of this file and its arguments. Each rank writes what the
+functions gave to OUT.RANK; test_tp.py calls the same functions for what one rank gives.
+"""
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import Tokenizer
+from collectives import LIBRARY, LOGITS, Team, all_gather, all_reduce, join, mailboxes
+from collectives import run as run_rank
+from generate import TINY, Generator
+from model import Transformer
+from packed import PackedLinear
+from quantize import load_model
+from sampling import Sampling
+from test_generate import run
+from tp import splitter
+
+SUMS, REPLAYS, VOCABULARIES = 100, 50, (2047, 2049, 49153)
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+
+
+def load(team: Team, device: torch.device, checkpoint: str, dtype: str = "float32", **how) -> Transformer:
+    return load_model(Path(checkpoint), device, DTYPES[dtype], split=splitter(team), **how)
+
+
+def prompts() -> list[list[int]]:
+    """Of 17, 1 and 9 tokens."""
+    story = Tokenizer(Path(TINY)).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
+    return [story[:n] for n in (17, 1, 9)]
+
+
+@torch.no_grad()
+def logits(team: Team, device: torch.device, checkpoint: str, **how) -> Tensor:
+    """[2, 12, V]: of 8 tokens, then of 4 that see them in the cache."""
+    model = load(team, device, checkpoint, **how)
+    model.setup(12, 2)
+    tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
+    return torch.cat([model(tokens[:, at], torch.arange(12)[None, at]) for at in (slice(0, 8), slice(8, 12))], dim=1)
+
+
+def weights(team: Team, device: torch.device, checkpoint: str, **how) -> dict[str, tuple[Tensor, Tensor]]:
+    """By Hugging Face's names: what a packed layer's codes stand for, and its scales."""
+    model, found = load(team, device, checkpoint, **how), {}
+    for name, (ours, row, (N, *_)) in model.config.hf_weights().items():
+        module = model.get_submodule(ours.rpartition(".")[0])
+        module = getattr(module, "linear", module)
+        if isinstance(module, PackedLinear) and name.endswith(".weight"):
+            found[name] = module.dequantize(torch.float64)[row:row + N], module.scales.data[row:row + N]
+    return found
+
+
+def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, draft_tokens: str = "auto",
+           split_draft: bool = False, compile: bool = False, temperature: float = 0, new: int = 24, **how) -> dict:
+    """New tokens of a ragged batch; a speculator's counts; what decodes."""
+    model = load(team, device, checkpoint, **how)
+    if draft and draft != "prompt-lookup":
+        draft = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
+    generator = Generator(model, 17 + new, Sampling(temperature), prompts=3, compile=compile, draft=draft,
+                          draft_tokens=draft_tokens, team=team)
+    torch.manual_seed(5)
+    rows = run(generator, prompts(), new)
+    counts = dict(generator.speculator.counts) if draft else {}
+    return dict(rows=rows, counts=counts, decoder=type(generator.decoder).__name__)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    """Numbers, 0 and -0, which mailboxes use for a number that is not there yet."""
+    x = torch.randn(shape, generator=random) * (torch.rand(shape, generator=random) < 0.7)
+    x[..., ::5] = -0.0  # of all ranks
+    return x.to(dtype)
+
+
+def sum_inputs(ranks: int, dtype: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Each rank's x [R, M, D] and residual, the same on all ranks. The longest does not fit into a mailbox."""
+    random = torch.Generator().manual_seed(1)
+    widths, inputs = (1000, 576, 4096, 1023, 2048, 48, 5120), []
+    for n in range(SUMS):
+        M, D = int(torch.randint(1, 17, (1,), generator=random)), widths[n % len(widths)]
+        M = 150 if n % 40 == 23 else M
+        x, residual = (drawn((*size, M, D), DTYPES[dtype], random) for size in ((ranks,), ()))
+        inputs.append((x, None if n % 3 == 0 else residual))
+    return inputs
+
+
+def late(team: Team, device: torch.device, n: int) -> None:
+    """Now and then a rank is."""
+    if device.type == "cuda" and n % 7 == team.rank:
+        torch.cuda._sleep(200_000)
+
+
+def sums(team: Team, device: torch.device, dtype: str, library: bool) -> list[Tensor]:
+    """all_reduce() of sum_inputs(), one launched after the other."""
+    out, inputs = [], [(x[team.rank].to(device), None if residual is None else residual.to(device))
+                       for x, residual in sum_inputs(team.ranks, dtype)]
+    for n, (x, residual) in enumerate(inputs):
+        late(team, device, n)
+        out.append(all_reduce(x, residual, LIBRARY if library else n % 2))
+    return [t.cpu() for t in out]
+
+
+def reach(team: Team, device: torch.device) -> bool:
+    """Whether the GPUs reach each other's memory; else the library serves."""
+    return bool(mailboxes(device))
+
+
+def gather_inputs(ranks: int, dtype: str) -> list[Tensor]:
+    """Logits [M, V]: of odd vocabularies, of one that leaves the last rank next to nothing, and of one too long for a
+    mailbox."""
+    random = torch.Generator().manual_seed(2)
+    shapes = [(M, V) for V in (*VOCABULARIES, ranks * (ranks - 1) + 1) for M in (1, 2, 5, 16)] + [(16, 151937)]
+    return [drawn(shape, DTYPES[dtype], random) for shape in shapes]
+
+
+def part_of(x: Tensor, team: Team) -> Tensor:
+    part = -(-x.shape[-1] // (8 * team.ranks)) * 8
+    return x[..., team.rank * part:(team.rank + 1) * part]
+
+
+def gathers(team: Team, device: torch.device, dtype: str, library: bool) -> list[Tensor]:
+    """all_gather() of gather_inputs(); a sum between two of them, as layers are."""
+    inputs, out = [part_of(x, team).to(device) for x in gather_inputs(team.ranks, dtype)], []
+    widths, small = [x.shape[-1] for x in gather_inputs(team.ranks, dtype)], inputs[0].new_zeros(1, 256)
+    for n, (x, width) in enumerate(zip(inputs, widths)):
+        late(team, device, n)
+        all_reduce(small, None, LIBRARY if library else 0)
+        out.append(all_gather(x, width, LIBRARY if library else LOGITS))
+    return [t.cpu() for t in out]
+
+
+def graph_inputs(ranks: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    sizes = (REPLAYS, ranks, 2, 1000), (REPLAYS, 2, 1000), (REPLAYS, 2, 2049)
+    return tuple(drawn(size, DTYPES[dtype], random) for size in sizes)
+
+
+def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
+    """A CUDA graph of two sums, the second of the first, and of logits, replayed with other inputs each time."""
+    x, residual, whole = (t.to(device) for t in graph_inputs(team.ranks, dtype))
+    mine, parts, out = x[:, team.rank].contiguous(), part_of(whole, team).contiguous(), []
+    now = [t[0].clone() for t in (mine, residual, parts)]
+
+    def step() -> tuple[Tensor, ...]:
+        first = all_reduce(now[0], now[1], 0)
+        return first, all_reduce(first, now[1], 1), all_gather(now[2], whole.shape[-1], LOGITS)
+
+    step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        given = step()
+    for n in range(REPLAYS):
+        for place, inputs in zip(now, (mine, residual, parts)):
+            place.copy_(inputs[n])
+        late(team, device, n)
+        captured.replay()
+        out.append([t.clone() for t in given])
+    return tuple(torch.stack(t).cpu() for t in zip(*out))
+
+
+def main() -> None:
+    kind, cases, out = sys.argv[1:]
+    (device, team), results = join(kind), {}
+    for name, (function, args) in json.loads(Path(cases).read_text()).items():
+        torch._dynamo.reset()
+        try:
+            results[name] = globals()[function](team, device, **args)
+        except Exception as error:  # that of one case, if it is the same on all ranks, spoils no other
+            results[name] = repr(error)
+    torch.save(results, f"{out}.{team.rank}")
+
+
+if __name__ == "__main__":
+    run_rank(main)
