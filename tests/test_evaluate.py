@@ -14,6 +14,7 @@ from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Tokenizer, UserError, load_model
+from collectives import Team
 from scripts import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +115,7 @@ def test_what_nothing_predicts_is_neither_scored_nor_counted(monkeypatch, tmp_pa
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
     monkeypatch.setattr(evaluate, "load_model", lambda *_: model)
     args = Namespace(dtype=None, context=3, stride=2)
-    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, torch.device("cpu"), args)
+    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, torch.device("cpu"), Team(), args)
     assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
     assert line["bits_per_byte"] == pytest.approx(math.log2(600))
     assert line["token_perplexity"] == pytest.approx(600)

@@ -87,7 +87,8 @@ def torchrun(*args, ranks: int = 2) -> list[str]:
 
 def ended(command: list[str], seconds: float, typed: str = "", **environment) -> subprocess.CompletedProcess:
     """A command that is over, in any case after so many seconds, and all that it started with it."""
-    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=os.environ | environment)
+    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True,
+                               env=os.environ | dict(OMP_NUM_THREADS="1") | environment)
     try:
         out, errors = process.communicate(typed, timeout=seconds)
     finally:
