@@ -51,6 +51,17 @@ def unpack(words: Tensor, bits: int, K: int) -> Tensor:
     return codes.permute(0, 1, 3, 4, 2, 5).reshape(len(words), -1)[:, :K]
 
 
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """[R, M] -> int32 [R * bits / 32, M]: the first row's codes are in the low bits, as GPTQ's files have it."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return (codes.int().unflatten(0, (-1, 32 // bits)) << shifts[:, None]).sum(1, dtype=torch.int32)
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[:, None] >> shifts[:, None] & 2 ** bits - 1).flatten(0, 1).to(torch.uint8)
+
+
 class PackedLinear(nn.Module):
     """nn.Linear with packed weights; groups lie side by side along K, so their size is K / C.
 

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
-from checkpoint import (
-    Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files)
+from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files
 from command import DTYPES, GIB, Parser, find_device, find_dtype, report_errors, within
 from model import Transformer
-from packed import PackedLinear, unpack
+from packed import PackedLinear, pack_rows, unpack, unpack_rows
 
 SHRINK = [1 - 0.03 * i for i in range(8)]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight codes in a word, which of its places holds the first, the second ...
@@ -112,8 +111,12 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
 
 
-def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_order: bool) -> tuple:
+def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_order: bool,
+         drift: Tensor | None = None) -> tuple:
     """w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], scales, zeros [N, C], order [K] or None, loss.
+
+    drift: (Y - X) X^T [K, K] of the inputs Y that the model has before it is quantized. The weights are first moved to
+    where their outputs for X are the nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
 
     arXiv 2210.17323, algorithm 1. A group's scales are found when it begins, from weights that make up for the errors
     so far, and with what an error costs once the columns after it make up for it. Act-order takes the columns by
@@ -126,6 +129,8 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_
     columns = slice(None) if order is None else order
     w, hessian = w.float()[:, columns], hessian.float()[columns][:, columns].clone()
     U = inverse_factor(hessian)
+    if drift is not None:
+        w = w + w @ drift.float()[columns][:, columns] @ U.T @ U
     diagonal = U.diagonal()
     rest = w.T.contiguous()  # [K, N], so that a column lies in one piece; turns into the errors, column by column
     codes, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
@@ -166,13 +171,13 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
     for _, parent, own in found:
         group_of(getattr(parent, own).in_features, group_size)
 
-    def replace(parent: nn.Module, own: str, hessian: Tensor | None = None) -> None:
+    def replace(parent: nn.Module, own: str, hessian: Tensor | None = None, drift: Tensor | None = None) -> None:
         linear, order = getattr(parent, own), None
         if hessian is None:
             widest = partial(shard.widest, own) if shard and group_size == -1 else None
             codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym, widest)
         else:
-            codes, scales, zeros, order, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order)
+            codes, scales, zeros, order, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
         packed = PackedLinear(codes, scales, zeros, bits, linear.bias, order)
         setattr(parent, own, packed)
         if progress:
@@ -191,10 +196,10 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
 
 
 def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
-    """replace(parent, name, hessian) for each linear layer in turn, with the inputs that the replaced ones before give.
+    """replace(parent, name, hessian, drift) for each linear layer in turn, with the inputs that the replaced ones
+    before give, and how far these have drifted from those of the model as it was.
 
-    tokens [S, T]. No layer runs twice: an identity in the place of a half's second matrix makes the half give that
-    one's inputs, from which the matrix, once replaced, gives the half's output."""
+    tokens [S, T]. With an identity in the place of its second matrix a half of a layer gives that one's inputs."""
     model.setup(tokens.shape[1])
     block_inputs = []
     hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs))
@@ -202,38 +207,34 @@ def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool)
     model(tokens[:1], positions, last=positions[0, :1])
     hook.remove()
     _, *shared = block_inputs[0]  # positions, cos, sin, mask, rows: the same for each sequence
-    x = model.embed(tokens)  # [S, T, D]
-    pieces = x.split(max(1, PIECE // tokens.shape[1]))
+    size = max(1, PIECE // tokens.shape[1])
+    pieces, exact = (model.embed(tokens).split(size) for _ in range(2))  # [size, T, D] each
     for layer in model.layers:
         attention = layer.attn, layer.attn_norm, "wqkv", "wo", shared
         feed_forward = layer.ffn, layer.ffn_norm, "w_gate_up", "w_down", ()
         for half, norm, first, second, others in (attention, feed_forward):
-            replace(half, first, gram(map(norm, pieces)))
             linear = getattr(half, second)
             setattr(half, second, nn.Identity())
+            wanted = [half(norm(piece), *others) for piece in exact]
+            replace(half, first, *grams(map(norm, pieces), map(norm, exact)))
             inputs = [half(norm(piece), *others) for piece in pieces]
+            for piece, wants in zip(exact, wanted):
+                piece += linear(wants)
             setattr(half, second, linear)
-            replace(half, second, gram(inputs))
+            replace(half, second, *grams(inputs, wanted))
             for piece in pieces:
                 piece += getattr(half, second)(inputs.pop(0))
     if head:
-        replace(model, "head", gram(map(model.norm, pieces)))
+        replace(model, "head", *grams(map(model.norm, pieces), map(model.norm, exact)))
 
 
-def gram(pieces: Iterator[Tensor]) -> Tensor:
-    """X X^T [K, K], fp32, of inputs [S, T, K] that come in pieces."""
-    return sum(x.T @ x for x in (piece.flatten(0, 1).float() for piece in pieces))
-
-
-def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """[R, M] -> int32 [R * bits / 32, M]: the first row's codes are in the low bits, as GPTQ's files have it."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(0, (-1, 32 // bits)) << shifts[:, None]).sum(1, dtype=torch.int32)
-
-
-def unpack_rows(words: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, None] >> shifts[:, None] & 2 ** bits - 1).flatten(0, 1).to(torch.uint8)
+def grams(pieces: Iterator[Tensor], exact: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y [S, T, K] that come in pieces."""
+    hessian = drift = 0
+    for x, y in zip(pieces, exact):
+        x, y = x.flatten(0, 1).float(), y.flatten(0, 1).float()
+        hessian, drift = hessian + x.T @ x, drift + (y - x).T @ x
+    return hessian, drift
 
 
 def hub_tensors(model: Transformer, source: Path) -> Iterator[tuple[str, Tensor]]:
@@ -336,9 +337,8 @@ def read_part(read: Callable, names: Collection[str], name: str, shape: tuple[in
     if name + "g_idx" in names or settings.get("desc_act"):
         g_idx = read(name + "g_idx", (K,), "I32", (columns,)).long()
     order, scales = g_idx.argsort(stable=True), read(name + "scales", (C, N), part=(slice(None), rows)).T
-    whole = len(g_idx) == K
     counts = g_idx.clamp(0, C).bincount(minlength=C)
-    if g_idx.amin() < 0 or len(counts) > C or whole and not (counts == K // C).all():
+    if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
         raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
     here = counts.nonzero().squeeze(1)
     bias = read(name + "bias", (N,), part=(rows,)) if bias else None

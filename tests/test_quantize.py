@@ -186,22 +186,52 @@ def test_groups_that_do_not_fit_are_refused(K, group_size, words):
     assert [word for word in words.split() for message in messages if word not in message] == []
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
+    """8 bits lose next to nothing: what is left is what the nearest outputs, by least squares, leave."""
+    w, before = torch.randn(24, 64), correlated(64)
+    x = before + 0.3 * torch.randn_like(before)
+    hessian, drift = x.T @ x, (before - x).T @ x
+    outputs = []
+    for given in (None, drift):
+        *quantized, order, _ = gptq(w, hessian, 8, 32, False, act_order, given)
+        outputs.append(x.double() @ values(*quantized, 8, order).T)
+    wanted = before.double() @ w.double().T
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(64)
+    best = w.double() + w.double() @ drift.double() @ damped.inverse()
+    plain, moved, least = (distance(out, wanted) for out in (*outputs, x.double() @ best.T))
+    assert moved < 0.95 * plain and moved == pytest.approx(least, rel=0.01)
+
+
 def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
-    """In the quantized model each matrix has the inputs whose Hessian its quantization was given."""
+    """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
+    from the inputs in the model before."""
     model, seen = checkpoint.load_model(TINY, CPU, F32), []
     monkeypatch.setattr(quantize, "PIECE", 64)  # several pieces
     plain = quantize.gptq
-    monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append(hessian) or plain(w, hessian, *how))
+    monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or
+                        plain(w, hessian, *how))
     tokens = torch.randint(2048, (5, 32))
+
+    def inputs(modules) -> list[Tensor]:
+        found = []
+        hooks = [module.register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, 1)))
+                 for module in modules]
+        with torch.no_grad():
+            model(tokens, torch.arange(32)[None])
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    model.setup(32)
+    before = inputs(getattr(parent, own) for _, parent, own in quantize.linears(model, head=False))
     quantize_model(model, 4, 128, False, act_order=True, calibration=tokens)
-    inputs = []
-    for module in packed_layers(model).values():
-        module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
-    with torch.no_grad():
-        model(tokens, torch.arange(32)[None])
-    assert len(seen) == len(inputs) == 20
-    for hessian, x in zip(seen, inputs):
+    after = inputs(packed_layers(model).values())
+    assert len(seen) == len(before) == len(after) == 20
+    for (hessian, drift), y, x in zip(seen, before, after):
         torch.testing.assert_close(hessian, x.T @ x, rtol=1e-4, atol=1e-3 * hessian.abs().max().item())
+        torch.testing.assert_close(drift, (y - x).T @ x, rtol=1e-3, atol=1e-3 * hessian.abs().max().item())
+    assert seen[0][1].abs().max() == 0 < seen[-1][1].abs().max()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
