@@ -401,7 +401,7 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, mod
 
 
 def default_group(quantize: str | None, group_size: int | None) -> int:
-    return group_size or (32 if quantize == "int4" else -1)
+    return (32 if quantize == "int4" else -1) if group_size is None else group_size
 
 
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
