@@ -332,6 +332,14 @@ def rule_of_thumb(format: str, N: int, K: int, device: torch.device) -> list:
     return [[1, "row", rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1], several]
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [M, K], on a GPU, in one launch."""
+    out, pdl = torch.empty_like(x), launch(x.device)
+    norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, triton.next_power_of_2(x.shape[1]), bool(pdl), num_warps=8,
+                           **pdl)
+    return out
+
+
 def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
                  residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """The plain twin of linear()."""
@@ -365,9 +373,7 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
                             bool(pdl), num_warps=warps, **pdl)
         return out
     if norm is not None:
-        normed = torch.empty_like(x)
-        norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
-        x = normed
+        x = rms_norm(x, norm, eps)
     rows, block, stages, warps = sizes
     rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(16, triton.next_power_of_2(M)),
                                          rows, block, stages, bool(pdl), num_warps=warps, **pdl)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from kernels import (
-    constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, launch, norm_kernel, plain_linear, tl, triton, tuned)
+    constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, launch, plain_linear, rms_norm, tl, triton, tuned)
 
 try:
     from triton.experimental import gluon
@@ -477,9 +477,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if order is not None:
         x, norm = x[:, order], None if norm is None else norm[order]
     if norm is not None:
-        normed = torch.empty_like(x)
-        norm_kernel[(M,)](x, norm, normed, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
-        x = normed
+        x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)
     rows, splits, stages, warps = sizes
     packed_rows_kernel[(triton.cdiv(len(words) * 16, rows),)](
