@@ -4,6 +4,7 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python scripts/tune.py llama-2-7b llama-3.1-8b
     python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
     python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
+    python scripts/tune.py llama-2-7b --check --rows 3,24,96                   # is its choice right in between?
 
 One row: the sizes of a layer's four kernels depend on each other, as one's first loads share the GPU with the end of
 the one before; they are searched in turn, in a chain of whole layers. Several rows: each product alone, with the
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import os
 import re
+import statistics
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
@@ -42,15 +44,15 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 ROW_SIZES = {  # of "row": see kernels.tuned and packed.packed_linear
     "16-bit": [[r, s, w, p] for r, s, w, p in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))],
     "packed": [["row", *sizes, p] for sizes, p in product(
-        ((4, 4, 3), (4, 2, 3), (4, 2, 4), (4, 4, 2), (8, 2, 3), (8, 4, 3), (8, 1, 4), (4, 1, 4), (4, 8, 3)),
+        ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2)),
         (1, 2, 3, 4, 5, 6, 8, 12))]}
 ROW_SIZES["16-bit"] = [["row", *sizes] for sizes in ROW_SIZES["16-bit"]]
 ROWS_SIZES = {
     "16-bit": [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
                                               (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))],
-    "packed": [["rows", *sizes] for sizes in ((16, 4, 3, 4), (16, 4, 4, 4), (16, 8, 3, 8), (16, 8, 2, 8),
-                                              (16, 16, 2, 8), (64, 1, 3, 4), (64, 1, 4, 4), (128, 1, 3, 8),
-                                              (128, 1, 3, 4))]}
+    "packed": [["rows", *sizes] for sizes in ((16, 4, 3, 4), (16, 4, 4, 4), (16, 8, 3, 8), (16, 16, 2, 8),
+                                              (32, 4, 3, 4), (32, 4, 4, 4), (64, 1, 3, 4), (64, 1, 4, 4),
+                                              (128, 1, 3, 4), (128, 1, 3, 8), (128, 1, 4, 8))]}
 
 
 def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
@@ -143,6 +145,11 @@ class Tuner:
         except kernels.triton.runtime.errors.OutOfResources:
             return float("inf")
 
+    def tune(self, rows: list[int], bar: tqdm) -> None:
+        if 1 in rows:
+            self.one_row(bar)
+        self.several_rows([M for M in rows if M > 1], bar)
+
     def one_row(self, bar: tqdm) -> None:
         """Alone first, then the best twelve in the chain, twice over."""
         best = {}
@@ -177,6 +184,22 @@ class Tuner:
             bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
                 f"{M}: {us:.1f} ({us / self.cublas(N, K, M):.2f})" for M, us in report))
 
+    def check(self, rows: list[int], bar: tqdm) -> None:
+        """What the table chooses against the best that could be had, for numbers of rows that it was not made with."""
+        worst, checked = (1.0, "", 0), 0
+        for name, (N, K) in self.shapes.items():
+            found = self.found(name)
+            for M in rows:
+                chosen = kernels.tuned(self.format, N, K, M, self.device)
+                timed = [(self.time(name, M, choice), choice) for choice in bar_over(candidates(self.kind, M), bar)]
+                best = min(timed)[1]
+                ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
+                kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})[f"{N}x{K}"] = list(found)
+                kernels.tuned.cache_clear()
+                worst, checked = max(worst, (statistics.median(ratios), f"{name} {N}x{K}", M)), checked + 1
+        bar.write(f"{self.format}: {checked} choices, the worst {worst[0]:.3f} of the best's time"
+                  + (f", {worst[1]} with {worst[2]} rows" if worst[1] else ""))
+
     def cublas(self, N: int, K: int, M: int) -> float:
         """us of the library's product alone, with 16-bit weights."""
         weights = [torch.randn(N, K, device=self.device, dtype=torch.bfloat16)
@@ -198,7 +221,8 @@ def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
 def candidates(kind: str, rows: int) -> list:
     if rows == 1:
         return ROW_SIZES[kind]
-    return [["library"], *(ROWS_SIZES[kind] if rows <= 128 else [])]
+    few = [sizes for sizes in ROWS_SIZES[kind] if (sizes[1] <= 32 or rows >= 8) and (sizes[1] >= 64 or rows <= 64)]
+    return [["library"], *(few if rows <= 128 else [])]
 
 
 small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))
@@ -242,6 +266,7 @@ def parse_args() -> Namespace:
     parser.add_argument("what", nargs="+", help=f"shapes, {', '.join(SHAPES)}, or single products, NxK")
     parser.add_argument("--formats", default=",".join(FORMATS), metavar="LIST", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="LIST", help="numbers of rows")
+    parser.add_argument("--check", action="store_true", help="compare the table with the best, write nothing")
     parser.add_argument("--device")
     args = parser.parse_args()
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.rows):
@@ -269,10 +294,11 @@ def main() -> None:
             bar.set_description(f"{what} {format}")
             tuner = Tuner(what, format, device)
             with torch.no_grad():
-                if 1 in args.rows:
-                    tuner.one_row(bar)
-                tuner.several_rows([rows for rows in args.rows if rows > 1], bar)
-            write(ROOT / "tuned.json", kernels.gpu(device).name)
+                if args.check:
+                    tuner.check(args.rows, bar)
+                else:
+                    tuner.tune(args.rows, bar)
+                    write(ROOT / "tuned.json", kernels.gpu(device).name)
             del tuner
             torch.cuda.empty_cache()
 
