@@ -315,7 +315,8 @@ def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
 
     row's sizes are (rows, stages, warps, programs a multiprocessor), rows' (rows, columns, stages, warps); packed.py
     has its own."""
-    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}") or rule_of_thumb(format, N, K, device)
+    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}")
+    choices = rule_of_thumb(format, N, K, device) if choices is None else choices
     return next((choice for most, *choice in choices if M <= most), ["library"])
 
 

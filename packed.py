@@ -121,16 +121,16 @@ def word_layout(WARPS):
 
 
 @constexpr_function
-def input_layout(WARPS, PARTS, BK):
-    """Of x [parts of a block, blocks, BK]: the right operand's, whose 8 columns are all the same."""
+def input_layout(WARPS, BK):
+    """Of x [quarters of a block, blocks, BK]: the right operand's, whose 8 columns are all the same."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 8]] + doubled(BK // 16, [0, 0, 16]) + doubled(PARTS, [1, 0, 0]),
-        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], doubled(WARPS, [0, 1, 0]), [], [PARTS, WARPS, BK])
+        [[0, 0, 1], [0, 0, 8]] + doubled(BK // 16, [0, 0, 16]) + [[1, 0, 0], [2, 0, 0]],
+        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], doubled(WARPS, [0, 1, 0]), [], [4, WARPS, BK])
 
 
 @constexpr_function
 def sum_layout(WARPS, PARTS):
-    """Of the sums of x [parts of a block, blocks]: as input_layout() without its last dimension."""
+    """Of the sums of x [parts of a block, blocks]."""
     return gl.DistributedLinearLayout(doubled(PARTS, [1, 0]), [[0, 0]] * 5, doubled(WARPS, [0, 1]), [], [PARTS, WARPS])
 
 
@@ -214,14 +214,16 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
                       PDL: constexpr):
     """One row of packed_linear(): a program takes 16 rows of w at a time, each of its warps every WARPSth block of K.
 
-    A group that is smaller than a block cuts it into PARTS. Weights come to the matrix unit with an offset: 1024, or
-    64, and their zero point; these times the sums of x are then taken away. x goes to fp16: after a norm, as it is then
-    at most sqrt(K) times the norm's weight, in units of 16, else scaled by a power of two, which loses nothing."""
+    A group that is smaller than a block cuts it into PARTS; to the matrix unit all blocks go in quarters. Weights come
+    there with an offset, 1024 or 64, and their zero point; these times the sums of x are then taken away. x goes to
+    fp16: after a norm, as it is then at most sqrt(K) times the norm's weight, in units of 16, else scaled by a power of
+    two, which loses nothing."""
     BLOCK: constexpr = 512 // BITS
-    BK: constexpr = BLOCK // PARTS
-    B: constexpr = PARTS * WARPS
+    BK: constexpr = BLOCK // 4
+    PART: constexpr = BLOCK // PARTS
     TURNS: constexpr = KP // (WARPS * BLOCK)
     MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: constexpr = gl.DotOperandLayout(1, MMA, 2)
     GROUPS: constexpr = gl.SliceLayout(2, MMA)
     ROWS: constexpr = gl.SliceLayout(0, GROUPS)
@@ -247,7 +249,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         fetch(rings, words, item, items, first, step, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
     next_group = fetch_groups(groups, first, 0, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
 
-    inputs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, PARTS, BK],
+    inputs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, 4, BK],
                                        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     k = gl.arange(0, CHUNK, layout=FLAT)
@@ -271,7 +273,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         factor = power / 16384
         unit = 16384 / power
     flat = inputs._reinterpret(gl.float16, [KP // CHUNK, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flat_sums = sums._reinterpret(gl.float32, [2 * KP // CHUNK, CHUNK // BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat_sums = sums._reinterpret(gl.float32, [2 * KP // CHUNK, CHUNK // PART], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for c in gl.static_range(KP // CHUNK):
         half = xs[c].to(gl.float32) * unit
         if norm is not None:
@@ -280,12 +282,12 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         flat.index(c).store(half)
         # By parts: the sums of x, and of x times its weights' offset, which depends on bit 3 of k in int4.
         even, odd = gl.split(gl.sum(gl.reshape(half.to(gl.float32), [CHUNK // 16, 2, 8]), 2))
-        even = gl.sum(gl.reshape(even, [CHUNK // BK, BK // 16]), 1)
-        odd = gl.sum(gl.reshape(odd, [CHUNK // BK, BK // 16]), 1)
+        even = gl.sum(gl.reshape(even, [CHUNK // PART, PART // 16]), 1)
+        odd = gl.sum(gl.reshape(odd, [CHUNK // PART, PART // 16]), 1)
         flat_sums.index(c).store(-(even + odd))
         flat_sums.index(KP // CHUNK + c).store(-(even + odd) * 1024 if BITS == 8 else -(even * 1024 + odd * 64))
 
-    none = gl.zeros([B, 16, 8], gl.float32, MMA)
+    none = gl.zeros([4 * WARPS, 16, 8], gl.float32, MMA)
     acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
     i = gl.arange(0, 16, layout=ROWS)
     for item in range(items):
@@ -307,7 +309,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
 
         for d in gl.static_range(DEPTH):
             left = rings[d].index(item % STAGES).load(word_layout(WARPS))
-            left = gl.reshape(left, [WARPS, 16, 4, PARTS, 4 // PARTS])
+            left = gl.reshape(left, [WARPS, 16, 4, 4])
             if BITS == 4:
                 p = gl.inline_asm_elementwise(INT4_TO_HALF, "=h,=h,=h,=h,=h,=h,=h,=h,r", [left],
                                               dtype=(gl.float16,) * 8, is_pure=True, pack=1)
@@ -317,13 +319,14 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
                 p = gl.inline_asm_elementwise(INT8_TO_HALF, "=h,=h,=h,=h,r", [left], dtype=(gl.float16,) * 4,
                                               is_pure=True, pack=1)
                 a = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
-            a = gl.permute(gl.reshape(a, [WARPS, 16, 4, PARTS, 4 // PARTS, 16 // BITS, 2]), [3, 0, 1, 4, 5, 2, 6])
-            a = gl.convert_layout(gl.reshape(a, [B, 16, BK]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+            a = gl.permute(gl.reshape(a, [WARPS, 16, 4, 4, 16 // BITS, 2]), [3, 0, 1, 4, 2, 5])
+            a = gl.convert_layout(gl.reshape(a, [4 * WARPS, 16, BK]), LEFT, assert_trivial=True)
             at = turn * DEPTH + d
-            right = inputs.index(at).permute([1, 0, 2]).load(input_layout(WARPS, PARTS, BK))
-            right = gl.convert_layout(gl.reshape(right, [B, BK]), gl.SliceLayout(2, RIGHT), assert_trivial=True)
-            right = gl.convert_layout(gl.expand_dims(right, 2).broadcast_to([B, BK, 8]), RIGHT, assert_trivial=True)
-            y, _ = gl.split(gl.reshape(mma_v2(a, right, none), [B, 16, 4, 2]))
+            right = gl.reshape(inputs.index(at).permute([1, 0, 2]).load(input_layout(WARPS, BK)), [4 * WARPS, BK])
+            right = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(2, RIGHT), assert_trivial=True), 2)
+            right = gl.convert_layout(right.broadcast_to([4 * WARPS, BK, 8]), RIGHT, assert_trivial=True)
+            y, _ = gl.split(gl.reshape(mma_v2(a, right, none), [PARTS, 4 // PARTS, WARPS, 16, 4, 2]))
+            y = gl.reshape(gl.sum(y, 1), [PARTS * WARPS, 16, 4])
             y = gl.convert_layout(y, COLUMNS, assert_trivial=True)
             both = group[0 if G == WHOLE else d]
             zero = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7632;", "=r,r", [both], dtype=gl.int32,

@@ -6,9 +6,10 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
     python scripts/tune.py llama-2-7b --check --rows 3,24,96                   # is its choice right in between?
 
-One row: the sizes of a layer's four kernels depend on each other, as one's first loads share the GPU with the end of
-the one before; they are searched in turn, in a chain of whole layers. Several rows: each product alone, with the
-library's (for int8 and int4: after dequantizing) as one of the candidates. Weights rotate: none is in the cache.
+One row: the sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end of the
+one before; they are searched in turn, in a chain of whole layers, attention included. Several rows: each product alone,
+with the library's (for int8 and int4: after dequantizing) as one of the candidates. Weights rotate: none is in the
+cache.
 """
 import functools
 import json
@@ -36,15 +37,17 @@ from benchmark import SHAPES  # noqa: E402
 from checkpoint import UserError  # noqa: E402
 from command import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
+from model import Config  # noqa: E402
 from packed import KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512]
+WEIGHTS = 400_000_000  # bytes that take turns: more than a cache holds
 ROW_SIZES = {  # of "row": see kernels.tuned and packed.packed_linear
     "16-bit": [[r, s, w, p] for r, s, w, p in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))],
     "packed": [["row", *sizes, p] for sizes, p in product(
-        ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2)),
+        ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (16, 2, 3)),
         (1, 2, 3, 4, 5, 6, 8, 12))]}
 ROW_SIZES["16-bit"] = [["row", *sizes] for sizes in ROW_SIZES["16-bit"]]
 ROWS_SIZES = {
@@ -76,32 +79,36 @@ def milliseconds(run: Callable[[], None]) -> float:
     return kernels.triton.testing.do_bench(graph.replay, warmup=4, rep=12, return_mode="median")
 
 
+def config_of(what: str, format: str) -> Config | None:
+    """A model's, or that of the first rank's part of it."""
+    name, _, ranks = what.partition("/")
+    if not ranks:
+        return SHAPES.get(name)
+    return Shard(SHAPES[name], (FORMATS[format] or (16, -1))[1], 0, int(ranks)).config
+
+
 def shapes_of(what: str, format: str) -> dict[str, tuple[int, int]]:
     """N and K of a layer's four products, or of the one."""
-    name, _, ranks = what.partition("/")
-    if name not in SHAPES:
+    if not (config := config_of(what, format)):
         return {"down": tuple(map(int, what.split("x")))}
-    config = SHAPES[name]
-    if ranks:
-        config = Shard(config, (FORMATS[format] or (16, -1))[1], 0, int(ranks)).config
     D, E, F = config.dim, config.head_dim, config.ffn_dim
     heads = config.n_head + 2 * config.n_kv_head
     return {"qkv": (heads * E, D), "out": (D, config.n_head * E), "gate_up": (2 * F, D), "down": (D, F)}
 
 
 class Tuner:
-    """A model shape's four products in one format; `layers` copies of them, more than a cache holds, and so many
-    that a graph's start does not count."""
+    """A model shape's four products in one format, in `layers` copies, so many that a graph's start does not count."""
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
         self.format, self.device, self.shapes = format, device, shapes_of(what, format)
+        self.config = config_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
         bits = (FORMATS[format] or (16, 0))[0]
         size = sum(N * K * bits // 8 for N, K in self.shapes.values())
         self.layers = [{name: fused(make_linear(*shape, format, name == "gate_up", device))
                         for name, shape in self.shapes.items()}
-                       for _ in range(1 if few_outputs else max(8, -(-400_000_000 // size)))]
+                       for _ in range(1 if few_outputs else max(8, -(-WEIGHTS // size)))]
         self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
         self.kind = "16-bit" if format == "16-bit" else "packed"
 
@@ -130,15 +137,21 @@ class Tuner:
             return float("inf")
 
     def chain(self) -> float:
-        """us of a layer's four products with one row."""
-        x = torch.randn(1, len(self.norm), device=self.device, dtype=torch.bfloat16)
-        out = torch.randn(1, self.shapes["out"][1], device=self.device, dtype=torch.bfloat16)
+        """us of a layer with one row: the four products, and attention to a few hundred tokens."""
+        config, device = self.config, self.device
+        KV, E = config.n_kv_head, config.head_dim
+        x = torch.randn(1, config.dim, device=device, dtype=torch.bfloat16)
+        caches = [torch.randn(2, 1, KV, 512, E, device=device, dtype=torch.bfloat16) for _ in self.layers]
+        table = torch.ones(512, E, device=device)
+        position = torch.tensor([[300]], device=device)
+        arrived = torch.zeros(KV, device=device, dtype=torch.int32)
 
         def run():
             h = x
-            for layer in self.layers:
-                self.run(layer, "qkv", h, x)
-                h = self.run(layer, "out", out, h)
+            for layer, (k_cache, v_cache) in zip(self.layers, caches):
+                qkv = self.run(layer, "qkv", h, x).view(1, 1, -1, E)
+                y = kernels.update_and_attend(qkv, position, table, table, k_cache, v_cache, arrived)
+                h = self.run(layer, "out", y.view(1, -1), h)
                 h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
         try:
             return 1e3 * milliseconds(run) / len(self.layers)
@@ -219,10 +232,8 @@ def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
 
 
 def candidates(kind: str, rows: int) -> list:
-    if rows == 1:
-        return ROW_SIZES[kind]
     few = [sizes for sizes in ROWS_SIZES[kind] if (sizes[1] <= 32 or rows >= 8) and (sizes[1] >= 64 or rows <= 64)]
-    return [["library"], *(few if rows <= 128 else [])]
+    return [["library"], *(ROW_SIZES[kind] if rows == 1 else []), *(few if rows <= 128 else [])]
 
 
 small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))

@@ -1,0 +1,102 @@
+"""scripts/tune.py with made-up times: what it finds is what kernels.tuned() then takes."""
+import json
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import kernels
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import tune  # noqa: E402
+
+GPU = SimpleNamespace(name="made-up GPU", major=9)
+CPU = torch.device("cpu")
+
+
+def cost(shape: tuple[int, int], rows: int, choice: list) -> float:
+    return 1 + zlib.crc32(json.dumps([shape, rows, choice]).encode()) % 1000
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    table = {}
+    monkeypatch.setattr(kernels, "table", lambda name: table)
+    monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
+    kernels.tuned.cache_clear()
+    monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
+                                                      head_dim=64, ffn_dim=512))
+    monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
+
+    def timed(self, name: str, rows: int, choice: list) -> float:
+        self.choose(name, rows, choice)
+        return cost(self.shapes[name], rows, choice)
+
+    monkeypatch.setattr(tune.Tuner, "time", timed)
+    monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
+        format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format),
+        kind="16-bit" if format == "16-bit" else "packed"))
+    yield tune.Tuner
+    kernels.tuned.cache_clear()
+
+
+@pytest.mark.parametrize("format", ["16-bit", "int4"])
+@pytest.mark.parametrize("what", ["small", "small/2", "512x256"])
+def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, format):
+    made, ROWS, said = tuner(what, format), [1, 2, 8, 24, 64, 200], []
+    taken = {}
+
+    def chain(self) -> float:  # with one row the whole chain decides
+        return sum(cost(shape, 1, kernels.tuned(format, *shape, 1, CPU)) for shape in self.shapes.values())
+
+    monkeypatch.setattr(tune.Tuner, "chain", chain)
+    bar = tqdm(disable=True)
+    bar.write = said.append
+    made.tune(ROWS, bar)
+    for N, K in made.shapes.values():
+        for M in ROWS:
+            taken[M] = kernels.tuned(format, N, K, M, CPU)
+            costs = [cost((N, K), M, choice) for choice in tune.candidates(made.kind, M)]
+            assert cost((N, K), M, taken[M]) == min(costs)
+        assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
+    before = json.dumps(kernels.table(GPU.name))
+    made.check(ROWS[1:], bar)
+    assert "worst 1.000" in said[-1] and json.dumps(kernels.table(GPU.name)) == before
+
+    worst = max(tune.candidates(made.kind, 24), key=lambda choice: cost((N, K), 24, choice))
+    kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
+    kernels.tuned.cache_clear()
+    made.check([24], bar)
+    ratio = cost((N, K), 24, worst) / cost((N, K), 24, taken[24])
+    assert f"worst {ratio:.3f}" in said[-1] and f"{N}x{K} with 24 rows" in said[-1]
+
+
+def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
+    def timed(self, name: str, rows: int, choice: list) -> float:
+        self.choose(name, rows, choice)
+        return 1 if choice == ["library"] else 2
+
+    monkeypatch.setattr(tune.Tuner, "time", timed)
+    bar = tqdm(disable=True)
+    bar.write = lambda text: None
+    made = tuner("512x256", "int4")
+    made.tune([2, 16], bar)
+    assert kernels.tuned("int4", 512, 256, 2, CPU) == ["library"]
+
+
+def test_a_whole_layer_is_timed(monkeypatch):
+    """The chain runs, attention included, and hands each product what it wants; on a CPU, by the plain twins."""
+    monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
+                                                      head_dim=64, ffn_dim=512))
+    runs = []
+    monkeypatch.setattr(tune, "milliseconds", lambda run: runs.append(run()) or 2.0)
+    monkeypatch.setattr(tune, "WEIGHTS", 1)
+    for format in ("16-bit", "int8"):
+        with torch.no_grad():
+            assert tune.Tuner("small", format, CPU).chain() == 2e3 / 8
+    assert len(runs) == 2
