@@ -293,7 +293,7 @@ def write_checkpoint(model: Transformer, source: Path, directory: Path, quantiza
 
 
 class Parts(nn.ModuleList):
-    """q, k and v, or gate and up, of a checkpoint that takes the inputs of each in an order of its own."""
+    """q, k and v, or gate and up, of which some are not packed or take the inputs in an order of their own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self], dim=-1)
@@ -312,12 +312,18 @@ def filled(codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, order: T
 
 
 def read_part(read: Callable, names: Collection[str], name: str, shape: tuple[int, int], bias: bool, settings: dict,
-              part: tuple) -> tuple:
+              part: tuple) -> tuple | nn.Linear:
     """Hugging Face's linear layer `name`, or some of its rows and columns -> order [K], codes [N, K], scales, zeros
-    [N, C], bias [N] or None.
+    [N, C], bias [N] or None; an nn.Linear if it is not packed.
 
     read(name, shape, kinds, part) gives a tensor on the device, if it is among names."""
     (N, K), bits, (rows, columns) = shape, settings["bits"], part
+    bias = read(name + "bias", (N,), part=(rows,)) if bias else None
+    if name + "weight" in names and name + "qweight" not in names:
+        weight = nn.Parameter(read(name + "weight", shape, part=part), requires_grad=False)
+        linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        linear.weight, linear.bias = weight, bias if bias is None else nn.Parameter(bias, requires_grad=False)
+        return linear
     C = K // group_of(K, settings["group_size"])
 
     def words(codes: slice) -> slice:
@@ -341,17 +347,16 @@ def read_part(read: Callable, names: Collection[str], name: str, shape: tuple[in
     if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
         raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
     here = counts.nonzero().squeeze(1)
-    bias = read(name + "bias", (N,), part=(rows,)) if bias else None
     if C > 1 and not (counts[here] == K // C).all():
         return *filled(codes, scales, zeros, g_idx, order), bias
     return order, codes[:, order], scales[:, here], zeros[:, here], bias
 
 
-def side_by_side(parts: list[tuple], bits: int) -> nn.Module:
+def side_by_side(parts: list[tuple | nn.Linear], bits: int) -> nn.Module:
     """What read_part gave for q, k and v, or for gate and up, as one layer."""
+    if not all(isinstance(part, tuple) and torch.equal(parts[0][0], part[0]) for part in parts):
+        return Parts(side_by_side([part], bits) if isinstance(part, tuple) else part for part in parts)
     order = parts[0][0]
-    if not all(torch.equal(order, part[0]) for part in parts):
-        return Parts(side_by_side([part], bits) for part in parts)
     codes, scales, zeros, bias = (None if t[0] is None else torch.cat(t) for t in list(zip(*parts))[1:])
     zeros = None if (zeros == 2 ** (bits - 1)).all() else zeros
     order = None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
@@ -380,7 +385,7 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, mod
     """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
     def read(name: str, *wanted, **part) -> Tensor:
         tensor = read_tensor(files, name, *wanted, **part).to(device)
-        return tensor.to(dtype) if name.endswith(".bias") else tensor
+        return tensor.to(dtype) if name.endswith((".bias", ".weight")) else tensor
 
     def part(name: str) -> tuple[slice, slice]:
         return shard.part(name) if shard else (slice(None), slice(None))
@@ -390,13 +395,8 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, mod
         parts.setdefault(ours, []).append((name.removesuffix("weight"), shape))
     for name, parent, own in linears(model, head=not model.config.tied):
         found, bias = parts[f"{name}.weight"], getattr(parent, own).bias is not None
-        packed = [theirs + "qweight" in files for theirs, _ in found]
-        if any(packed) and not all(packed):
-            raise UserError(f"{found[packed.index(False)][0]}qweight is missing: q, k and v, or gate and up, are read "
-                            "all quantized or none")
-        if any(packed):
-            layers = [read_part(read, files, theirs, shape, bias, settings, part(theirs))
-                      for theirs, shape in found]
+        if any(theirs + "qweight" in files for theirs, _ in found):
+            layers = [read_part(read, files, theirs, shape, bias, settings, part(theirs)) for theirs, shape in found]
             setattr(parent, own, side_by_side(layers, settings["bits"]))
 
 

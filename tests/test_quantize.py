@@ -12,6 +12,7 @@ from torch import Tensor
 import checkpoint
 import quantize
 from checkpoint import UserError
+from fast import swap_in
 from model import Config
 from packed import PackedLinear
 from quantize import gptq, load_model, quantize_model, round_to_nearest
@@ -328,6 +329,29 @@ def test_parts_with_orders_of_their_own_load_side_by_side(tmp_path):
     want = torch.cat([x @ decode_by_hand(held, part, 4).T + held[part + "bias"] for part in (Q, K, V)], dim=-1)
     torch.testing.assert_close(wqkv(x), want)
     assert not isinstance(wqkv, PackedLinear)
+
+
+@pytest.mark.parametrize("kept", [(Q,), (K, V), (V,)])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_some_of_q_k_and_v_may_be_left_as_they_were(tmp_path, kept, act_order):
+    """Biases included; in generate.py on a CPU too, where codes become bytes and rows are compiled."""
+    theirs = make(tmp_path / "in", "qwen2")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    gone = {name + kind: None for name in kept for kind in ("qweight", "qzeros", "scales", "g_idx")}
+    change(tmp_path / "out", **gone, **{name + "weight": theirs[name + "weight"] for name in kept})
+    model = load_model(tmp_path / "out", CPU, torch.float64)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    weights = [theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
+               for name in (Q, K, V)]
+    want = torch.cat([x @ w.T + held[name + "bias"] for w, name in zip(weights, (Q, K, V))], dim=-1)
+    torch.testing.assert_close(model.layers[1].attn.wqkv(x), want)
+    tokens, positions = torch.randint(64, (1, 9)), torch.arange(9)[None]
+    model = load_model(tmp_path / "out", CPU, F32)
+    model.setup(16)
+    with torch.no_grad():
+        plain = model(tokens, positions)
+        torch.testing.assert_close(swap_in(model)(tokens, positions), plain)
 
 
 def test_modules_left_as_they_were_load_as_they_are(tmp_path):
