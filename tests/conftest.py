@@ -1,5 +1,10 @@
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
+
+from command import report_errors
 
 
 def pytest_collection_modifyitems(config, items):
@@ -19,3 +24,18 @@ def fresh_compiler():
     """Each test compiles anew; none inherits another's graphs, settings or seed."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a command's main() with these arguments in this process; returns exit code, stdout, stderr."""
+    def run(name: str, main: Callable[[], None], *args) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        code = 0
+        try:
+            report_errors(main)
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+    return run

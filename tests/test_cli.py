@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import generate
-from command import report_errors
 
 ROOT = Path(generate.__file__).parent
 TINY = ROOT / "checkpoints" / "tiny"
@@ -17,18 +16,10 @@ DRAFT = ROOT / "checkpoints" / "tiny-draft"
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """Runs generate.py with these arguments in this process, on the CPU; returns exit code, stdout, stderr."""
+def cli(call):
+    """generate.py on the CPU."""
     def run(*args: str) -> tuple[int, str, str]:
-        device = () if "--device" in args else ("--device", "cpu")
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args), *device])
-        code = 0
-        try:
-            report_errors(generate.main)
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return call("generate.py", generate.main, *args, *(() if "--device" in args else ("--device", "cpu")))
     return run
 
 
