@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(RowLinear(linear), fullgraph=True)
-    for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (16, 577), (17, 577)]:
+    for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (9, 577)]:
         x = torch.randn(shape, dtype=dtype)
         b = linear.bias.double() if bias else None
         ref = F.linear(x.double(), linear.weight.double(), b)
