@@ -181,12 +181,12 @@ def swap_in(model: nn.Module) -> nn.Module:
         return row_decoder(model)
     nvidia = weight.device.type == "cuda" and triton and torch.version.cuda
     apart = any(isinstance(linear, nn.ModuleList) for layer in model.layers
-                for linear in (layer.attn.wqkv, layer.ffn.w_gate_up))  # in orders of their own: quantize.Parts
+                for linear in (layer.attn.wqkv, layer.ffn.w_gate_up))  # quantize.Parts
     if nvidia and weight.itemsize == 2 and torch.cuda.get_device_capability(weight.device) >= (8, 0) and not apart:
         return fast_path(model)
     if weight.device.type == "cuda":
-        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0, 16-bit activations, and q, k, v "
-              "quantized in one order", file=sys.stderr)
+        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0, 16-bit activations, and q, k, v, "
+              "or gate and up, all quantized, in one order", file=sys.stderr)
     return model
 
 

@@ -8,7 +8,8 @@ operand, so that a kernel loads 16 bytes and has, without any exchange between t
 P = 16 / bits, a block of 16 words holds 32 P codes of a row: word 4t + c has, at bits `shifts(bits)[s, e]`, the code of
 k = 8P c + 8 s + 2 t + e. For the kernels, 16 rows' blocks stand together: 1 KiB, read as one piece.
 
-Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G).
+Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G). For the
+kernels groups are [blocks of 16 rows, C, 16, PARTS]: there C counts blocks of PARTS groups, zeros behind the last one.
 """
 
 import torch
@@ -216,8 +217,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
 
     A group that is smaller than a block cuts it into PARTS; to the matrix unit all blocks go in quarters. Weights come
     there with an offset, 1024 or 64, and their zero point; these times the sums of x are then taken away. x goes to
-    fp16: after a norm, as it is then at most sqrt(K) times the norm's weight, in units of 16, else scaled by a power of
-    two, which loses nothing."""
+    fp16: after a norm, as it is then at most sqrt(K) times the norm's weight, in units of 16, fit for weights of 1e-4
+    to 1e4; else scaled by a power of two, which loses nothing."""
     BLOCK: constexpr = 512 // BITS
     BK: constexpr = BLOCK // 4
     PART: constexpr = BLOCK // PARTS
@@ -585,7 +586,7 @@ class KernelLinear(nn.Module):
         zeros = 2 ** (packed.bits - 1) if packed.zeros is None else packed.zeros.int()
         groups = packed.scales.view(torch.int16).int() & 0xFFFF | zeros << 16  # fp16's bits
         self.group, block = packed.in_features // groups.shape[1], 512 // packed.bits
-        parts = max(1, block // self.group) if block % self.group == 0 else 1
+        parts = block // self.group if groups.shape[1] > 1 and block % self.group == 0 else 1
         groups = F.pad(groups, (0, -groups.shape[1] % parts))
         self.groups = nn.Parameter(tile(groups, parts, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)

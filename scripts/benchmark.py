@@ -423,9 +423,10 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
 
     torch._dynamo.reset()
     slow = generator()
-    plain = middle([one_run(slow) for _ in range(args.runs + 1)][1:])  # the first warms up
+    one_run(slow)  # warms up
+    plains = []
     if cuda:  # its memory is needed
-        slow = None
+        plains, slow = [one_run(slow) for _ in range(args.runs)], None
         torch._dynamo.reset()
     names = args.draft_tokens.split(",")
     fast = generator(load_model(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
@@ -434,14 +435,14 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         if name.isdecimal() and int(name) not in speculator.seconds:
             raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.seconds)}; give others alone")
         speculator.policy = policy(name, speculator.seconds)
-        runs, plains = [], [plain]
+        runs, plains = [], plains if cuda else []
         for _ in range(args.runs):
             if slow:  # in turns: a CPU that others use is faster at one time than at another
                 plains.append(one_run(slow))
             speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
             runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
-            runs[-1]["speed_up"] = plains[-1]["mean"] / runs[-1]["mean"]
-        run, share, busy, verify, drafts = middle(runs), None, None, None, None
+            runs[-1]["speed_up"] = (plains[-1] if slow else middle(plains))["mean"] / runs[-1]["mean"]
+        run, plain, share, busy, verify, drafts = middle(runs), middle(plains), None, None, None, None
         if cuda and name.isdecimal():
             verify = forward_ms(fast, args.batch, int(name) + 1)
             drafts = forward_ms(fast.draft, args.batch, 2) + (int(name) - 1) * forward_ms(fast.draft, args.batch, 1)
@@ -452,7 +453,7 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         result = dict(
             what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
             group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
-            top_k=args.top_k, top_p=args.top_p, plain_ms_per_token=middle(plains[bool(slow):])["mean"],
+            top_k=args.top_k, top_p=args.top_p, plain_ms_per_token=plain["mean"],
             ms_per_token={key: run[key] for key in ("first", "last", "mean")},
             speed_up=statistics.median(run["speed_up"] for run in runs),
             speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
@@ -553,7 +554,8 @@ def main() -> None:
             print(time.perf_counter() - begun)
             continue
         if args.speculate:
-            count = args.runs * (1 + len(args.draft_tokens.split(","))) + 1
+            names = len(args.draft_tokens.split(","))
+            count = 1 + args.runs * (1 + names if device.type == "cuda" else 2 * names)
             with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
                 for result in speculate(what, args, device, bar):
                     print(json.dumps(result), flush=True)

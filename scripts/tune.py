@@ -198,16 +198,19 @@ class Tuner:
                 f"{M}: {us:.1f} ({us / self.cublas(N, K, M):.2f})" for M, us in report))
 
     def check(self, rows: list[int], bar: tqdm) -> None:
-        """What the table chooses against the best that could be had, for numbers of rows that it was not made with."""
+        """What the table chooses against the best that could be had, for numbers of rows that it was not made with; not
+        for one row, as that is chosen in a chain."""
         worst, checked = (1.0, "", 0), 0
+        table = kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
         for name, (N, K) in self.shapes.items():
-            found = self.found(name)
-            for M in rows:
+            before = table.get(f"{N}x{K}")
+            for M in filter(lambda M: M > 1, rows):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
                 timed = [(self.time(name, M, choice), choice) for choice in bar_over(candidates(self.kind, M), bar)]
                 best = min(timed)[1]
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
-                kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})[f"{N}x{K}"] = list(found)
+                del table[f"{N}x{K}"]
+                table.update({} if before is None else {f"{N}x{K}": before})
                 kernels.tuned.cache_clear()
                 worst, checked = max(worst, (statistics.median(ratios), f"{name} {N}x{K}", M)), checked + 1
         bar.write(f"{self.format}: {checked} choices, the worst {worst[0]:.3f} of the best's time"

@@ -10,7 +10,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is
     (1536, 576, 4, 9, True, False, "norm bias"), (2 * 37, 288, 4, 9, True, True, "norm gated"),
     (35, 96, 4, 1, False, False, "residual"), (100, 640, 8, 1, False, False, "norm gated"),
-    (561, 512, 8, 16, True, True, "bias residual"), (48, 1024, 8, 8, True, False, "norm")]
+    (561, 512, 8, 16, True, True, "bias residual"), (48, 1024, 8, 8, True, False, "norm"),
+    (80, 256, 4, 4, True, False, "norm bias"),
+    (48, 192, 4, 2, False, False, "residual"), (48, 64, 4, 1, True, False, ""),
+    (40, 32, 8, 1, True, False, "norm bias")]
 LARGE = [(4096, 11008, 4, 86, False, False, "residual"), (22016, 4096, 4, 32, True, False, "norm gated"),
          (6144, 4096, 4, 128, True, True, "norm bias"), (4096, 14336, 8, 1, False, False, "residual"),
          (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias")]

@@ -2,6 +2,7 @@
 import json
 import sys
 import zlib
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,9 +65,9 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
             costs = [cost((N, K), M, choice) for choice in tune.candidates(made.kind, M)]
             assert cost((N, K), M, taken[M]) == min(costs)
         assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
-    before = json.dumps(kernels.table(GPU.name))
+    before = deepcopy(kernels.table(GPU.name))
     made.check(ROWS[1:], bar)
-    assert "worst 1.000" in said[-1] and json.dumps(kernels.table(GPU.name)) == before
+    assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
 
     worst = max(tune.candidates(made.kind, 24), key=lambda choice: cost((N, K), 24, choice))
     kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
@@ -74,6 +75,26 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
     made.check([24], bar)
     ratio = cost((N, K), 24, worst) / cost((N, K), 24, taken[24])
     assert f"worst {ratio:.3f}" in said[-1] and f"{N}x{K} with 24 rows" in said[-1]
+
+
+def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
+    times = {}
+    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 4, 3, 4]])
+    made, said = tuner("512x256", "int4"), []
+
+    def timed(self, name: str, rows: int, choice: list) -> float:
+        self.choose(name, rows, choice)
+        times[rows, *choice] = times.get((rows, *choice), 0) + 1
+        return 2 + (choice[0] == "library")
+
+    monkeypatch.setattr(tune.Tuner, "time", timed)
+    bar = tqdm(disable=True)
+    bar.write = said.append
+    made.check([1, 3, 24, 80], bar)
+    assert kernels.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
+    # as a candidate, then five times as what is chosen and as the best
+    assert times[24, "rows", 16, 4, 3, 4] == times[3, "rows", 16, 4, 3, 4] == 11
+    assert times[80, "library"] == 6 and "worst 1.500" in said[0] and "with 80 rows" in said[0]
 
 
 def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
