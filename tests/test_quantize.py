@@ -16,6 +16,7 @@ from fast import swap_in
 from model import Config
 from packed import PackedLinear
 from quantize import gptq, load_model, quantize_model, round_to_nearest
+from tp import Shard
 
 ROOT = Path(__file__).parents[1]
 TINY, CPU, F32 = ROOT / "checkpoints" / "tiny", torch.device("cpu"), torch.float32
@@ -352,6 +353,20 @@ def test_some_of_q_k_and_v_may_be_left_as_they_were(tmp_path, kept, act_order):
     with torch.no_grad():
         plain = model(tokens, positions)
         torch.testing.assert_close(swap_in(model)(tokens, positions), plain)
+
+
+def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(Shard, "wire", lambda self, model: None)  # which wants the other rank
+    theirs = make(tmp_path / "in", "qwen2")
+    write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order=True)
+    gone = {K + kind: None for kind in ("qweight", "qzeros", "scales", "g_idx")}
+    change(tmp_path / "out", **gone, **{K + "weight": theirs[K + "weight"]})
+    x = torch.randn(3, 64, dtype=torch.float64)
+    whole = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
+    ranks = [load_model(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 2))
+             .layers[1].attn.wqkv for rank in (0, 1)]
+    for index, part in enumerate(whole):
+        torch.testing.assert_close(torch.cat([wqkv[index](x) for wqkv in ranks], dim=-1), part(x))
 
 
 def test_modules_left_as_they_were_load_as_they_are(tmp_path):
