@@ -235,7 +235,7 @@ def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
 
 
 def candidates(kind: str, rows: int) -> list:
-    few = [sizes for sizes in ROWS_SIZES[kind] if (sizes[1] <= 32 or rows >= 8) and (sizes[1] >= 64 or rows <= 64)]
+    few = [sizes for sizes in ROWS_SIZES[kind] if sizes[1] >= 64 or rows <= 64]
     return [["library"], *(ROW_SIZES[kind] if rows == 1 else []), *(few if rows <= 128 else [])]
 
 
