@@ -346,8 +346,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
             if GATED:  # 8 gates, then their ups
                 gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
                 total = gate / (1 + gl.exp(-gate)) * up
-                pair = nb * 8 + gl.arange(0, 8, layout=total.type.layout)
-                gl.store(out + pair, total.to(out.dtype.element_ty), mask=pair < N_OUT)
+                gates = nb * 8 + gl.arange(0, 8, layout=total.type.layout)
+                gl.store(out + gates, total.to(out.dtype.element_ty), mask=gates < N_OUT)
             else:
                 gl.store(out + n, (total + extra).to(out.dtype.element_ty), mask=n < N_OUT)
 
@@ -433,7 +433,7 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C
             scale = tl.reshape(scale, (BN, PARTS))
         else:
             w = tl.reshape(w, (SPLITS, BN, BLOCK))
-        if PARTS == 1:  # in the weights as well, 128 rows gain nothing, and fewer lose 6%
+        if PARTS == 1:  # in the weights as well, 128 rows gain nothing, fewer lose 6 to 11%
             acc += tl.dot(w, xs) * scale.to(tl.float32)
         else:
             acc = tl.dot(w, xs, acc)

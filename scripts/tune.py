@@ -286,6 +286,8 @@ def parse_args() -> Namespace:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.rows):
         parser.error(f"--rows {args.rows}: want numbers from 1 on, with commas in between")
     args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
+    if args.check and args.rows == [1]:
+        parser.error("--check --rows 1: one row is chosen in a chain of kernels; want more rows")
     named = [re.sub(r"/[2-9]\d*$", "", what) for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
     for given, known in ((named, SHAPES), (args.formats, FORMATS)):
         if unknown := set(given) - set(known):
