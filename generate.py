@@ -171,15 +171,15 @@ class Generator(Reader):
         self.speculator.prepare(draft_tokens, compile=self.compiled and not kernels)
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
-        """What each step gives, on the device, where the next one overwrites it: tokens and log-probabilities [2, B]
-        or, a speculator's, [B, 2, T + 1]."""
+        """Each step's tokens and log-probabilities [2, B], a speculator's [B, 2, T + 1]; the next overwrites them."""
         chosen = self.read(prompts, start)
-        yield chosen
+        rows = [prompt for prompt in prompts for _ in range(self.samples)]
+        draft_reads = self.speculator and self.speculator.begin(rows, start, chosen[0].long(), new_tokens)
+        yield chosen  # and not before begin(): with its first token a row may end
+        if draft_reads:
+            last, room = self.draft.model.config.vocab_size - 1, self.speculator.room - start
+            self.draft.read([[min(token, last) for token in prompt[:room]] for prompt in prompts], start)
         if self.speculator:
-            rows = [prompt for prompt in prompts for _ in range(self.samples)]
-            if self.speculator.begin(rows, start, chosen[0].long(), new_tokens):
-                last, room = self.draft.model.config.vocab_size - 1, self.speculator.room - start
-                self.draft.read([[min(token, last) for token in prompt[:room]] for prompt in prompts], start)
             yield from self.speculator.steps()
             return
         self.tokens.copy_(chosen[0])

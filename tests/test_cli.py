@@ -166,6 +166,7 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--time-budget", "0"], "--time-budget"),
     (["--time-budget", "1e-6"], "the first token took"),
     (["--time-budget", "1", "--interactive"], "--interactive"),
+    (["--draft", DRAFT, "--time-budget", "1e-6"], "the first token took"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
     code, out, err = cli(*args)
@@ -185,6 +186,20 @@ def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
 def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
     code, out, err = cli("--checkpoint", DRAFT, "--draft", TINY, "--max-new-tokens", "9", "--quiet")
     assert code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
+
+
+@pytest.mark.parametrize("draft", [DRAFT, "prompt-lookup"], ids=["model", "prompt-lookup"])
+@pytest.mark.parametrize("ends", [("--max-new-tokens", "1"), ("--stop", " ", "--max-new-tokens", "30")])
+def test_a_row_may_end_with_its_first_token(cli, draft, ends):
+    """No step is speculated for one that has; the others go on."""
+    prompts = ["--prompt", "One", "--prompt", "Once upon a time, there was a lit", "--temperature", "0", "--json", *ends]
+    _, plain, _ = cli(*prompts)
+    code, out, _ = cli(*prompts, "--draft", draft, "--draft-tokens", "3")
+    plain, result = json.loads(plain), json.loads(out)
+    assert code == 0 and [s["text"] for s in result["samples"]] == [s["text"] for s in plain["samples"]]
+    assert any(len(sample["tokens"]) == 1 for sample in plain["samples"])
+    if "1" in ends:
+        assert result["speculation"]["steps"] == 0
 
 
 @pytest.mark.parametrize("draft", [DRAFT, "prompt-lookup"], ids=["model", "prompt-lookup"])
