@@ -171,7 +171,7 @@ class Generator(Reader):
         self.speculator.prepare(draft_tokens, compile=self.compiled and not kernels)
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
-        """Each step's tokens and log-probabilities [2, B], a speculator's [B, 2, T + 1]; the next overwrites them."""
+        """Each step's tokens and log-probabilities [2, B], a speculator's [B, 2, T + 1]; the next takes their place."""
         chosen = self.read(prompts, start)
         rows = [prompt for prompt in prompts for _ in range(self.samples)]
         draft_reads = self.speculator and self.speculator.begin(rows, start, chosen[0].long(), new_tokens)

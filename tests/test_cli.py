@@ -192,7 +192,7 @@ def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
 @pytest.mark.parametrize("ends", [("--max-new-tokens", "1"), ("--stop", " ", "--max-new-tokens", "30")])
 def test_a_row_may_end_with_its_first_token(cli, draft, ends):
     """No step is speculated for one that has; the others go on."""
-    prompts = ["--prompt", "One", "--prompt", "Once upon a time, there was a lit", "--temperature", "0", "--json", *ends]
+    prompts = ["--prompt", "One", "--prompt", "Once upon a time, there was a l", "--temperature", "0", "--json", *ends]
     _, plain, _ = cli(*prompts)
     code, out, _ = cli(*prompts, "--draft", draft, "--draft-tokens", "3")
     plain, result = json.loads(plain), json.loads(out)
