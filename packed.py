@@ -28,6 +28,7 @@ except ImportError:  # no GPU build of PyTorch: the plain layer serves
     gluon, constexpr_function = None, lambda function: function
 
 gluon_jit = gluon.jit if gluon else jit
+MOST_ROWS = 256  # of x, for the kernels; the library is faster beyond
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
@@ -373,11 +374,14 @@ def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
 
 
 @jit
-def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C,
+def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
                        G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
-                       GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, PARTS: constexpr,
-                       STAGES: constexpr, PDL: constexpr):
-    """Several rows of packed_linear(), without norm. SPLITS > 1: so many warps share a tile's K, each a block.
+                       GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
+                       SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, PDL: constexpr):
+    """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K).
+
+    SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
+    are multiplied by their scales, else sums are, which a group must then be a whole block for.
 
     shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
     only if all that goes into the unpacking was loaded."""
@@ -387,11 +391,14 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
+    columns = tl.cdiv(M, BM)
+    tile = tl.program_id(0) // columns
     r = tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    c = tl.arange(0, BM)
+    m = tl.program_id(0) % columns * BM + c
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, 16)
-    nb = tl.minimum(tl.program_id(0) * (BN // 16) + r // 16, NB - 1)
+    nb = tl.minimum(tile * (BN // 16) + r // 16, NB - 1)
     at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
     at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
     ks = s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -408,7 +415,10 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C
         acc = tl.zeros((SPLITS, BN, BM), tl.float32)
     shape: constexpr = (SPLITS, BN, 16, P, 2)
     wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
-    for k0 in tl.range(0, K, SPLITS * BLOCK, num_stages=STAGES):
+    slices = tl.num_programs(1)
+    share = tl.cdiv(tl.cdiv(K, SPLITS * BLOCK), slices) * (SPLITS * BLOCK)
+    first = tl.program_id(1) * share
+    for k0 in tl.range(first, tl.minimum(first + share, K), SPLITS * BLOCK, num_stages=STAGES):
         q = tl.load(at_w + k0 // BLOCK * 256, mask=(k0 // BLOCK + s < KB)[:, None, None], other=0,
                     eviction_policy="evict_first")
         xs = tl.load(at_x + k0, mask=(m < M)[None, None, :] & (k0 + ks < K)[:, :, None], other=0)
@@ -433,18 +443,29 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, M, N, K, C
             scale = tl.reshape(scale, (BN, PARTS))
         else:
             w = tl.reshape(w, (SPLITS, BN, BLOCK))
-        if PARTS == 1:  # in the weights as well, 128 rows gain nothing, fewer lose 6 to 11%
-            acc += tl.dot(w, xs) * scale.to(tl.float32)
-        else:
+        if SCALED:
             acc = tl.dot(w, xs, acc)
+        else:
+            acc += tl.dot(w, xs) * scale.to(tl.float32)
     if SPLITS > 1:
         acc = tl.sum(acc, 0)
-    n = tl.program_id(0) * BN + r
+    if SLICED:  # the last one to come adds all up, always in the same order
+        at = sums + (tl.program_id(0) * slices * BN + r[:, None]) * BM + c[None, :]
+        tl.store(at + tl.program_id(1) * (BN * BM), acc)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") < slices - 1:
+            return
+        tl.debug_barrier()
+        tl.store(arrived + tl.program_id(0), 0)  # for the next launch
+        acc = tl.zeros((BN, BM), tl.float32)
+        for slice in range(slices):
+            acc += tl.load(at + slice * (BN * BM))
+    n = tile * BN + r
     if GATED:
         acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
         acc = gate / (1 + tl.exp(-gate)) * up
-        n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        n = tile * (BN // 2) + tl.arange(0, BN // 2)
     at = m[None, :] * N_OUT + n[:, None]
     inside = (n < N_OUT)[:, None] & (m < M)[None, :]
     if bias is not None:
@@ -508,7 +529,7 @@ def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
     return rows.unflatten(1, (2, 8)).transpose(0, 1).flatten(1, 2)[:, :N // 2].flatten(0, 1)
 
 
-def plain_packed_linear(x, words, groups, order, shifts, N, bits, group, norm=None, bias=None, residual=None,
+def plain_packed_linear(x, words, groups, order, shifts, arrived, N, bits, group, norm=None, bias=None, residual=None,
                         gated=False, eps=1e-5) -> Tensor:
     """The plain twin of packed_linear()."""
     K = x.shape[1] if order is None else len(order)
@@ -526,11 +547,15 @@ def from_weights(x, w, order, norm, bias, residual, gated, eps) -> Tensor:
 
 
 @library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
-def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None, shifts: Tensor, N: int,
-                  bits: int, group: int, norm: Tensor | None = None, bias: Tensor | None = None,
+def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None, shifts: Tensor, arrived: Tensor,
+                  N: int, bits: int, group: int, norm: Tensor | None = None, bias: Tensor | None = None,
                   residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """kernels.linear() with the weights of a KernelLinear, whose tiles are words and groups: x [M, K] ->
-    residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there."""
+    residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there. arrived: int32 zeros, a number for
+    each tile of w and 64 rows of x, zeros again after.
+
+    kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor), rows (rows of w, splits, stages,
+    warps, slices, 1 for scaled)."""
     M, K = len(x), x.shape[1] if order is None else len(order)
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
@@ -560,11 +585,15 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)
-    rows, splits, stages, warps = sizes
-    packed_rows_kernel[(triton.cdiv(len(words) * 16, rows),)](
-        x, words, groups, shifts, bias, residual, out, M, N, K, C, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, parts > 1), gated, max(8, triton.next_power_of_2(M)), rows, splits,
-        parts, stages, bool(pdl), num_warps=warps, **pdl)
+    rows, splits, stages, warps, slices, scaled = sizes
+    scaled = bool(scaled) or parts > 1
+    columns = min(64, max(8, triton.next_power_of_2(M)))
+    tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
+    sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
+    packed_rows_kernel[(tiles, slices)](
+        x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, G, bits,
+        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
+        stages, bool(pdl), num_warps=warps, **pdl)
     return out
 
 
@@ -572,7 +601,8 @@ packed_linear.register_kernel("cpu")(plain_packed_linear)
 
 
 @packed_linear.register_fake
-def _(x, words, groups, order, shifts, N, bits, group, norm=None, bias=None, residual=None, gated=False, eps=1e-5):
+def _(x, words, groups, order, shifts, arrived, N, bits, group, norm=None, bias=None, residual=None, gated=False,
+      eps=1e-5):
     return x.new_empty(len(x), N // 2 if gated else N)
 
 
@@ -591,13 +621,13 @@ class KernelLinear(nn.Module):
         self.groups = nn.Parameter(tile(groups, parts, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
         self.register_buffer("shifts", shifts(self.bits, self.words.device).flatten(), persistent=False)
+        self.register_buffer("arrived", self.shifts.new_zeros(MOST_ROWS // 64 * len(self.words)), persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
               eps: float = 1e-5) -> Tensor:
         """x [M, K] -> [M, N or N / 2]"""
-        return packed_linear(x, self.words, self.groups, self.order, self.shifts, self.N, self.bits, self.group,
-                             norm,
-                             self.bias, residual, gated, eps)
+        return packed_linear(x, self.words, self.groups, self.order, self.shifts, self.arrived, self.N, self.bits,
+                             self.group, norm, self.bias, residual, gated, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]; gated: [..., N / 2]"""

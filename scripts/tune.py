@@ -38,24 +38,23 @@ from checkpoint import UserError  # noqa: E402
 from command import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
 from model import Config  # noqa: E402
-from packed import KernelLinear, PackedLinear  # noqa: E402
+from packed import MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512]
-WEIGHTS = 400_000_000  # bytes that take turns: more than a cache holds
-ROW_SIZES = {  # of "row": see kernels.tuned and packed.packed_linear
-    "16-bit": [[r, s, w, p] for r, s, w, p in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))],
-    "packed": [["row", *sizes, p] for sizes, p in product(
-        ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (16, 2, 3)),
-        (1, 2, 3, 4, 5, 6, 8, 12))]}
-ROW_SIZES["16-bit"] = [["row", *sizes] for sizes in ROW_SIZES["16-bit"]]
-ROWS_SIZES = {
-    "16-bit": [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
-                                              (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))],
-    "packed": [["rows", *sizes] for sizes in ((16, 4, 3, 4), (16, 4, 4, 4), (16, 8, 3, 8), (16, 16, 2, 8),
-                                              (32, 4, 3, 4), (32, 4, 4, 4), (64, 1, 3, 4), (64, 1, 4, 4),
-                                              (128, 1, 3, 4), (128, 1, 3, 8), (128, 1, 4, 8))]}
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512]
+CACHE = 400_000_000  # bytes: weights that take turns are more than a cache holds
+# The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
+PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
+PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
+                                             (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))]
+PACKED_ROW = [["row", *sizes, programs] for sizes, programs in product(
+    ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (16, 2, 3)),
+    (1, 2, 3, 4, 5, 6, 8, 12))]
+PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
+    ((16, 4, 3, 4), (16, 8, 3, 8), (16, 16, 2, 8), (32, 4, 3, 4), (32, 4, 4, 4)), (1, 2, 3, 4))]
+PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
+    ((64, 1, 4, 4), (128, 1, 3, 8), (128, 1, 4, 4), (128, 1, 4, 8), (256, 1, 3, 8)), (1, 2, 3, 4, 6, 8), (0, 1))]
 
 
 def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
@@ -69,14 +68,19 @@ def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) 
     return KernelLinear(PackedLinear(codes, torch.rand(N, C, device=device) / K ** 0.5, None, bits), gated)
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    """Of one call, replayed as a CUDA graph; the median."""
+def copies(size: int) -> int:
+    """How many weights of so many bytes take turns in one graph, whose start must not count either."""
+    return max(4, -(-CACHE // size))
+
+
+def milliseconds(run: Callable[[], None], spend: int = 12) -> float:
+    """Of one call, replayed as a CUDA graph for so many milliseconds; the median."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return kernels.triton.testing.do_bench(graph.replay, warmup=4, rep=12, return_mode="median")
+    return kernels.triton.testing.do_bench(graph.replay, warmup=spend / 3, rep=spend, return_mode="median")
 
 
 def config_of(what: str, format: str) -> Config | None:
@@ -104,13 +108,12 @@ class Tuner:
         self.config = config_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
-        bits = (FORMATS[format] or (16, 0))[0]
-        size = sum(N * K * bits // 8 for N, K in self.shapes.values())
+        self.bits = (FORMATS[format] or (16, 0))[0]
+        size = sum(N * K * self.bits // 8 for N, K in self.shapes.values())
         self.layers = [{name: fused(make_linear(*shape, format, name == "gate_up", device))
                         for name, shape in self.shapes.items()}
-                       for _ in range(1 if few_outputs else max(8, -(-WEIGHTS // size)))]
+                       for _ in range(1 if few_outputs else max(8, copies(size)))]
         self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
-        self.kind = "16-bit" if format == "16-bit" else "packed"
 
     def choose(self, name: str, rows: int, choice: list) -> None:
         """From now on, that kernel and those sizes for the product with up to so many rows."""
@@ -125,16 +128,24 @@ class Tuner:
             return layer[name](x, self.norm, gated=name == "gate_up")
         return layer[name](x, residual=residual)
 
-    def time(self, name: str, rows: int, choice: list) -> float:
+    def time(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         """us of one product; infinite where its sizes do not fit the GPU."""
         self.choose(name, rows, choice)
-        x = torch.randn(rows, self.shapes[name][1], device=self.device, dtype=torch.bfloat16)
+        N, K = self.shapes[name]
+        layers = self.layers[:copies(N * K * self.bits // 8)]
+        x = torch.randn(rows, K, device=self.device, dtype=torch.bfloat16)
         residual = torch.randn(rows, self.shapes["down"][0], device=self.device, dtype=torch.bfloat16)
         try:
-            once = milliseconds(lambda: [self.run(layer, name, x, residual) for layer in self.layers])
-            return 1e3 * once / len(self.layers)
+            return 1e3 * milliseconds(lambda: [self.run(layer, name, x, residual) for layer in layers],
+                                      spend) / len(layers)
         except kernels.triton.runtime.errors.OutOfResources:
             return float("inf")
+
+    def best(self, name: str, rows: int, bar: tqdm, count: int = 6) -> list[tuple[float, list]]:
+        """us and choices, the fastest first: all candidates are timed a little, so many of them longer."""
+        quick = sorted((self.time(name, rows, choice, spend=2), choice)
+                       for choice in bar_over(candidates(self.format, rows), bar))
+        return sorted((self.time(name, rows, choice), choice) for _, choice in quick[:count])
 
     def chain(self) -> float:
         """us of a layer with one row: the four products, and attention to a few hundred tokens."""
@@ -167,8 +178,7 @@ class Tuner:
         """Alone first, then the best twelve in the chain, twice over."""
         best = {}
         for name in self.shapes:
-            timed = [(self.time(name, 1, choice), choice) for choice in bar_over(candidates(self.kind, 1), bar)]
-            best[name] = [choice for _, choice in sorted(timed)[:12]]
+            best[name] = [choice for _, choice in self.best(name, 1, bar, 12)]
             self.choose(name, 1, best[name][0])
         for name in [*self.shapes] * 2 if len(self.shapes) > 1 else ():
             timed = []
@@ -185,10 +195,9 @@ class Tuner:
             if found and found[0][0] == 1:
                 report.append((1, self.time(name, 1, found[0][1:])))
             for M in rows:
-                timed = sorted((self.time(name, M, choice), choice)
-                               for choice in bar_over(candidates(self.kind, M), bar))
-                found.append([M, *timed[0][1]])
-                report.append((M, timed[0][0]))
+                us, choice = self.best(name, M, bar)[0]
+                found.append([M, *choice])
+                report.append((M, us))
             # one entry for neighbours with the same choice; the library is what is taken beyond the last
             found.sort()
             found = [entry for entry, after in zip(found, [*found[1:], [0, "library"]]) if entry[1:] != after[1:]]
@@ -206,8 +215,7 @@ class Tuner:
             before = table.get(f"{N}x{K}")
             for M in filter(lambda M: M > 1, rows):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
-                timed = [(self.time(name, M, choice), choice) for choice in bar_over(candidates(self.kind, M), bar)]
-                best = min(timed)[1]
+                best = self.best(name, M, bar)[0][1]
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
                 del table[f"{N}x{K}"]
                 table.update({} if before is None else {f"{N}x{K}": before})
@@ -218,8 +226,7 @@ class Tuner:
 
     def cublas(self, N: int, K: int, M: int) -> float:
         """us of the library's product alone, with 16-bit weights."""
-        weights = [torch.randn(N, K, device=self.device, dtype=torch.bfloat16)
-                   for _ in range(-(-200_000_000 // (2 * N * K)))]
+        weights = [torch.randn(N, K, device=self.device, dtype=torch.bfloat16) for _ in range(copies(2 * N * K))]
         x = torch.randn(M, K, device=self.device, dtype=torch.bfloat16)
         return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
 
@@ -234,9 +241,13 @@ def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
         bar.update()
 
 
-def candidates(kind: str, rows: int) -> list:
-    few = [sizes for sizes in ROWS_SIZES[kind] if sizes[1] >= 64 or rows <= 64]
-    return [["library"], *(ROW_SIZES[kind] if rows == 1 else []), *(few if rows <= 128 else [])]
+def candidates(format: str, rows: int) -> list:
+    if format == "16-bit":
+        several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
+        return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
+    more = [choice for choice in PACKED_MORE if choice[-1] or format in ("int8", "int4")]  # the others always scale
+    return [["library"], *(PACKED_ROW if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
+            *(more if 8 < rows <= MOST_ROWS else [])]
 
 
 small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))
@@ -255,9 +266,10 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
 
 
 def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
+    rows = {kernels.triton.next_power_of_2(M): M for M in rows}.values()  # what sizes of tiles depend on
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
              for name in shapes_of(what, format)
-             for choice in candidates("16-bit" if format == "16-bit" else "packed", M)]
+             for choice in candidates(format, M)]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
 

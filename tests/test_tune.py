@@ -16,7 +16,7 @@ import kernels
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tune  # noqa: E402
 
-GPU = SimpleNamespace(name="made-up GPU", major=9)
+GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132)
 CPU = torch.device("cpu")
 
 
@@ -34,14 +34,13 @@ def tuner(monkeypatch):
                                                       head_dim=64, ffn_dim=512))
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
 
-    def timed(self, name: str, rows: int, choice: list) -> float:
+    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return cost(self.shapes[name], rows, choice)
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
     monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
-        format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format),
-        kind="16-bit" if format == "16-bit" else "packed"))
+        format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format)))
     yield tune.Tuner
     kernels.tuned.cache_clear()
 
@@ -62,14 +61,14 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
     for N, K in made.shapes.values():
         for M in ROWS:
             taken[M] = kernels.tuned(format, N, K, M, CPU)
-            costs = [cost((N, K), M, choice) for choice in tune.candidates(made.kind, M)]
+            costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M)]
             assert cost((N, K), M, taken[M]) == min(costs)
         assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
     before = deepcopy(kernels.table(GPU.name))
     made.check(ROWS[1:], bar)
     assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
 
-    worst = max(tune.candidates(made.kind, 24), key=lambda choice: cost((N, K), 24, choice))
+    worst = max(tune.candidates(format, 24), key=lambda choice: cost((N, K), 24, choice))
     kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
     kernels.tuned.cache_clear()
     made.check([24], bar)
@@ -79,10 +78,10 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
 def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
     times = {}
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 4, 3, 4]])
+    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 4, 3, 4, 1, 0]])
     made, said = tuner("512x256", "int4"), []
 
-    def timed(self, name: str, rows: int, choice: list) -> float:
+    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         times[rows, *choice] = times.get((rows, *choice), 0) + 1
         return 2 + (choice[0] == "library")
@@ -92,13 +91,13 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeyp
     bar.write = said.append
     made.check([1, 3, 24, 80], bar)
     assert kernels.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
-    # as a candidate, then five times as what is chosen and as the best
-    assert times[24, "rows", 16, 4, 3, 4] == times[3, "rows", 16, 4, 3, 4] == 11
+    # twice as a candidate, then five times as what is chosen and as the best
+    assert times[24, "rows", 16, 4, 3, 4, 1, 0] == times[3, "rows", 16, 4, 3, 4, 1, 0] == 12
     assert times[80, "library"] == 6 and "worst 1.500" in said[0] and "with 80 rows" in said[0]
 
 
 def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
-    def timed(self, name: str, rows: int, choice: list) -> float:
+    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return 1 if choice == ["library"] else 2
 
@@ -115,8 +114,8 @@ def test_a_whole_layer_is_timed(monkeypatch):
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
                                                       head_dim=64, ffn_dim=512))
     runs = []
-    monkeypatch.setattr(tune, "milliseconds", lambda run: runs.append(run()) or 2.0)
-    monkeypatch.setattr(tune, "WEIGHTS", 1)
+    monkeypatch.setattr(tune, "milliseconds", lambda run, *spend: runs.append(run()) or 2.0)
+    monkeypatch.setattr(tune, "CACHE", 1)
     for format in ("16-bit", "int8"):
         with torch.no_grad():
             assert tune.Tuner("small", format, CPU).chain() == 2e3 / 8
