@@ -42,7 +42,7 @@ from packed import MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512]
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512]
 CACHE = 400_000_000  # bytes: weights that take turns are more than a cache holds
 # The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
 PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
