@@ -6,10 +6,10 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
     python scripts/tune.py llama-2-7b --check --rows 3,24,96                   # is its choice right in between?
 
-One row: the sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end of the
-one before; they are searched in turn, in a chain of whole layers, attention included. Several rows: each product alone,
-with the library's (for int8 and int4: after dequantizing) as one of the candidates. Weights rotate: none is in the
-cache.
+One row: the best sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end of
+the one before; they are searched in turn, in a chain of whole layers, attention included. Several rows: each product
+alone, with the library's (for int8 and int4: after dequantizing) as one of the candidates. Weights rotate: none is in
+the cache.
 """
 import functools
 import json
@@ -141,14 +141,9 @@ class Tuner:
         except kernels.triton.runtime.errors.OutOfResources:
             return float("inf")
 
-    def best(self, name: str, rows: int, bar: tqdm, count: int = 6) -> list[tuple[float, list]]:
-        """us and choices, the fastest first: all candidates are timed a little, so many of them longer."""
-        quick = sorted((self.time(name, rows, choice, spend=2), choice)
-                       for choice in bar_over(candidates(self.format, rows), bar))
-        return sorted((self.time(name, rows, choice), choice) for _, choice in quick[:count])
-
-    def chain(self) -> float:
-        """us of a layer with one row: the four products, and attention to a few hundred tokens."""
+    def chain(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+        """us of a layer with one row, that choice for one of its products: all four, and attention to 300 tokens."""
+        self.choose(name, rows, choice)
         config, device = self.config, self.device
         KV, E = config.n_kv_head, config.head_dim
         x = torch.randn(1, config.dim, device=device, dtype=torch.bfloat16)
@@ -165,9 +160,17 @@ class Tuner:
                 h = self.run(layer, "out", y.view(1, -1), h)
                 h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
         try:
-            return 1e3 * milliseconds(run) / len(self.layers)
+            return 1e3 * milliseconds(run, spend) / len(self.layers)
         except kernels.triton.runtime.errors.OutOfResources:
             return float("inf")
+
+    def best(self, name: str, rows: int, bar: tqdm, timer: Callable[..., float]) -> tuple[float, list]:
+        """us and choice of the fastest: all candidates are timed a little, the first eight then in turns."""
+        every = bar_over(candidates(self.format, rows), bar)
+        quick = sorted((timer(name, rows, choice, 2), choice) for choice in every)
+        finalists = [choice for _, choice in quick[:8]]
+        rounds = [[timer(name, rows, choice, 4) for choice in finalists] for _ in range(3)]
+        return min(zip(map(statistics.median, zip(*rounds)), finalists))
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -175,19 +178,14 @@ class Tuner:
         self.several_rows([M for M in rows if M > 1], bar)
 
     def one_row(self, bar: tqdm) -> None:
-        """Alone first, then the best twelve in the chain, twice over."""
-        best = {}
+        """Each product's alone; then each in the chain, twice over."""
         for name in self.shapes:
-            best[name] = [choice for _, choice in self.best(name, 1, bar, 12)]
-            self.choose(name, 1, best[name][0])
-        for name in [*self.shapes] * 2 if len(self.shapes) > 1 else ():
-            timed = []
-            for choice in best[name]:
-                self.choose(name, 1, choice)
-                timed.append((self.chain(), choice))
-            self.choose(name, 1, min(timed)[1])
-        if len(self.shapes) > 1:
-            bar.write(f"{self.format}: {self.chain():.1f} us a layer with one row")
+            self.choose(name, 1, self.best(name, 1, bar, self.time)[1])
+        for name in [*self.shapes] * 2 if self.config else ():
+            us, choice = self.best(name, 1, bar, self.chain)
+            self.choose(name, 1, choice)
+        if self.config:
+            bar.write(f"{self.format}: {us:.1f} us a layer with one row")
 
     def several_rows(self, rows: list[int], bar: tqdm) -> None:
         for name, (N, K) in self.shapes.items():
@@ -195,7 +193,7 @@ class Tuner:
             if found and found[0][0] == 1:
                 report.append((1, self.time(name, 1, found[0][1:])))
             for M in rows:
-                us, choice = self.best(name, M, bar)[0]
+                us, choice = self.best(name, M, bar, self.time)
                 found.append([M, *choice])
                 report.append((M, us))
             # one entry for neighbours with the same choice; the library is what is taken beyond the last
@@ -215,7 +213,7 @@ class Tuner:
             before = table.get(f"{N}x{K}")
             for M in filter(lambda M: M > 1, rows):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
-                best = self.best(name, M, bar)[0][1]
+                _, best = self.best(name, M, bar, self.time)
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
                 del table[f"{N}x{K}"]
                 table.update({} if before is None else {f"{N}x{K}": before})
