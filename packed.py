@@ -587,9 +587,9 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     out = x.new_empty(M, N // 2 if gated else N)
     rows, splits, stages, warps, slices, scaled = sizes
     scaled = bool(scaled) or parts > 1
-    # With 128 columns one program fills a multiprocessor, which then waits when it does: 4% slower or more on an H200 in
-    # each of seven products. Slices make two or more where tiles are few: 64 rows of x and int4 weights [8192, 28672]
-    # took 190 us with one, 81 with four.
+    # With 128 columns one program fills a multiprocessor, which waits when it does: at least 4% slower on an H200, in each
+    # of seven products. Slices make two or more where tiles are few: 64 rows of x and int4 weights [8192, 28672] took
+    # 190 us with one, 81 with four.
     columns = min(64, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
     sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
