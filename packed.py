@@ -381,7 +381,8 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K).
 
     SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
-    are multiplied by their scales, else sums are, which a group must then be a whole block for.
+    are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
+    wants groups of whole blocks.
 
     shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
     only if all that goes into the unpacking was loaded."""
@@ -546,6 +547,7 @@ def from_weights(x, w, order, norm, bias, residual, gated, eps) -> Tensor:
     return plain_linear(x, w, norm, bias, residual, gated, eps)
 
 
+# Nothing is mutated: when the kernels are done, arrived is as it was.
 @library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
 def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None, shifts: Tensor, arrived: Tensor,
                   N: int, bits: int, group: int, norm: Tensor | None = None, bias: Tensor | None = None,
@@ -560,7 +562,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
     G = group if group < K else 2 ** 30  # WHOLE
-    fits = G % block == 0 or parts > 1
+    fits = M <= MOST_ROWS and (G % block == 0 or parts > 1)
     format = f"int{bits}" + (f"-{G}" if parts > 1 else "")
     kernel, *sizes = tuned(format, N, K, M, x.device) if fits else ("library",)
     pdl = launch(x.device)
@@ -587,9 +589,9 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     out = x.new_empty(M, N // 2 if gated else N)
     rows, splits, stages, warps, slices, scaled = sizes
     scaled = bool(scaled) or parts > 1
-    # With 128 columns one program fills a multiprocessor, which waits when it does: at least 4% slower on an H200, in each
-    # of seven products. Slices make two or more where tiles are few: 64 rows of x and int4 weights [8192, 28672] took
-    # 190 us with one, 81 with four.
+    # With 128 columns one program fills a multiprocessor, which waits when it does: at least 4% slower on an H200, in
+    # each of seven products. Slices make two or more where tiles are few: 64 rows of x and int4 weights [8192, 28672]
+    # took 190 us with one, 81 with four.
     columns = min(64, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
     sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)

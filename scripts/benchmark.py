@@ -376,10 +376,10 @@ def busy_share(run: Callable) -> float:
     return 1 - idle / (last - begun)
 
 
-def assisted_tokens_per_s(directories: list[Path], prompt: list[int], args: Namespace) -> float:
-    """transformers' assisted generation, greedy, fp32 on the CPU; the median of the runs."""
+def assisted_tokens_per_s(directories: list[Path], prompt: list[int], dtype: torch.dtype, args: Namespace) -> float:
+    """transformers' assisted generation, greedy, on the CPU; the median of the runs."""
     from transformers import AutoModelForCausalLM
-    target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in directories)
+    target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=dtype) for path in directories)
     rates = []
     for _ in range(args.runs):
         begun = time.perf_counter()
@@ -462,7 +462,7 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
             bound=share and run["tokens"] / cost, share_of_bound=share, gpu_busy=busy,
             gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit())
         if args.against:
-            rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], args)
+            rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], dtype, args)
             result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=1e3 / run["mean"] / rate))
         yield result
 

@@ -149,9 +149,10 @@ for rows in (1, 16):
     kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
     for K in (14336, 28672, 49152):
         kernels.linear(torch.randn(rows, K, **bf16), torch.randn(64, K, **bf16))
-for bits, C, rows in ((4, 32, 1), (4, 128, 1), (8, 1, 1), (4, 32, 16), (8, 1, 100)):
-    codes = torch.randint(2 ** bits, (8192, 4096), device="cuda")
-    layer = packed.PackedLinear(codes, torch.ones(8192, C, device="cuda"), None, bits)
+for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (4, 32, 16, 8192), (8, 1, 100, 8192),
+                         (4, 32, 100, 1024), (4, 128, 100, 1024)):  # 1024: K is shared by slices
+    codes = torch.randint(2 ** bits, (N, 4096), device="cuda")
+    layer = packed.PackedLinear(codes, torch.ones(N, C, device="cuda"), None, bits)
     packed.KernelLinear(layer, gated=True).fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 cache, at = torch.randn(1, 8, 512, 128, **bf16), torch.full((1, 1), 300, device="cuda")
 table = torch.randn(512, 128, device="cuda")
@@ -161,7 +162,7 @@ at = torch.arange(100, device="cuda")[None]
 kernels.update_and_attend(torch.randn(1, 100, 48, 128, **bf16), at, table, table, cache, cache.clone(), arrived)
 sampling.sample(torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda"), 0.8, 50)
 torch.cuda.synchronize()
-assert len(targets) >= 13, len(targets)
+assert len(targets) >= 15, len(targets)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

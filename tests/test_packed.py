@@ -100,7 +100,7 @@ def test_packed_kernels(device, dtype, rows, shape):
     out = layer.fused(x, norm, residual, gated)
     assert out.shape == ref.shape and out.dtype == dtype
     for one, exact in zip(out, ref):
-        # gated, two products' errors meet; beyond 128 rows PyTorch rounds what is between, too
+        # gated, two products' errors meet; where the library multiplies, PyTorch rounds in between, too
         assert error(one, exact) < (1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3)
 
 
@@ -108,8 +108,8 @@ def test_packed_kernels(device, dtype, rows, shape):
 @pytest.mark.parametrize("shape", [(2 * 1037, 2944, 4, 23, True, False, True), (563, 1760, 4, 55, True, False, False),
                                    (1040, 1984, 8, 1, False, False, False)], ids=str)
 @pytest.mark.parametrize("sizes, rows", [
-    ((16, 16, 2, 8, 3), 5), ((32, 4, 4, 4, 4), 20), ((64, 1, 4, 4, 8), 150), ((128, 1, 3, 8, 2), 256),
-    ((128, 1, 4, 4, 6), 33), ((256, 1, 3, 8, 3), 129)], ids=str)
+    ((16, 16, 2, 8, 3), 5), ((32, 4, 4, 4, 4), 20), ((32, 4, 3, 4, 2), 200), ((64, 1, 4, 4, 8), 150),
+    ((128, 1, 3, 8, 2), 256), ((128, 1, 4, 4, 6), 33), ((256, 1, 3, 8, 3), 129)], ids=str)
 @pytest.mark.parametrize("scaled", [0, 1])
 def test_slices_of_k(monkeypatch, sizes, rows, scaled, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""

@@ -65,6 +65,10 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
             costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M)]
             assert cost((N, K), M, taken[M]) == min(costs)
         assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
+    made.several_rows([40], bar)  # changes nothing for others
+    for N, K in made.shapes.values():
+        assert [cost((N, K), M, kernels.tuned(format, N, K, M, CPU)) for M in ROWS if M > 1] == [
+            min(cost((N, K), M, choice) for choice in tune.candidates(format, M)) for M in ROWS if M > 1]
     before = deepcopy(kernels.table(GPU.name))
     made.check(ROWS[1:], bar)
     assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
@@ -118,8 +122,8 @@ def test_a_whole_layer_is_timed(monkeypatch):
     monkeypatch.setattr(kernels, "table", lambda name: tables)
     monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
     monkeypatch.setattr(tune, "milliseconds", lambda run, *spend: runs.append(run()) or 2.0)
-    monkeypatch.setattr(tune, "CACHE", 1)
+    monkeypatch.setattr(tune, "LAYERS", 3)
     for format in ("16-bit", "int8"):
         with torch.no_grad():
-            assert tune.Tuner("small", format, CPU).chain("out", 1, ["library"]) == 2e3 / 8
+            assert tune.Tuner("small", format, CPU).chain("out", 1, ["library"]) == 2e3 / 3
     assert len(runs) == 2
