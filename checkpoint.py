@@ -96,7 +96,8 @@ def read_tensor(files: dict[str, Path], name: str, shape: tuple = None, kinds: s
                 part: tuple[slice, ...] = ()) -> Tensor:
     """The tensor, or a part, in the host's memory. Its name leaves `files`: what stays has no place in the model."""
     if name not in files:
-        raise UserError(f"the tensor {name} is missing; quantized weights, if these are, quantize.load_model reads")
+        raise UserError(f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
+                        "the weights are quantized (quantize.load_model reads these)")
     with blame(path := files.pop(name)), safe_open(path, framework="pt") as file:
         found = file.get_slice(name)
         if found.get_dtype() not in kinds.split() or shape not in (None, tuple(found.get_shape())):
@@ -165,12 +166,14 @@ class Tokenizer:
     def encode(self, text: str, rendered: bool = False) -> list[int]:
         """Who adds a beginning of sequence: tokenizer.json's post-processor, unless add_bos_token says otherwise; with
         tokenizer.model alone, we, config.json's bos_token_id; nobody, to text that a chat template rendered."""
-        with blame(Path("the text")):  # a command line may hold what is not UTF-8
+        with blame(Path("the text")):
+            text.encode()  # raises what says where a command line's text is not UTF-8
             ids = self.backend.encode(text, post_process=self.add_bos is None and not rendered)
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
-        if ids and max(ids) >= self.vocab_size:
-            raise UserError(f"the tokenizer gives token {max(ids)}, config.json has a vocab_size of {self.vocab_size}")
+        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size]:
+            raise UserError(f"the tokenizer, or config.json's bos_token_id, gives token {wrong[0]!r}; config.json has "
+                            f"a vocab_size of {self.vocab_size}")
         return ids
 
     def render(self, messages: list[dict]) -> str:

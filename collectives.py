@@ -206,7 +206,7 @@ def run(main: Callable[[], None]) -> None:
     """command.report_errors() for torchrun's ranks: rank 0 speaks, and when one ends, all do, wherever they are."""
     rank = int(os.environ.get("RANK", 0))
     if world_size() == 1:
-        return report_errors(main)
+        return report_errors(main, ranks=True)
     came, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell)  # the main thread may be waiting for a GPU that waits for another
@@ -245,7 +245,7 @@ def run(main: Callable[[], None]) -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")
     code = 1
     try:
-        report_errors(work)
+        report_errors(work, ranks=True)
         code = 0
     except SystemExit as error:
         code = error.code

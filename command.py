@@ -4,8 +4,10 @@ What the commands share: options, the device and its memory; and what generate.p
 import argparse
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,9 +20,15 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
 GIB = 2 ** 30
 
 
-def report_errors(main) -> None:
-    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly."""
+def report_errors(main, ranks: bool = False) -> None:
+    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
+    ranks: it may be one of several."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # closed by whoever started it
+            setattr(sys, name, open(os.devnull, mode))
     try:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and not ranks:
+            raise UserError(f"{os.environ['WORLD_SIZE']} processes, want one: start it without torchrun")
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -47,6 +55,23 @@ def find_device(name: str | None) -> torch.device:
     if kind == "cuda":
         torch.cuda.set_device(int(index or 0))
     return torch.device(name)
+
+
+@contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """What to say, as a UserError, where memory runs out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
+        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+            raise UserError(advice) from None
+        raise
+
+
+def check_compiler(compile: bool, device: torch.device) -> None:
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    if compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")
 
 
 def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -203,6 +228,13 @@ def show(completions: list) -> Iterator[None]:
                 break
             yield
         sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
+
+
+def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
+    """Whole, or not at all."""
+    partial = path.with_stem(path.stem + ".partial")
+    profiler.export_chrome_trace(str(partial))
+    partial.replace(path)
 
 
 def report(generator, runs: list[list], **known) -> dict:

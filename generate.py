@@ -8,11 +8,14 @@ Generate text with a Llama-family checkpoint.
 
 Text goes to stdout as it comes, everything else to stderr; with --json, stdout is one JSON object on one line.
 """
+import signal
+
+if __name__ == "__main__":  # to import PyTorch takes seconds, and to compile: Ctrl-C ends it there and then
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import json
 import os
-import shutil
-import signal
 import sys
 import threading
 import time
@@ -29,7 +32,8 @@ from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json
 from collectives import Team, join, run
-from command import check_memory, find_draft, find_dtype, generate_args, ranked, report, show, table
+from command import (check_compiler, check_memory, find_draft, find_dtype, generate_args, memory_advice, ranked, report,
+                     save_trace, show, table)
 from fast import FastDecoder, swap_in
 from model import Transformer
 from quantize import load_model, read_settings
@@ -241,6 +245,8 @@ class Completion:
         self.decoded = len(self.window)  # how many of them have given their text
 
     def add(self, token: int, logprob: float, seconds: float) -> None:
+        if logprob != logprob:
+            raise UserError("the logits are not finite: the weights are broken, or --dtype float32 helps")
         self.steps, self.first_s, self.seconds = self.steps + 1, self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
             self.finish_reason = "stop"
@@ -373,9 +379,7 @@ def main() -> None:
     args = generate_args(__doc__, TINY)
     device, team = join(args.device)
     dtype = find_dtype(args.dtype, device)
-    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    if args.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")
+    check_compiler(args.compile, device)
     directory = find_checkpoint(args.checkpoint)
     config, tokenizer = load_config(directory), Tokenizer(directory)
     if args.chat and not tokenizer.template:
@@ -402,7 +406,7 @@ def main() -> None:
     advice = check_memory(models, prompts * args.num_samples, length + SLACK * bool(draft), device, dtype, team.ranks)
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
-    try:
+    with memory_advice(advice):
         model = load_model(directory, device, dtype, args.quantize, args.group_size, not args.quiet, splitter(team))
         if draft and draft != "prompt-lookup":
             draft = load_model(draft_directory, device, dtype, args.draft_quantize, None, not args.quiet,
@@ -415,6 +419,8 @@ def main() -> None:
         generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels,
                               draft, args.draft_tokens or "auto", team)
         ready = time.perf_counter()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.manual_seed(team.agree(torch.seed() if args.seed is None else args.seed))
         with profiler:
             if args.interactive:
@@ -427,14 +433,8 @@ def main() -> None:
                     runs = [ranked(completions, args.num_samples)]
                     for _ in show(runs[0]) if not args.json else ():
                         pass
-    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
-        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
-            raise UserError(advice) from None
-        raise
     if args.profile and team.rank == 0:
-        partial = args.profile.with_stem(args.profile.stem + ".partial")
-        profiler.export_chrome_trace(str(partial))
-        partial.replace(args.profile)
+        save_trace(profiler, args.profile)
     if not runs:
         return
     result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,

@@ -53,10 +53,10 @@ class Config:
             if (found := {**rope, **hf}.get(key, want)) != want:
                 raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
 
-        def number(key: str, default: int | None = None, of: dict = hf, kind: type = int):
+        def number(key: str, default: int | None = None, of: dict = hf, kind: type = int, most: float = 1e12):
             value = of.get(key) or default
-            if not isinstance(value, (int, kind)) or value <= 0:
-                raise ValueError(f"{key}={of.get(key)!r}: want {kind.__name__} above 0")
+            if type(value) not in (int, kind) or not 0 < value <= most:
+                raise ValueError(f"{key}={of.get(key)!r}: want {kind.__name__} above 0, up to {most:.0e}")
             return value
 
         dim, heads = number("hidden_size"), number("num_attention_heads")
@@ -66,7 +66,7 @@ class Config:
         if dim % heads and not hf.get("head_dim"):
             raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
         return Config(
-            dim=dim, n_layer=number("num_hidden_layers"), n_head=heads, n_kv_head=kv_heads,
+            dim=dim, n_layer=number("num_hidden_layers", most=1e4), n_head=heads, n_kv_head=kv_heads,
             head_dim=number("head_dim", default=dim // heads),
             ffn_dim=number("intermediate_size"), vocab_size=number("vocab_size"),
             context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps", kind=float),

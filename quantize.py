@@ -13,6 +13,7 @@ Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens,
 """
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -28,7 +29,7 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files
-from command import DTYPES, GIB, Parser, find_device, find_dtype, report_errors, within
+from command import DTYPES, GIB, Parser, find_device, find_dtype, memory_advice, report_errors, within
 from model import Transformer
 from packed import PackedLinear, pack_rows, unpack, unpack_rows
 
@@ -368,9 +369,10 @@ def read_settings(directory: Path) -> dict:
     settings = read_json(directory / "config.json").get("quantization_config") or {}
     if not settings:
         return {}
-    if not isinstance(settings, dict) or not isinstance(settings.get("group_size", -1), int):
+    group = settings.get("group_size", -1) if isinstance(settings, dict) else None
+    if not isinstance(group, int) or group != -1 and (group < 32 or group % 32):
         raise UserError(f"{directory}: quantization_config {settings!r} is not supported, want an object whose "
-                        "group_size is a number")
+                        "group_size is -1 or a multiple of 32")
     settings = dict(checkpoint_format="gptq", group_size=-1) | settings
     supported = dict(quant_method=["gptq", "awq"], bits=[4, 8], checkpoint_format=["gptq", "gptq_v2"])
     if settings.get("quant_method") == "awq":
@@ -473,8 +475,10 @@ def main() -> None:
     for name, (_, _, shape) in config.hf_weights().items():
         if "_proj.weight" in name and shape[0] % 8:
             raise UserError(f"{name} has {shape[0]} rows: GPTQ's layout wants a multiple of 8; --quantize serves it")
-    if args.out.exists():
+    if os.path.lexists(args.out):
         raise UserError(f"--out {args.out} exists; remove it, or name another directory")
+    if not (parent := args.out.absolute().parent).is_dir():
+        raise UserError(f"--out {args.out}: there is no directory {parent}; make it first")
     tokens = None
     if args.gptq:
         length = min(2048, config.context)
@@ -482,13 +486,9 @@ def main() -> None:
     how = dict(bits=args.bits, group_size=args.group_size, sym=args.sym)
     hub = dict(how, desc_act=args.act_order, lm_head=args.head, quant_method="gptq", checkpoint_format="gptq")
     with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=args.out.absolute().parent) as partial_out:
-        try:
+        with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = checkpoint.load_model(source, device, dtype, progress=True)
             quantize_model(model, **how, act_order=args.act_order, head=args.head, calibration=tokens, progress=True)
-        except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
-            if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
-                raise UserError(f"out of memory on {device}: fewer --calibration-tokens need less") from None
-            raise
         made = Path(partial_out, "made")
         made.mkdir()
         write_checkpoint(model, source, made, hub)

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -135,7 +136,7 @@ def parse_args() -> Namespace:
     add("--top-p", type=within(float, 1e-6, 1), default=1.0, help="default: 1, off")
     add("--speculate", action="store_true", help="give the shape the bundled model's function, and the bundled draft")
     add("--draft-tokens", type=lambda text: ",".join(map(draft_tokens, text.split(","))), metavar="LIST",
-        default="auto", help="each 1 to 32, auto, hf or bass; a line for each (default: auto)")
+        help="with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto)")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
@@ -152,6 +153,11 @@ def parse_args() -> Namespace:
     known = ["transformers"] if args.speculate else ["eager", "cublas"]
     if unknown := set(args.against.split(",")) - {"", *known}:
         parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
+    if "transformers" in args.against and not find_spec("transformers"):
+        parser.error("--against transformers: it is not installed; pip install transformers")
+    if args.draft_tokens and not args.speculate:
+        parser.error(f"--draft-tokens {args.draft_tokens} goes with --speculate")
+    args.draft_tokens = args.draft_tokens or "auto"
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.ranks > 1 and args.speculate:

@@ -33,7 +33,7 @@ from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config
 from collectives import Team, join, run  # noqa: E402
 from command import DTYPES, GIB, Parser, find_dtype, within  # noqa: E402
 from model import Transformer  # noqa: E402
-from quantize import load_model  # noqa: E402
+from quantize import default_group, group_of, load_model  # noqa: E402
 from tp import splitter  # noqa: E402
 
 
@@ -151,6 +151,10 @@ def main() -> None:
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]
     directories = [find_checkpoint(spec["checkpoint"]) for spec in specs]
     limits = [load_config(directory).context for directory in directories]
+    for spec, directory in zip(specs, directories):
+        for name, (_, _, (_, *inputs)) in load_config(directory).hf_weights().items() if spec["quantize"] else ():
+            if "_proj.weight" in name:
+                group_of(*inputs, default_group(spec["quantize"], spec["group_size"]))
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):
         raise UserError(f"--context {args.context}: {specs[limits.index(min(limits))]['model']} has {min(limits)}")

@@ -56,9 +56,12 @@ def test_a_line_and_its_table(tmp_path):
     (["--markdown", "README.md"], ["README.md"]), (["llama-2-7b", "--markdown", "README.md"], ["llama-2-7b"]),
     (["smollm2-135m", "--batch", "0"], ["--batch"]), (["smollm2-135m", "--quantize", "int2"], ["int2", "int8"]),
     (["smollm2-135m", "--group-size", "64"], ["--group-size 64", "--quantize"]),
+    (["smollm2-135m", "--draft-tokens", "6"], ["--draft-tokens 6", "--speculate"]),
+    (["checkpoints/tiny", "--speculate", "--against", "transformers"], ["transformers", "pip install"]),
     (["smollm2-135m", "--device", "cpu", "--quantize", "int4", "--group-size", "128"], ["128", "576", "64"])])
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(main.__globals__, "find_spec", lambda name: None)  # as if it were not installed
     code, out, err = call("benchmark.py", main, *args)
     assert code == 2 and not out and err.count("\n") == 1
     assert all(word in err for word in words)

@@ -182,7 +182,9 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     (dict(num_key_value_heads=3), "num_key_value_heads 3 num_attention_heads 4"),
     (dict(num_attention_heads=5, num_key_value_heads=5), "hidden_size 32 num_attention_heads 5"),
     (dict(num_attention_heads=0), "num_attention_heads 0"), (dict(vocab_size=-1), "vocab_size -1"),
-    (dict(num_hidden_layers="2"), "num_hidden_layers '2'")])
+    (dict(num_hidden_layers="2"), "num_hidden_layers '2'"), (dict(hidden_size=True), "hidden_size True"),
+    (dict(num_hidden_layers=10 ** 9), "num_hidden_layers 1000000000"), (dict(rope_theta=10 ** 30), "rope_theta 10000000"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps nan")])
 def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, changes, words):
     write(tmp_path / "config.json", LLAMA | changes)
     assert absent(f"config.json {words}", refusal(load_config, tmp_path)) == []
@@ -249,6 +251,12 @@ def test_a_text_begins_as_the_files_say_and_a_rendered_one_with_its_own(
     rendered = tokenizer.encode("hi", rendered=True)
     assert tokenizer.encode("hi") == begin + rendered
     assert tokenizer.decode(rendered[:1]).startswith("h")
+
+
+@pytest.mark.parametrize("bos", [-1, 5000, "x", [], 1.5, True])
+def test_a_beginning_of_sequence_that_is_no_token_is_refused(tmp_path, bos):
+    tokenizer = with_model(tmp_path, dict(bos_token_id=bos))
+    assert absent(f"bos_token_id {bos!r} vocab_size", refusal(tokenizer.encode, "hi")) == []
 
 
 @pytest.mark.parametrize("make_tokenizer, ids", [(with_json, (BOS, EOS, IM_END)), (with_model, (1, 2, 2048))])

@@ -1,14 +1,18 @@
 """The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import generate
+import quantize
 
 ROOT = Path(generate.__file__).parent
 TINY = ROOT / "checkpoints" / "tiny"
@@ -153,7 +157,7 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--interactive", "--json"], "--interactive"),
     (["--profile", "no/such/dir/trace.json"], "no/such/dir"),
     (["--profile", "/tmp"], "--profile /tmp"),
-    (["--prompt", "\udcff is not UTF-8"], "the text"),
+    (["--prompt", "\udcff is not UTF-8"], "the text: 'utf-8' codec can't encode character '\\udcff'"),
     (["--interactive", "--chat"], "has no chat template"),
     (["--num-samples", "99999"], "out of memory"),
     (["--frobnicate"], "--frobnicate"),
@@ -171,6 +175,38 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
 def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
     code, out, err = cli(*args)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: ") and said in err
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft", DRAFT], ["--draft", "prompt-lookup"]])
+def test_weights_that_are_no_numbers_are_said(cli, tmp_path, draft):
+    directory = shutil.copytree(TINY, tmp_path / "tiny")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = cli("--checkpoint", directory, "--json", *draft)
+    assert (code, out) == (2, "") and "the logits are not finite" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("stream", ["<", ">", "2>"])
+def test_streams_may_be_closed(stream):
+    command = f"{sys.executable} {ROOT / 'generate.py'} --max-new-tokens 5 {stream}&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert done.stdout.startswith("Once") == (stream != ">") and "tokens/s" not in done.stdout
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0])
+def test_ctrl_c_is_quiet_from_the_start(seconds):
+    process = subprocess.Popen([sys.executable, ROOT / "generate.py"], stdout=-1, stderr=-1)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == (b"", b"") and process.returncode == -signal.SIGINT
+
+
+def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", tmp_path / "out")
+    assert (code, out, err) == (2, "", "quantize.py: 2 processes, want one: start it without torchrun\n")
 
 
 def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):

@@ -198,6 +198,13 @@ def test_mistakes_are_one_line(call, monkeypatch, args, words):
     assert all(word in err for word in words), err
 
 
+def test_groups_that_do_not_fit_are_refused_before_any_work(call, monkeypatch):
+    monkeypatch.setattr(evaluate, "evaluate", None)
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md", "--compare",
+                          f"{TINY}:int4-g48", "--device", "cpu")
+    assert code == 2 and not out and "group size 48 does not divide the 256 inputs" in err
+
+
 def test_a_single_token_that_nothing_predicts_is_too_short(tmp_path):
     with pytest.raises(UserError, match="2 tokens"):
         evaluate.encode(checkpoint(tmp_path / "bytes", "bytes"), "é")

@@ -389,7 +389,7 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     ({}, {Q + "g_idx": torch.zeros(64).int()}, Q + "g_idx 32 2"),
     ({}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight place"),
     (dict(bits=8), {}, "qweight [8, [16,"), (dict(group_size=64), {}, "qzeros [2, [1,"),
-    (dict(group_size=48), {}, "48 64"), (dict(group_size="x"), {}, "group_size x"),
+    (dict(group_size=48), {}, "group_size 48 32"), (dict(group_size="x"), {}, "group_size x"),
     (dict(bits="4"), {}, "bits 4"), (dict(bits=3), {}, "bits 3"),
     (dict(quant_method="aqlm"), {}, "quant_method aqlm"), (dict(checkpoint_format="marlin"), {}, "marlin")])
 def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, config, tensors, words):
@@ -464,14 +464,17 @@ def logits_of_small(model) -> Tensor:
     (["--group-size", "64"], "64 96 32"), (["--head"], "--head"), (["--bits", "3"], "3"),
     (["--gptq"], "--calibration"), (["--act-order"], "--gptq"), (["--out", "."], "exists"),
     (["--gptq", "--calibration", __file__, "--calibration-tokens", "99999999"], "99999999 tokens"),
-    (["--gptq", "--calibration", "/none"], "/none"), (["--out", "/none/x"], "/none")])
+    (["--gptq", "--calibration", "/none"], "/none"), (["--out", "/none/x"], "/none make"),
+    (["--out", "{}/link"], "link exists")])
 def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, monkeypatch, options, words):
     make(tmp_path / "in", tie_word_embeddings=True, vocab_size=2048)
     (tmp_path / "in" / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises((UserError, OSError)) as caught:
-        run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", "32", *options)
+        run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", "32",
+            *(option.format(tmp_path) for option in options))
     assert [word for word in words.split() if word not in str(caught.value)] == []
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "link"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
