@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from checkpoint import UserError
-from command import find_device, report_errors
+from command import find_device, report_errors, world_size
 from kernels import constexpr, gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 CAPACITY = 2 ** 19  # of a rank's place in a mailbox, in numbers; NCCL takes what is longer
@@ -168,10 +168,6 @@ class Team:
             self.store.set(f"agreed {self.agreed}", json.dumps(value))
             self.store.delete_key(f"agreed {self.agreed - 1000}")  # no rank is that late
         return json.loads(self.store.get(f"agreed {self.agreed}"))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def join(device: str | None) -> tuple[torch.device, Team]:

@@ -20,6 +20,11 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
 GIB = 2 ** 30
 
 
+def world_size() -> int:
+    """torchrun's number of processes."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def report_errors(main, ranks: bool = False) -> None:
     """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
     ranks: it may be one of several."""
@@ -27,8 +32,8 @@ def report_errors(main, ranks: bool = False) -> None:
         if getattr(sys, name) is None:  # closed by whoever started it
             setattr(sys, name, open(os.devnull, mode))
     try:
-        if os.environ.get("WORLD_SIZE", "1") != "1" and not ranks:
-            raise UserError(f"{os.environ['WORLD_SIZE']} processes, want one: start it without torchrun")
+        if world_size() > 1 and not ranks:
+            raise UserError(f"{world_size()} processes, want one: start it without torchrun")
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -69,6 +74,7 @@ def memory_advice(advice: str) -> Iterator[None]:
 
 
 def check_compiler(compile: bool, device: torch.device) -> None:
+    """UserError where Inductor would fail for want of one."""
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
         raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")

@@ -245,7 +245,7 @@ class Completion:
         self.decoded = len(self.window)  # how many of them have given their text
 
     def add(self, token: int, logprob: float, seconds: float) -> None:
-        if logprob != logprob:
+        if logprob != logprob:  # NaN
             raise UserError("the logits are not finite: the weights are broken, or --dtype float32 helps")
         self.steps, self.first_s, self.seconds = self.steps + 1, self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
@@ -419,7 +419,7 @@ def main() -> None:
         generator = Generator(model, length, sampling, prompts, args.num_samples, args.compile, not args.no_kernels,
                               draft, args.draft_tokens or "auto", team)
         ready = time.perf_counter()
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # not torchrun's ranks
             signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.manual_seed(team.agree(torch.seed() if args.seed is None else args.seed))
         with profiler:

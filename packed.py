@@ -28,7 +28,10 @@ except ImportError:  # no GPU build of PyTorch: the plain layer serves
     gluon, constexpr_function = None, lambda function: function
 
 gluon_jit = gluon.jit if gluon else jit
-MOST_ROWS = 256  # of x, for the kernels; the library is faster beyond
+# Rows of x in a tile, at most. With 128 one program fills a multiprocessor, which waits when it does: at least 4%
+# slower on an H200, in each of seven products. And at most in all: each COLUMNS rows unpack the weights once more.
+COLUMNS = 64
+MOST_ROWS = 4 * COLUMNS
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
@@ -554,7 +557,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
                   residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """kernels.linear() with the weights of a KernelLinear, whose tiles are words and groups: x [M, K] ->
     residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there. arrived: int32 zeros, a number for
-    each tile of w and 64 rows of x, zeros again after.
+    each tile, zeros again after.
 
     kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor), rows (rows of w, splits, stages,
     warps, slices, 1 for scaled)."""
@@ -589,10 +592,9 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     out = x.new_empty(M, N // 2 if gated else N)
     rows, splits, stages, warps, slices, scaled = sizes
     scaled = bool(scaled) or parts > 1
-    # With 128 columns one program fills a multiprocessor, which waits when it does: at least 4% slower on an H200, in
-    # each of seven products. Slices make two or more where tiles are few: 64 rows of x and int4 weights [8192, 28672]
-    # took 190 us with one, 81 with four.
-    columns = min(64, max(8, triton.next_power_of_2(M)))
+    # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
+    # 81 with four.
+    columns = min(COLUMNS, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
     sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
     packed_rows_kernel[(tiles, slices)](
@@ -626,7 +628,7 @@ class KernelLinear(nn.Module):
         self.groups = nn.Parameter(tile(groups, parts, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
         self.register_buffer("shifts", shifts(self.bits, self.words.device).flatten(), persistent=False)
-        self.register_buffer("arrived", self.shifts.new_zeros(MOST_ROWS // 64 * len(self.words)), persistent=False)
+        self.register_buffer("arrived", self.shifts.new_zeros(MOST_ROWS // COLUMNS * len(self.words)), persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
               eps: float = 1e-5) -> Tensor:

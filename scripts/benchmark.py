@@ -39,7 +39,7 @@ from tqdm import tqdm  # noqa: E402
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
 from collectives import LIBRARY, Team, all_reduce, join, run  # noqa: E402
 from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft,  # noqa: E402
-                     find_dtype, within)
+                     find_dtype, memory_advice, within)
 from generate import TINY, Generator, Reader  # noqa: E402
 from kernels import read_bandwidth, rms_norm  # noqa: E402
 from model import Config, Transformer  # noqa: E402
@@ -569,11 +569,9 @@ def main() -> None:
         times = cold_start(what, args) if args.cold_start else (None, None)
         count = args.runs * (1 + len(list(filter(None, args.against.split(",")))))
         with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
-            try:
+            with memory_advice(f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
+                               "--batch, --context or --prompt-length helps"):
                 result = measure(what, args, device, team, bar)
-            except torch.OutOfMemoryError:
-                raise UserError(f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
-                                "--batch, --context or --prompt-length helps") from None
         print(json.dumps(result | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
 
 

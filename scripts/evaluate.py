@@ -31,7 +31,7 @@ from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
 from collectives import Team, join, run  # noqa: E402
-from command import DTYPES, GIB, Parser, find_dtype, within  # noqa: E402
+from command import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
 from model import Transformer  # noqa: E402
 from quantize import default_group, group_of, load_model  # noqa: E402
 from tp import splitter  # noqa: E402
@@ -91,15 +91,13 @@ def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team:
     ids, first, skipped = encode(Tokenizer(directory), text)
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
     dtype = find_dtype(args.dtype, device)
-    try:
+    with memory_advice(f"{spec['model']}: out of memory on {device}; a smaller --context or dtype helps"):
         model = load_model(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty(),
                            splitter(team))
         model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         begun = time.perf_counter()
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
             nats = score(model, torch.tensor(ids, device=device), first, args.context, args.stride, bar)
-    except torch.OutOfMemoryError:
-        raise UserError(f"{spec['model']}: out of memory on {device}; a smaller --context or dtype helps") from None
     if not math.isfinite(nats):
         raise UserError(f"{spec['model']}: its logits are not finite in {dtype}; --dtype float32 may help")
     return spec | dict(
@@ -152,9 +150,9 @@ def main() -> None:
     directories = [find_checkpoint(spec["checkpoint"]) for spec in specs]
     limits = [load_config(directory).context for directory in directories]
     for spec, directory in zip(specs, directories):
-        for name, (_, _, (_, *inputs)) in load_config(directory).hf_weights().items() if spec["quantize"] else ():
-            if "_proj.weight" in name:
-                group_of(*inputs, default_group(spec["quantize"], spec["group_size"]))
+        for name, (_, _, shape) in load_config(directory).hf_weights().items():
+            if spec["quantize"] and "_proj.weight" in name:
+                group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):
         raise UserError(f"--context {args.context}: {specs[limits.index(min(limits))]['model']} has {min(limits)}")

@@ -74,8 +74,12 @@ def copies(size: int) -> int:
 
 
 def milliseconds(run: Callable[[], None], spend: int = 12) -> float:
-    """Of one call, replayed as a CUDA graph for so many milliseconds; the median."""
-    run()
+    """Of one call, replayed as a CUDA graph for so many milliseconds; the median. Infinite if it does not fit the
+    GPU."""
+    try:
+        run()
+    except kernels.triton.runtime.errors.OutOfResources:
+        return float("inf")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -114,12 +118,16 @@ class Tuner:
                        for _ in range(1 if few_outputs else LAYERS)]
         self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
 
+    @property
+    def table(self) -> dict:
+        """What tuned.json has for this GPU and format, shape by shape, and what is found now."""
+        return kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
+
     def choose(self, name: str, rows: int, choice: list) -> None:
         """From now on, that kernel and those sizes for the product with up to so many rows."""
         N, K = self.shapes[name]
-        formats = kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
-        more = [entry for entry in formats.get(f"{N}x{K}", []) if entry[0] > rows]
-        formats[f"{N}x{K}"] = [[rows, *choice], *more]
+        more = [entry for entry in self.table.get(f"{N}x{K}", []) if entry[0] > rows]
+        self.table[f"{N}x{K}"] = [[rows, *choice], *more]
         kernels.tuned.cache_clear()
 
     def run(self, layer: dict, name: str, x: Tensor, residual: Tensor) -> Tensor:
@@ -128,17 +136,13 @@ class Tuner:
         return layer[name](x, residual=residual)
 
     def time(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
-        """us of one product; infinite where its sizes do not fit the GPU."""
+        """us of one product."""
         self.choose(name, rows, choice)
         N, K = self.shapes[name]
         layers = self.layers[:copies(N * K * self.bits // 8)]
         x = torch.randn(rows, K, device=self.device, dtype=torch.bfloat16)
         residual = torch.randn(rows, self.shapes["down"][0], device=self.device, dtype=torch.bfloat16)
-        try:
-            return 1e3 * milliseconds(lambda: [self.run(layer, name, x, residual) for layer in layers],
-                                      spend) / len(layers)
-        except kernels.triton.runtime.errors.OutOfResources:
-            return float("inf")
+        return 1e3 * milliseconds(lambda: [self.run(layer, name, x, residual) for layer in layers], spend) / len(layers)
 
     def chain(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         """us of a layer with one row, that choice for one of its products: all four, and attention to 300 tokens."""
@@ -158,10 +162,8 @@ class Tuner:
                 y = kernels.update_and_attend(qkv, position, table, table, k_cache, v_cache, arrived)
                 h = self.run(layer, "out", y.view(1, -1), h)
                 h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
-        try:
-            return 1e3 * milliseconds(run, spend) / len(self.layers)
-        except kernels.triton.runtime.errors.OutOfResources:
-            return float("inf")
+
+        return 1e3 * milliseconds(run, spend) / len(self.layers)
 
     def best(self, name: str, rows: int, bar: tqdm, timer: Callable[..., float]) -> tuple[float, list]:
         """us and choice of the fastest: all candidates are timed a little, the first eight then in turns.
@@ -192,14 +194,14 @@ class Tuner:
 
     def several_rows(self, rows: list[int], bar: tqdm) -> None:
         for name, (N, K) in self.shapes.items():
-            found, report = [entry for entry in self.found(name) if entry[0] not in rows], []
+            found, report = [entry for entry in self.table.get(f"{N}x{K}", []) if entry[0] not in rows], []
             if found and found[0][0] == 1:
                 report.append((1, self.time(name, 1, found[0][1:])))
             for M in rows:
                 us, choice = self.best(name, M, bar, self.time)
                 found.append([M, *choice])
                 report.append((M, us))
-            kernels.table(kernels.gpu(self.device).name)[self.format][f"{N}x{K}"] = sorted(found)
+            self.table[f"{N}x{K}"] = sorted(found)
             kernels.tuned.cache_clear()
             bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
                 f"{M}: {us:.1f} ({us / self.cublas(N, K, M):.2f})" for M, us in report))
@@ -208,15 +210,14 @@ class Tuner:
         """What the table chooses against the best that could be had, for numbers of rows that it was not made with; not
         for one row, as that is chosen in a chain."""
         worst, checked = (1.0, "", 0), 0
-        table = kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
         for name, (N, K) in self.shapes.items():
-            before = table.get(f"{N}x{K}")
+            before = self.table.get(f"{N}x{K}")
             for M in (M for M in rows if M > 1 and len(candidates(self.format, M)) > 1):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
                 _, best = self.best(name, M, bar, self.time)
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
-                del table[f"{N}x{K}"]
-                table.update({} if before is None else {f"{N}x{K}": before})
+                del self.table[f"{N}x{K}"]
+                self.table.update({} if before is None else {f"{N}x{K}": before})
                 kernels.tuned.cache_clear()
                 worst, checked = max(worst, (statistics.median(ratios), f"{name} {N}x{K}", M)), checked + 1
         bar.write(f"{self.format}: {checked} choices, the worst {worst[0]:.3f} of the best's time"
@@ -227,10 +228,6 @@ class Tuner:
         weights = [torch.randn(N, K, device=self.device, dtype=torch.bfloat16) for _ in range(copies(2 * N * K))]
         x = torch.randn(M, K, device=self.device, dtype=torch.bfloat16)
         return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
-
-    def found(self, name: str) -> list:
-        N, K = self.shapes[name]
-        return kernels.table(kernels.gpu(self.device).name).get(self.format, {}).get(f"{N}x{K}", [])
 
 
 def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
