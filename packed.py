@@ -29,9 +29,9 @@ except ImportError:  # no GPU build of PyTorch: the plain layer serves
 
 gluon_jit = gluon.jit if gluon else jit
 # Rows of x in a tile, at most. With 128 one program fills a multiprocessor, which waits when it does: at least 4%
-# slower on an H200, in each of seven products. And at most in all: each COLUMNS rows unpack the weights once more.
-COLUMNS = 64
-MOST_ROWS = 4 * COLUMNS
+# slower on an H200, in each of seven products. And at most in all: each MOST_COLUMNS unpack the weights once more.
+MOST_COLUMNS = 64
+MOST_ROWS = 4 * MOST_COLUMNS
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
@@ -594,7 +594,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     scaled = bool(scaled) or parts > 1
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
-    columns = min(COLUMNS, max(8, triton.next_power_of_2(M)))
+    columns = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
     sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
     packed_rows_kernel[(tiles, slices)](
@@ -628,7 +628,8 @@ class KernelLinear(nn.Module):
         self.groups = nn.Parameter(tile(groups, parts, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
         self.register_buffer("shifts", shifts(self.bits, self.words.device).flatten(), persistent=False)
-        self.register_buffer("arrived", self.shifts.new_zeros(MOST_ROWS // COLUMNS * len(self.words)), persistent=False)
+        arrived = self.shifts.new_zeros(MOST_ROWS // MOST_COLUMNS * len(self.words))
+        self.register_buffer("arrived", arrived, persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
               eps: float = 1e-5) -> Tensor:
