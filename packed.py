@@ -126,11 +126,11 @@ def word_layout(WARPS):
 
 
 @constexpr_function
-def input_layout(WARPS, BK):
-    """Of x [quarters of a block, blocks, BK]: the right operand's, whose 8 columns are all the same."""
+def input_layout(WARPS, CHAINS, BK):
+    """Of x [chains of a block, blocks, BK]: the right operand's, whose 8 columns are all the same."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 8]] + doubled(BK // 16, [0, 0, 16]) + [[1, 0, 0], [2, 0, 0]],
-        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], doubled(WARPS, [0, 1, 0]), [], [4, WARPS, BK])
+        [[0, 0, 1], [0, 0, 8]] + doubled(BK // 16, [0, 0, 16]) + doubled(CHAINS, [1, 0, 0]),
+        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], doubled(WARPS, [0, 1, 0]), [], [CHAINS, WARPS, BK])
 
 
 @constexpr_function
@@ -219,12 +219,15 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
                       PDL: constexpr):
     """One row of packed_linear(): a program takes 16 rows of w at a time, each of its warps every WARPSth block of K.
 
-    A group that is smaller than a block cuts it into PARTS; to the matrix unit all blocks go in quarters. Weights come
-    there with an offset, 1024 or 64, and their zero point; these times the sums of x are then taken away. x goes to
-    fp16: after a norm, as it is then at most sqrt(K) times the norm's weight, in units of 16, fit for weights of 1e-4
-    to 1e4; else scaled by a power of two, which loses nothing."""
+    A group that is smaller than a block cuts it into PARTS. Weights come to the matrix unit with an offset, 1024 or 64,
+    and their zero point; these times the sums of x are then taken away. x goes to fp16: after a norm, as it is then at
+    most sqrt(K) times the norm's weight, in units of 16, fit for weights of 1e-4 to 1e4; else scaled by a power of two,
+    which loses nothing."""
     BLOCK: constexpr = 512 // BITS
-    BK: constexpr = BLOCK // 4
+    # Chains of dependent products in a block: one for each part, but four for int8, where a layer of Llama-2-7B took
+    # 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200).
+    CHAINS: constexpr = PARTS if BITS == 4 else 4
+    BK: constexpr = BLOCK // CHAINS
     PART: constexpr = BLOCK // PARTS
     TURNS: constexpr = KP // (WARPS * BLOCK)
     MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -254,7 +257,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         fetch(rings, words, item, items, first, step, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
     next_group = fetch_groups(groups, first, 0, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
 
-    inputs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, 4, BK],
+    inputs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, CHAINS, BK],
                                        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     k = gl.arange(0, CHUNK, layout=FLAT)
@@ -292,7 +295,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         flat_sums.index(c).store(-(even + odd))
         flat_sums.index(KP // CHUNK + c).store(-(even + odd) * 1024 if BITS == 8 else -(even * 1024 + odd * 64))
 
-    none = gl.zeros([4 * WARPS, 16, 8], gl.float32, MMA)
+    none = gl.zeros([CHAINS * WARPS, 16, 8], gl.float32, MMA)
     acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
     i = gl.arange(0, 16, layout=ROWS)
     for item in range(items):
@@ -314,7 +317,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
 
         for d in gl.static_range(DEPTH):
             left = rings[d].index(item % STAGES).load(word_layout(WARPS))
-            left = gl.reshape(left, [WARPS, 16, 4, 4])
+            left = gl.reshape(left, [WARPS, 16, 4, CHAINS, 4 // CHAINS])
             if BITS == 4:
                 p = gl.inline_asm_elementwise(INT4_TO_HALF, "=h,=h,=h,=h,=h,=h,=h,=h,r", [left],
                                               dtype=(gl.float16,) * 8, is_pure=True, pack=1)
@@ -324,13 +327,15 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
                 p = gl.inline_asm_elementwise(INT8_TO_HALF, "=h,=h,=h,=h,r", [left], dtype=(gl.float16,) * 4,
                                               is_pure=True, pack=1)
                 a = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
-            a = gl.permute(gl.reshape(a, [WARPS, 16, 4, 4, 16 // BITS, 2]), [3, 0, 1, 4, 2, 5])
-            a = gl.convert_layout(gl.reshape(a, [4 * WARPS, 16, BK]), LEFT, assert_trivial=True)
+            a = gl.reshape(a, [WARPS, 16, 4, CHAINS, 4 // CHAINS, 16 // BITS, 2])
+            a = gl.reshape(gl.permute(a, [3, 0, 1, 4, 5, 2, 6]), [CHAINS * WARPS, 16, BK])
+            a = gl.convert_layout(a, LEFT, assert_trivial=True)
             at = turn * DEPTH + d
-            right = gl.reshape(inputs.index(at).permute([1, 0, 2]).load(input_layout(WARPS, BK)), [4 * WARPS, BK])
+            right = inputs.index(at).permute([1, 0, 2]).load(input_layout(WARPS, CHAINS, BK))
+            right = gl.reshape(right, [CHAINS * WARPS, BK])
             right = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(2, RIGHT), assert_trivial=True), 2)
-            right = gl.convert_layout(right.broadcast_to([4 * WARPS, BK, 8]), RIGHT, assert_trivial=True)
-            y, _ = gl.split(gl.reshape(mma_v2(a, right, none), [PARTS, 4 // PARTS, WARPS, 16, 4, 2]))
+            right = gl.convert_layout(right.broadcast_to([CHAINS * WARPS, BK, 8]), RIGHT, assert_trivial=True)
+            y, _ = gl.split(gl.reshape(mma_v2(a, right, none), [PARTS, CHAINS // PARTS, WARPS, 16, 4, 2]))
             y = gl.reshape(gl.sum(y, 1), [PARTS * WARPS, 16, 4])
             y = gl.convert_layout(y, COLUMNS, assert_trivial=True)
             both = group[0 if G == WHOLE else d]
@@ -380,7 +385,7 @@ def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
                        G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
-                       SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, PDL: constexpr):
+                       SCALED: constexpr, PARTS: constexpr, COLUMNS: constexpr, STAGES: constexpr, PDL: constexpr):
     """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K).
 
     SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
@@ -395,11 +400,10 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
-    columns = tl.cdiv(M, BM)
-    tile = tl.program_id(0) // columns
+    tile = tl.program_id(0) // COLUMNS
     r = tl.arange(0, BN)
     c = tl.arange(0, BM)
-    m = tl.program_id(0) % columns * BM + c
+    m = tl.program_id(0) % COLUMNS * BM + c
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, 16)
     nb = tl.minimum(tile * (BN // 16) + r // 16, NB - 1)
@@ -594,13 +598,14 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     scaled = bool(scaled) or parts > 1
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
-    columns = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
-    tiles = triton.cdiv(len(words) * 16, rows) * triton.cdiv(M, columns)
-    sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
+    width = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
+    columns = triton.cdiv(M, width)
+    tiles = triton.cdiv(len(words) * 16, rows) * columns
+    sums = x.new_empty(tiles * slices * rows * width if slices > 1 else 0, dtype=torch.float32)
     packed_rows_kernel[(tiles, slices)](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
-        stages, bool(pdl), num_warps=warps, **pdl)
+        *unpacking(bits, x.dtype == torch.float16, scaled), gated, width, rows, splits, slices > 1, scaled, parts,
+        columns, stages, bool(pdl), num_warps=warps, **pdl)
     return out
 
 
