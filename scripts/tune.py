@@ -38,7 +38,7 @@ from checkpoint import UserError  # noqa: E402
 from command import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
 from model import Config  # noqa: E402
-from packed import MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
+from packed import MOST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
@@ -261,7 +261,8 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
 
 
 def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
-    rows = {(kernels.triton.next_power_of_2(M), M % 16 == 0): M for M in rows}.values()  # what Triton's code depends on
+    rows = {(kernels.triton.next_power_of_2(M), kernels.triton.cdiv(M, MOST_COLUMNS), M % 16 == 0): M
+            for M in rows}.values()  # what Triton's code depends on
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
              for name in shapes_of(what, format)
              for choice in candidates(format, M)]
