@@ -323,7 +323,7 @@ def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
 def rule_of_thumb(format: str, N: int, K: int, device: torch.device) -> list:
     if format != "16-bit":  # int8 or int4, -32 or -64 where groups are smaller than a block
         slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // N))  # two programs a multiprocessor
-        return [[1, "row", 4, 2, 3, 6], [16, "rows", 16, 8, 3, 8, 1, 0], [128, "rows", 64, 1, 3, 4, slices, 0]]
+        return [[1, "row", 4, 2, 3, 6, 1], [16, "rows", 16, 8, 3, 8, 1, 0], [128, "rows", 64, 1, 3, 4, slices, 0]]
     row = 2 * triton.next_power_of_2(K)  # bytes
     rows = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's and its up's
     memory = min(gpu(device).shared_memory_per_block_optin, 192 * 1024)

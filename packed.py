@@ -156,18 +156,20 @@ def column_layout(WARPS, PARTS):
 
 
 @gluon_jit
-def fetch(rings, words, item, items, first, step, KB, WARPS: constexpr, DEPTH: constexpr, STAGES: constexpr,
+def fetch(rings, words, item, items, first, step, begin, KB, WARPS: constexpr, DEPTH: constexpr, STAGES: constexpr,
           ROUNDS: constexpr, FULL: constexpr):
-    """Starts the copy of an item's words: one round, DEPTH blocks a warp, of 16 rows. FULL: no round has fewer."""
+    """Starts the copy of an item's words: one round, DEPTH blocks a warp, of 16 rows. begin: the slice's first round.
+    FULL: no round has fewer."""
     WORDS: constexpr = word_layout(WARPS)
     block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
     at = block * 256 + row * 16 + word
     if item < items:
-        words += (first + item // ROUNDS * step).to(gl.int64) * KB * 256 + item % ROUNDS * (WARPS * DEPTH * 256)
+        start = (begin + item % ROUNDS) * (WARPS * DEPTH)
+        words += ((first + item // ROUNDS * step).to(gl.int64) * KB + start) * 256
         for d in gl.static_range(DEPTH):
-            mask = None if FULL else (item % ROUNDS * (WARPS * DEPTH) + d * WARPS + block < KB) & (at >= 0)
+            mask = None if FULL else (start + d * WARPS + block < KB) & (at >= 0)
             async_copy.async_copy_global_to_shared(rings[d].index(item % STAGES), words + d * WARPS * 256 + at,
                                                    mask=mask, eviction_policy="evict_first")
     async_copy.commit_group()
@@ -199,11 +201,11 @@ def fetch_groups(groups, nb, turn, C, G: constexpr, BLOCK: constexpr, PARTS: con
 
 
 @gluon_jit
-def load_inputs(x, order, k, K):
+def load_inputs(x, order, k, stop):
     source = k
     if order is not None:
-        source = gl.load(order + k, mask=k < K, other=0)
-    return gl.load(x + source, mask=k < K, other=0)
+        source = gl.load(order + k, mask=k < stop, other=0)
+    return gl.load(x + source, mask=k < stop, other=0)
 
 
 @gluon_jit
@@ -213,11 +215,28 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 
 @gluon_jit
-def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, C, eps,
+def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
+    """The sum of 16 rows over all slices of K, in a fixed order, and whether all are there: for the last one to come."""
+    i = gl.arange(0, 16, layout=LAYOUT)
+    gl.store(totals + gl.program_id(1) * 16 + i, total)
+    gl.thread_barrier()
+    last = gl.atomic_add(arrived, 1, sem="acq_rel") == SLICES - 1
+    gl.thread_barrier()
+    total = gl.zeros([16], gl.float32, LAYOUT)
+    if last:
+        gl.store(arrived, 0)  # for the next launch
+        for slice in gl.static_range(SLICES):
+            total += gl.load(totals + slice * 16 + i)
+    return total, last
+
+
+@gluon_jit
+def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals, arrived, N, K, C, eps,
                       G: constexpr, BITS: constexpr, GATED: constexpr, WARPS: constexpr, DEPTH: constexpr,
-                      STAGES: constexpr, PARTS: constexpr, ROUNDS: constexpr, FULL: constexpr, KP: constexpr,
+                      STAGES: constexpr, PARTS: constexpr, ROUNDS: constexpr, FULL: constexpr, SLICES: constexpr,
                       PDL: constexpr):
-    """One row of packed_linear(): a program takes 16 rows of w at a time, each of its warps every WARPSth block of K.
+    """One row of packed_linear(): a program takes 16 rows of w at a time, of K its slice (all, if there is a norm), each
+    of its warps every WARPSth block of that, in ROUNDS of DEPTH blocks a warp.
 
     A group that is smaller than a block cuts it into PARTS. Weights come to the matrix unit with an offset, 1024 or 64,
     and their zero point; these times the sums of x are then taken away. x goes to fp16: after a norm, as it is then at
@@ -229,7 +248,10 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
     CHAINS: constexpr = PARTS if BITS == 4 else 4
     BK: constexpr = BLOCK // CHAINS
     PART: constexpr = BLOCK // PARTS
-    TURNS: constexpr = KP // (WARPS * BLOCK)
+    CHUNK: constexpr = 512 * WARPS  # numbers of x at a time, 16 a thread
+    SHARE: constexpr = ROUNDS * DEPTH * WARPS * BLOCK
+    CHUNKS: constexpr = (SHARE + CHUNK - 1) // CHUNK
+    TURNS: constexpr = CHUNKS * CHUNK // (WARPS * BLOCK)
     MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -239,13 +261,13 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
     COLUMNS: constexpr = column_layout(WARPS, PARTS)
     TOTAL: constexpr = column_layout(WARPS, 1)
     FLAT: constexpr = gl.BlockedLayout([16], [32], [WARPS], [0])
-    CHUNK: constexpr = 1024 * WARPS  # numbers of x at a time, 32 a thread
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
     first = gl.program_id(0)
     step = gl.num_programs(0)
     items = (NB - first + step - 1) // step * ROUNDS
+    begin = gl.program_id(1) * ROUNDS
     if PDL:
         gdc_launch_dependents()
 
@@ -254,22 +276,23 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 16, 16],
                                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),)
     for item in gl.static_range(STAGES - 1):
-        fetch(rings, words, item, items, first, step, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
-    next_group = fetch_groups(groups, first, 0, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
+        fetch(rings, words, item, items, first, step, begin, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
+    next_group = fetch_groups(groups, first, begin, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
 
     inputs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, CHAINS, BK],
                                        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    k = gl.arange(0, CHUNK, layout=FLAT)
+    k = begin * (DEPTH * WARPS * BLOCK) + gl.arange(0, CHUNK, layout=FLAT)
+    stop = gl.minimum(K, (begin + ROUNDS) * (DEPTH * WARPS * BLOCK))
     weights, xs = (), ()
     if norm is not None:
-        for c in gl.static_range(KP // CHUNK):
-            weights = weights + (load_inputs(norm, order, c * CHUNK + k, K),)
+        for c in gl.static_range(CHUNKS):
+            weights = weights + (load_inputs(norm, order, c * CHUNK + k, stop),)
     if PDL:
         gdc_wait()
     squares = gl.zeros([CHUNK], gl.float32, FLAT)
-    for c in gl.static_range(KP // CHUNK):
-        xs = xs + (load_inputs(x, order, c * CHUNK + k, K),)
+    for c in gl.static_range(CHUNKS):
+        xs = xs + (load_inputs(x, order, c * CHUNK + k, stop),)
         squares += xs[c].to(gl.float32) * xs[c].to(gl.float32)
     squares = gl.sum(squares, 0)
     if norm is not None:
@@ -280,9 +303,9 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
         factor = power / 16384
         unit = 16384 / power
-    flat = inputs._reinterpret(gl.float16, [KP // CHUNK, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flat_sums = sums._reinterpret(gl.float32, [2 * KP // CHUNK, CHUNK // PART], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for c in gl.static_range(KP // CHUNK):
+    flat = inputs._reinterpret(gl.float16, [CHUNKS, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat_sums = sums._reinterpret(gl.float32, [2 * CHUNKS, CHUNK // PART], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for c in gl.static_range(CHUNKS):
         half = xs[c].to(gl.float32) * unit
         if norm is not None:
             half *= weights[c].to(gl.float32)
@@ -293,7 +316,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         even = gl.sum(gl.reshape(even, [CHUNK // PART, PART // 16]), 1)
         odd = gl.sum(gl.reshape(odd, [CHUNK // PART, PART // 16]), 1)
         flat_sums.index(c).store(-(even + odd))
-        flat_sums.index(KP // CHUNK + c).store(-(even + odd) * 1024 if BITS == 8 else -(even * 1024 + odd * 64))
+        flat_sums.index(CHUNKS + c).store(-(even + odd) * 1024 if BITS == 8 else -(even * 1024 + odd * 64))
 
     none = gl.zeros([CHAINS * WARPS, 16, 8], gl.float32, MMA)
     acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
@@ -302,10 +325,10 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         nb = first + item // ROUNDS * step
         turn = item % ROUNDS
         async_copy.wait_group(STAGES - 2)
-        fetch(rings, words, item + STAGES - 1, items, first, step, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
+        fetch(rings, words, item + STAGES - 1, items, first, step, begin, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
         group = next_group
         ahead = gl.minimum(first + (item + 1) // ROUNDS * step, NB - 1)
-        next_group = fetch_groups(groups, ahead, (item + 1) % ROUNDS, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
+        next_group = fetch_groups(groups, ahead, begin + (item + 1) % ROUNDS, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
         last = turn == ROUNDS - 1
         n = nb * 16 + i
         extra = gl.zeros([16], gl.float32, ROWS)
@@ -352,13 +375,17 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, N, K, 
         if last:
             total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * (factor / 4), ROWS, assert_trivial=True)
             acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
-            if GATED:  # 8 gates, then their ups
-                gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
-                total = gate / (1 + gl.exp(-gate)) * up
-                gates = nb * 8 + gl.arange(0, 8, layout=total.type.layout)
-                gl.store(out + gates, total.to(out.dtype.element_ty), mask=gates < N_OUT)
-            else:
-                gl.store(out + n, (total + extra).to(out.dtype.element_ty), mask=n < N_OUT)
+            complete = last
+            if SLICES > 1:
+                total, complete = add_slices(total, totals + nb * (SLICES * 16), arrived + nb, SLICES, ROWS)
+            if complete:
+                if GATED:  # 8 gates, then their ups
+                    gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
+                    product = gate / (1 + gl.exp(-gate)) * up
+                    gates = nb * 8 + gl.arange(0, 8, layout=product.type.layout)
+                    gl.store(out + gates, product.to(out.dtype.element_ty), mask=gates < N_OUT)
+                else:
+                    gl.store(out + n, (total + extra).to(out.dtype.element_ty), mask=n < N_OUT)
 
 
 def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
@@ -563,8 +590,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there. arrived: int32 zeros, a number for
     each tile, zeros again after.
 
-    kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor), rows (rows of w, splits, stages,
-    warps, slices, 1 for scaled)."""
+    kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor, slices), rows (rows of w, splits,
+    stages, warps, slices, 1 for scaled)."""
     M, K = len(x), x.shape[1] if order is None else len(order)
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
@@ -575,13 +602,15 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     pdl = launch(x.device)
     if kernel == "row" and M == 1:
         out = x.new_empty(M, N // 2 if gated else N)
-        warps, depth, stages, programs = sizes
-        rounds = triton.cdiv(triton.cdiv(K, block), warps * depth)
-        grid = min(len(words), programs * gpu(x.device).multi_processor_count)
-        packed_row_kernel[(grid,)](
-            x, words, groups, order, norm, bias, residual, out, N, K, C, eps, G, bits, gated, warps, depth,
-            stages, parts, rounds, K % (warps * depth * block) == 0,
-            triton.cdiv(K, 1024 * warps) * 1024 * warps, bool(pdl), num_warps=warps, **pdl)
+        warps, depth, stages, programs, slices = sizes
+        slices = 1 if norm is not None else slices  # a norm wants all of x
+        rounds = triton.cdiv(triton.cdiv(K, block), warps * depth * slices)
+        programs = min(len(words), triton.cdiv(programs * gpu(x.device).multi_processor_count, slices))
+        totals = x.new_empty(len(words) * slices * 16 if slices > 1 else 0, dtype=torch.float32)
+        packed_row_kernel[(programs, slices)](
+            x, words, groups, order, norm, bias, residual, out, totals, arrived, N, K, C, eps, G, bits, gated, warps,
+            depth, stages, parts, rounds, K == rounds * slices * warps * depth * block, slices, bool(pdl),
+            num_warps=warps, **pdl)
         return out
     if kernel == "library":
         w = x.new_empty(N, K)

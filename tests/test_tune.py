@@ -31,7 +31,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
     kernels.tuned.cache_clear()
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
-                                                      head_dim=64, ffn_dim=512))
+                                                      head_dim=64, ffn_dim=768))
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
 
     def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
@@ -59,21 +59,21 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
     bar = tqdm(disable=True)
     bar.write = said.append
     made.tune(ROWS, bar)
-    for N, K in made.shapes.values():
+    for name, (N, K) in made.shapes.items():
         for M in ROWS:
             taken[M] = kernels.tuned(format, N, K, M, CPU)
-            costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M)]
+            costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M, name)]
             assert cost((N, K), M, taken[M]) == min(costs)
         assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
     made.several_rows([40], bar)  # changes nothing for others
-    for N, K in made.shapes.values():
+    for name, (N, K) in made.shapes.items():
         assert [cost((N, K), M, kernels.tuned(format, N, K, M, CPU)) for M in ROWS if M > 1] == [
-            min(cost((N, K), M, choice) for choice in tune.candidates(format, M)) for M in ROWS if M > 1]
+            min(cost((N, K), M, choice) for choice in tune.candidates(format, M, name)) for M in ROWS if M > 1]
     before = deepcopy(kernels.table(GPU.name))
     made.check(ROWS[1:], bar)
     assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
 
-    worst = max(tune.candidates(format, 24), key=lambda choice: cost((N, K), 24, choice))
+    worst = max(tune.candidates(format, 24, name), key=lambda choice: cost((N, K), 24, choice))
     kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
     kernels.tuned.cache_clear()
     made.check([24], bar)
@@ -117,7 +117,7 @@ def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
 def test_a_whole_layer_is_timed(monkeypatch):
     """The chain runs, attention included, and hands each product what it wants; on a CPU, by the plain twins."""
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
-                                                      head_dim=64, ffn_dim=512))
+                                                      head_dim=64, ffn_dim=768))
     runs, tables = [], {}
     monkeypatch.setattr(kernels, "table", lambda name: tables)
     monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
