@@ -155,6 +155,12 @@ def column_layout(WARPS, PARTS):
         doubled(WARPS, [1, 0, 0]), [], [PARTS * WARPS, 16, 4])
 
 
+@constexpr_function
+def chunk_size(SHARE, WARPS):
+    """Into which pieces a slice of x is cut, 8 to 32 numbers a thread: least is added at its end, then the largest."""
+    return max((256 * WARPS * n for n in (1, 2, 4)), key=lambda size: (-(-SHARE // size) * -size, size))
+
+
 @gluon_jit
 def fetch(rings, words, item, items, first, step, begin, KB, WARPS: constexpr, DEPTH: constexpr, STAGES: constexpr,
           ROUNDS: constexpr, FULL: constexpr):
@@ -216,7 +222,7 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 @gluon_jit
 def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
-    """The sum of 16 rows over all slices of K, in a fixed order, and whether all are there: for the last one to come."""
+    """The sums of 16 rows over all slices of K, in a fixed order, and whether all are there: so for the last to come."""
     i = gl.arange(0, 16, layout=LAYOUT)
     gl.store(totals + gl.program_id(1) * 16 + i, total)
     gl.thread_barrier()
@@ -235,8 +241,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
                       G: constexpr, BITS: constexpr, GATED: constexpr, WARPS: constexpr, DEPTH: constexpr,
                       STAGES: constexpr, PARTS: constexpr, ROUNDS: constexpr, FULL: constexpr, SLICES: constexpr,
                       PDL: constexpr):
-    """One row of packed_linear(): a program takes 16 rows of w at a time, of K its slice (all, if there is a norm), each
-    of its warps every WARPSth block of that, in ROUNDS of DEPTH blocks a warp.
+    """One row of packed_linear(): a program takes 16 rows of w at a time and a slice of K (all, if there is a norm), of
+    which each of its warps takes every WARPSth block, DEPTH of them in each of ROUNDS.
 
     A group that is smaller than a block cuts it into PARTS. Weights come to the matrix unit with an offset, 1024 or 64,
     and their zero point; these times the sums of x are then taken away. x goes to fp16: after a norm, as it is then at
@@ -248,8 +254,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
     CHAINS: constexpr = PARTS if BITS == 4 else 4
     BK: constexpr = BLOCK // CHAINS
     PART: constexpr = BLOCK // PARTS
-    CHUNK: constexpr = 512 * WARPS  # numbers of x at a time, 16 a thread
     SHARE: constexpr = ROUNDS * DEPTH * WARPS * BLOCK
+    CHUNK: constexpr = chunk_size(SHARE, WARPS)  # numbers of x at a time
     CHUNKS: constexpr = (SHARE + CHUNK - 1) // CHUNK
     TURNS: constexpr = CHUNKS * CHUNK // (WARPS * BLOCK)
     MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -260,7 +266,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
     BLOCKS: constexpr = gl.SliceLayout(1, GROUPS)
     COLUMNS: constexpr = column_layout(WARPS, PARTS)
     TOTAL: constexpr = column_layout(WARPS, 1)
-    FLAT: constexpr = gl.BlockedLayout([16], [32], [WARPS], [0])
+    FLAT: constexpr = gl.BlockedLayout([CHUNK // (32 * WARPS)], [32], [WARPS], [0])
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
@@ -306,17 +312,19 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
     flat = inputs._reinterpret(gl.float16, [CHUNKS, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     flat_sums = sums._reinterpret(gl.float32, [2 * CHUNKS, CHUNK // PART], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for c in gl.static_range(CHUNKS):
-        half = xs[c].to(gl.float32) * unit
+        scaled = xs[c].to(gl.float32)
         if norm is not None:
-            half *= weights[c].to(gl.float32)
-        half = half.to(gl.float16)
-        flat.index(c).store(half)
+            scaled *= weights[c].to(gl.float32)
+        scaled *= unit
+        flat.index(c).store(scaled.to(gl.float16))
+        if norm is not None:  # else nothing is lost
+            scaled = scaled.to(gl.float16).to(gl.float32)
         # By parts: the sums of x, and of x times its weights' offset, which depends on bit 3 of k in int4.
-        even, odd = gl.split(gl.sum(gl.reshape(half.to(gl.float32), [CHUNK // 16, 2, 8]), 2))
-        even = gl.sum(gl.reshape(even, [CHUNK // PART, PART // 16]), 1)
-        odd = gl.sum(gl.reshape(odd, [CHUNK // PART, PART // 16]), 1)
-        flat_sums.index(c).store(-(even + odd))
-        flat_sums.index(CHUNKS + c).store(-(even + odd) * 1024 if BITS == 8 else -(even * 1024 + odd * 64))
+        eights = gl.sum(gl.reshape(scaled, [CHUNK // 8, 8]), 1)
+        flat_sums.index(c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
+        odd = gl.arange(0, CHUNK // 8, layout=eights.type.layout) % 2 == 1
+        eights *= gl.where(odd, 64.0 if BITS == 4 else 1024.0, 1024.0)
+        flat_sums.index(CHUNKS + c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
 
     none = gl.zeros([CHAINS * WARPS, 16, 8], gl.float32, MMA)
     acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
@@ -328,7 +336,8 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
         fetch(rings, words, item + STAGES - 1, items, first, step, begin, KB, WARPS, DEPTH, STAGES, ROUNDS, FULL)
         group = next_group
         ahead = gl.minimum(first + (item + 1) // ROUNDS * step, NB - 1)
-        next_group = fetch_groups(groups, ahead, begin + (item + 1) % ROUNDS, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
+        following = begin + (item + 1) % ROUNDS
+        next_group = fetch_groups(groups, ahead, following, C, G, BLOCK, PARTS, WARPS, DEPTH, FULL, GROUPS)
         last = turn == ROUNDS - 1
         n = nb * 16 + i
         extra = gl.zeros([16], gl.float32, ROWS)

@@ -42,16 +42,15 @@ from packed import MOST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: 
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512]
-NORMED = ("qkv", "gate_up")  # of a layer's products
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 512]
 LAYERS = 8  # in a graph, whose start then counts for little
 # The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
 PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
 PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
                                              (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))]
 PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in product(
-    ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3), (16, 2, 5)),
-    (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4))]
+    ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
+    (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
 PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
     ((16, 4, 3, 4), (16, 8, 3, 8), (16, 16, 2, 8), (32, 4, 3, 4), (32, 4, 4, 4)), (1, 2, 3, 4))]
 PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
@@ -132,7 +131,7 @@ class Tuner:
         kernels.tuned.cache_clear()
 
     def run(self, layer: dict, name: str, x: Tensor, residual: Tensor) -> Tensor:
-        if name in NORMED:
+        if name in ("qkv", "gate_up"):
             return layer[name](x, self.norm, gated=name == "gate_up")
         return layer[name](x, residual=residual)
 
@@ -170,7 +169,7 @@ class Tuner:
         """us and choice of the fastest: all candidates are timed a little, the first eight then in turns.
 
         int8's and int4's weights are scaled, and so rounded, for a gain of 2% and no less."""
-        every = bar_over(candidates(self.format, rows, name), bar)
+        every = bar_over(candidates(self.format, rows, self.shapes[name][1]), bar)
         quick = sorted((timer(name, rows, choice, 2), choice) for choice in every)
         finalists = [choice for _, choice in quick[:8]]
         rounds = [[timer(name, rows, choice, 4) for choice in finalists] for _ in range(3)]
@@ -184,11 +183,9 @@ class Tuner:
         self.several_rows([M for M in rows if M > 1], bar)
 
     def one_row(self, bar: tqdm) -> None:
-        """Each product's alone; then each in the chain, twice over."""
-        for name in self.shapes:
-            self.choose(name, 1, self.best(name, 1, bar, self.time)[1])
-        for name in [*self.shapes] * 2 if self.config else ():
-            us, choice = self.best(name, 1, bar, self.chain)
+        """Each product's in the chain, twice over; a single product's alone."""
+        for name in [*self.shapes] * 2 if self.config else self.shapes:
+            us, choice = self.best(name, 1, bar, self.chain if self.config else self.time)
             self.choose(name, 1, choice)
         if self.config:
             bar.write(f"{self.format}: {us:.1f} us a layer with one row")
@@ -213,7 +210,7 @@ class Tuner:
         worst, checked = (1.0, "", 0), 0
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
-            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, name)) > 1):
+            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, K)) > 1):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
                 _, best = self.best(name, M, bar, self.time)
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
@@ -237,12 +234,12 @@ def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
         bar.update()
 
 
-def candidates(format: str, rows: int, name: str) -> list:
+def candidates(format: str, rows: int, K: int) -> list:
     if format == "16-bit":
         several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
         return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
     more = [choice for choice in PACKED_MORE if choice[-1] or format in ("int8", "int4")]  # the others always scale
-    row = [choice for choice in PACKED_ROW if name not in NORMED or choice[-1] == 1]  # a norm takes all of K
+    row = [choice for choice in PACKED_ROW if K > 8192 or choice[-1] == 1]  # slices pay where K is large
     return [["library"], *(row if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
             *(more if 8 < rows <= MOST_ROWS else [])]
 
@@ -266,8 +263,8 @@ def compile_all(whats: list[str], formats: list[str], rows: list[int], device: t
     rows = {(kernels.triton.next_power_of_2(M), kernels.triton.cdiv(M, MOST_COLUMNS), M % 16 == 0): M
             for M in rows}.values()  # what Triton's code depends on
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
-             for name in shapes_of(what, format)
-             for choice in candidates(format, M, name)]
+             for name, (_, K) in shapes_of(what, format).items()
+             for choice in candidates(format, M, K)]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
 

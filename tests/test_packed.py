@@ -111,7 +111,8 @@ def test_packed_kernels(device, dtype, rows, shape):
     *((["rows", *sizes, scaled], rows) for scaled in (0, 1) for sizes, rows in [
         ((16, 16, 2, 8, 3), 5), ((32, 4, 4, 4, 4), 20), ((32, 4, 3, 4, 2), 200), ((64, 1, 4, 4, 8), 150),
         ((128, 1, 3, 8, 2), 256), ((128, 1, 4, 4, 6), 33), ((256, 1, 3, 8, 3), 129)]),
-    *((["row", *sizes], 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (8, 2, 4, 12, 3), (16, 2, 3, 2, 5)])], ids=str)
+    *((["row", *sizes], 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (8, 2, 4, 12, 3), (16, 2, 3, 2, 5)])],
+    ids=str)
 def test_slices_of_k(monkeypatch, choice, rows, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""
     *shape, gated = shape
