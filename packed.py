@@ -222,7 +222,7 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 @gluon_jit
 def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
-    """The sums of 16 rows over all slices of K, in a fixed order, and whether all are there: so for the last to come."""
+    """The sums of 16 rows over all slices of K, in a fixed order, and for the last program to come, and whether it is."""
     i = gl.arange(0, 16, layout=LAYOUT)
     gl.store(totals + gl.program_id(1) * 16 + i, total)
     gl.thread_barrier()
