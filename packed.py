@@ -157,7 +157,9 @@ def column_layout(WARPS, PARTS):
 
 @constexpr_function
 def chunk_size(SHARE, WARPS):
-    """Into which pieces a slice of x is cut, 8 to 32 numbers a thread: least is added at its end, then the largest."""
+    """Into which pieces a slice of x is cut, 8 to 32 numbers a thread: those that add least at its end, of these the
+    largest. What programs do to x before their first product shows: with 32 always, 8 warps took 11,008 numbers for
+    16,384, and a layer of Llama-2-7B, int4, an H200 46.9 us instead of 45.1."""
     return max((256 * WARPS * n for n in (1, 2, 4)), key=lambda size: (-(-SHARE // size) * -size, size))
 
 
@@ -222,7 +224,7 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 @gluon_jit
 def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
-    """The sums of 16 rows over all slices of K, in a fixed order, and for the last program to come, and whether it is."""
+    """The sums of 16 rows over all slices of K, in a fixed order, for the program that comes last; and if this did."""
     i = gl.arange(0, 16, layout=LAYOUT)
     gl.store(totals + gl.program_id(1) * 16 + i, total)
     gl.thread_barrier()
@@ -612,7 +614,9 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if kernel == "row" and M == 1:
         out = x.new_empty(M, N // 2 if gated else N)
         warps, depth, stages, programs, slices = sizes
-        slices = 1 if norm is not None else slices  # a norm wants all of x
+        # Slices shorten what each program does to x: int4 [14336, 21504] took an H200 58.0 us with one, 49.1 with four.
+        # A norm wants all of x.
+        slices = 1 if norm is not None else slices
         rounds = triton.cdiv(triton.cdiv(K, block), warps * depth * slices)
         programs = min(len(words), triton.cdiv(programs * gpu(x.device).multi_processor_count, slices))
         totals = x.new_empty(len(words) * slices * 16 if slices > 1 else 0, dtype=torch.float32)
