@@ -48,7 +48,7 @@ def group_of(K: int, group_size: int) -> int:
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
         sizes = [str(size) for size in (32, 64, 128) if K % size == 0]
         raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer into groups of 32 or a "
-                        f"multiple: --group-size {', '.join(sizes)} or -1 does")
+                        f"multiple: {', '.join(sizes)} or -1 does")
     return G
 
 
