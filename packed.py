@@ -157,10 +157,10 @@ def column_layout(WARPS, PARTS):
 
 @constexpr_function
 def chunk_size(SHARE, WARPS):
-    """Into which pieces a slice of x is cut, 8 to 32 numbers a thread: those that add least at its end, of these the
-    largest. What programs do to x before their first product shows: with 32 always, 8 warps took 11,008 numbers for
-    16,384, and a layer of Llama-2-7B, int4, an H200 46.9 us instead of 45.1."""
-    return max((256 * WARPS * n for n in (1, 2, 4)), key=lambda size: (-(-SHARE // size) * -size, size))
+    """How many numbers of a slice of x are brought into shape at a time, 8 to 32 a thread: those of which whole chunks
+    have least to spare, of these the most. It shows: with 32 always, 8 warps took 11,008 numbers for 16,384, and a
+    layer of Llama-2-7B, int4, an H200 46.9 us instead of 45.1."""
+    return min((256 * WARPS * n for n in (1, 2, 4)), key=lambda size: (triton.cdiv(SHARE, size) * size, -size))
 
 
 @gluon_jit
@@ -184,10 +184,10 @@ def fetch(rings, words, item, items, first, step, begin, KB, WARPS: constexpr, D
 
 
 @gluon_jit
-def fetch_groups(groups, nb, turn, C, G: constexpr, BLOCK: constexpr, PARTS: constexpr, WARPS: constexpr,
+def fetch_groups(groups, nb, nth, C, G: constexpr, BLOCK: constexpr, PARTS: constexpr, WARPS: constexpr,
                  DEPTH: constexpr, FULL: constexpr, LAYOUT: constexpr):
-    """Scales and zero points of a round, DEPTH times [parts and blocks, 16 rows], or once [1, 16 rows] if all of K is
-    one group."""
+    """Scales and zero points of K's nth round, DEPTH times [parts and blocks, 16 rows], or once [1, 16 rows] if all of
+    K is one group."""
     if G == WHOLE:
         row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         part = gl.arange(0, 1, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -200,7 +200,7 @@ def fetch_groups(groups, nb, turn, C, G: constexpr, BLOCK: constexpr, PARTS: con
         groups += nb * C * 16 * PARTS
         found = ()
         for d in gl.static_range(DEPTH):
-            chunk = ((turn * DEPTH + d) * WARPS + block) * BLOCK // (G * PARTS)
+            chunk = ((nth * DEPTH + d) * WARPS + block) * BLOCK // (G * PARTS)
             at = groups + (chunk * 16 + row) * PARTS + part
             both = gl.load(at) if FULL else gl.load(at, mask=(chunk < C) & (row + part >= 0), other=0)
             both = gl.reshape(gl.permute(both, [2, 0, 1]), [PARTS * WARPS, 16])
@@ -224,18 +224,18 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 @gluon_jit
 def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
-    """The sums of 16 rows over all slices of K, in a fixed order, for the program that comes last; and if this did."""
+    """The sums of 16 rows over all slices of K, in a fixed order, for the last program to come, and whether it is."""
     i = gl.arange(0, 16, layout=LAYOUT)
     gl.store(totals + gl.program_id(1) * 16 + i, total)
     gl.thread_barrier()
-    last = gl.atomic_add(arrived, 1, sem="acq_rel") == SLICES - 1
+    complete = gl.atomic_add(arrived, 1, sem="acq_rel") == SLICES - 1
     gl.thread_barrier()
     total = gl.zeros([16], gl.float32, LAYOUT)
-    if last:
+    if complete:
         gl.store(arrived, 0)  # for the next launch
         for slice in gl.static_range(SLICES):
             total += gl.load(totals + slice * 16 + i)
-    return total, last
+    return total, complete
 
 
 @gluon_jit
@@ -249,7 +249,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
     A group that is smaller than a block cuts it into PARTS. Weights come to the matrix unit with an offset, 1024 or 64,
     and their zero point; these times the sums of x are then taken away. x goes to fp16: after a norm, as it is then at
     most sqrt(K) times the norm's weight, in units of 16, fit for weights of 1e-4 to 1e4; else scaled by a power of two,
-    which loses nothing."""
+    which rounds no number but those below 2^-28 of its slice's length."""
     BLOCK: constexpr = 512 // BITS
     # Chains of dependent products in a block: one for each part, but four for int8, where a layer of Llama-2-7B took
     # 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200).
@@ -259,7 +259,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
     SHARE: constexpr = ROUNDS * DEPTH * WARPS * BLOCK
     CHUNK: constexpr = chunk_size(SHARE, WARPS)  # numbers of x at a time
     CHUNKS: constexpr = (SHARE + CHUNK - 1) // CHUNK
-    TURNS: constexpr = CHUNKS * CHUNK // (WARPS * BLOCK)
+    TURNS: constexpr = CHUNKS * CHUNK // (WARPS * BLOCK)  # blocks of x for a warp, ROUNDS * DEPTH and what is to spare
     MMA: constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -319,13 +319,13 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
             scaled *= weights[c].to(gl.float32)
         scaled *= unit
         flat.index(c).store(scaled.to(gl.float16))
-        if norm is not None:  # else nothing is lost
+        if norm is not None:
             scaled = scaled.to(gl.float16).to(gl.float32)
         # By parts: the sums of x, and of x times its weights' offset, which depends on bit 3 of k in int4.
         eights = gl.sum(gl.reshape(scaled, [CHUNK // 8, 8]), 1)
         flat_sums.index(c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
         odd = gl.arange(0, CHUNK // 8, layout=eights.type.layout) % 2 == 1
-        eights *= gl.where(odd, 64.0 if BITS == 4 else 1024.0, 1024.0)
+        eights *= gl.where(odd & (BITS == 4), 64.0, 1024.0)
         flat_sums.index(CHUNKS + c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
 
     none = gl.zeros([CHAINS * WARPS, 16, 8], gl.float32, MMA)
@@ -386,7 +386,7 @@ def packed_row_kernel(x, words, groups, order, norm, bias, residual, out, totals
         if last:
             total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * (factor / 4), ROWS, assert_trivial=True)
             acc = gl.zeros([WARPS, 16, 4], gl.float32, TOTAL)
-            complete = last
+            complete = last  # true; a constant would not do for a type
             if SLICES > 1:
                 total, complete = add_slices(total, totals + nb * (SLICES * 16), arrived + nb, SLICES, ROWS)
             if complete:
@@ -423,8 +423,9 @@ def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
                        G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
-                       SCALED: constexpr, PARTS: constexpr, COLUMNS: constexpr, STAGES: constexpr, PDL: constexpr):
-    """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K).
+                       SCALED: constexpr, PARTS: constexpr, X_TILES: constexpr, STAGES: constexpr, PDL: constexpr):
+    """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K). x has X_TILES of
+    BM rows, a constant: 8 warps then need 128 registers, not 155, and two programs fit a multiprocessor.
 
     SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
     are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
@@ -438,10 +439,10 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
-    tile = tl.program_id(0) // COLUMNS
+    tile = tl.program_id(0) // X_TILES
     r = tl.arange(0, BN)
     c = tl.arange(0, BM)
-    m = tl.program_id(0) % COLUMNS * BM + c
+    m = tl.program_id(0) % X_TILES * BM + c
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, 16)
     nb = tl.minimum(tile * (BN // 16) + r // 16, NB - 1)
@@ -618,6 +619,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
         # A norm wants all of x.
         slices = 1 if norm is not None else slices
         rounds = triton.cdiv(triton.cdiv(K, block), warps * depth * slices)
+        slices = triton.cdiv(triton.cdiv(K, block), warps * depth * rounds)  # without those that nothing is left for
         programs = min(len(words), triton.cdiv(programs * gpu(x.device).multi_processor_count, slices))
         totals = x.new_empty(len(words) * slices * 16 if slices > 1 else 0, dtype=torch.float32)
         packed_row_kernel[(programs, slices)](
@@ -640,14 +642,14 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     scaled = bool(scaled) or parts > 1
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
-    width = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
-    columns = triton.cdiv(M, width)
-    tiles = triton.cdiv(len(words) * 16, rows) * columns
-    sums = x.new_empty(tiles * slices * rows * width if slices > 1 else 0, dtype=torch.float32)
+    columns = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
+    x_tiles = triton.cdiv(M, columns)
+    tiles = triton.cdiv(len(words) * 16, rows) * x_tiles
+    sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
     packed_rows_kernel[(tiles, slices)](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, scaled), gated, width, rows, splits, slices > 1, scaled, parts,
-        columns, stages, bool(pdl), num_warps=warps, **pdl)
+        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
+        x_tiles, stages, bool(pdl), num_warps=warps, **pdl)
     return out
 
 

@@ -239,7 +239,8 @@ def candidates(format: str, rows: int, K: int) -> list:
         several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
         return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
     more = [choice for choice in PACKED_MORE if choice[-1] or format in ("int8", "int4")]  # the others always scale
-    row = [choice for choice in PACKED_ROW if K > 8192 or choice[-1] == 1]  # slices pay where K is large
+    # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
+    row = [choice for choice in PACKED_ROW if K > 12288 or choice[-1] == 1]
     return [["library"], *(row if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
             *(more if 8 < rows <= MOST_ROWS else [])]
 

@@ -105,24 +105,27 @@ def test_packed_kernels(device, dtype, rows, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2 * 1037, 2944, 4, 23, True, False, True), (563, 1760, 4, 55, True, False, False),
-                                   (1040, 1984, 8, 1, False, False, False)], ids=str)
+@pytest.mark.parametrize("shape", [(2 * 1037, 2944, 4, 23, True, False, True), (563, 1760, 4, 55, True, True, False),
+                                   (520, 28672, 4, 224, True, True, False), (1040, 1984, 8, 1, False, False, False)],
+                         ids=str)
 @pytest.mark.parametrize("choice, rows", [
     *((["rows", *sizes, scaled], rows) for scaled in (0, 1) for sizes, rows in [
         ((16, 16, 2, 8, 3), 5), ((32, 4, 4, 4, 4), 20), ((32, 4, 3, 4, 2), 200), ((64, 1, 4, 4, 8), 150),
         ((128, 1, 3, 8, 2), 256), ((128, 1, 4, 4, 6), 33), ((256, 1, 3, 8, 3), 129)]),
-    *((["row", *sizes], 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (8, 2, 4, 12, 3), (16, 2, 3, 2, 5)])],
-    ids=str)
+    *((["row", *sizes], 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (4, 4, 2, 1, 2), (8, 2, 4, 12, 3),
+                                         (16, 2, 3, 2, 5)])], ids=str)
 def test_slices_of_k(monkeypatch, choice, rows, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""
     *shape, gated = shape
-    layer = KernelLinear(random_packed(*shape, torch.bfloat16, "cuda"), gated)
-    x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
+    layer = KernelLinear(random_packed(*shape, torch.bfloat16, "cuda", bias=not gated), gated)
+    N, K, *_ = shape
+    x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
+    residual = None if gated else torch.randn(rows, N, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr("packed.tuned", lambda *_: ["library"])
-    ref = layer.fused(x, gated=gated)
+    ref = layer.fused(x, residual=residual, gated=gated)
     monkeypatch.setattr("packed.tuned", lambda *_: choice)
     torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
-    outs = [layer.fused(x, gated=gated) for _ in range(3)]
+    outs = [layer.fused(x, residual=residual, gated=gated) for _ in range(3)]
     assert error(outs[0], ref) < (1.5e-2 if gated else 5e-3) and not layer.arrived.any()
     assert outs[0].equal(outs[1]) and outs[0].equal(outs[2])
 
