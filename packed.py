@@ -224,7 +224,7 @@ def load_sums(sums, at, WARPS: constexpr, PARTS: constexpr, LAYOUT: constexpr):
 
 @gluon_jit
 def add_slices(total, totals, arrived, SLICES: constexpr, LAYOUT: constexpr):
-    """For the last program to come, the sums of 16 rows over all slices of K, in a fixed order; and if it is the last."""
+    """The last program to come gets the sums of 16 rows over all slices of K, in a fixed order, and True."""
     i = gl.arange(0, 16, layout=LAYOUT)
     gl.store(totals + gl.program_id(1) * 16 + i, total)
     gl.thread_barrier()
