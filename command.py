@@ -4,6 +4,7 @@ What the commands share: options, the device and its memory; and what generate.p
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def find_device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = name.partition(":")
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
-    if count is None or not (index or "0").isdecimal():
+    if count is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
@@ -149,13 +150,17 @@ def draft_tokens(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         allow_abbrev=False)
+
     def error(self, message: str):
         raise UserError(f"{message}; --help lists the options")
 
 
 def generate_args(description: str, default_checkpoint: str) -> argparse.Namespace:
     """generate.py's command line."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description)
     add = parser.add_argument
     add("--checkpoint", default=default_checkpoint, help="directory or Hub id (default: the bundled model)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="several: a batch (default: Once upon a time)")

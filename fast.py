@@ -1,9 +1,9 @@
 """
 Swaps a model.py Transformer's slow modules for fast ones; generate.py does so with --compile.
 
-On a CUDA GPU in 16-bit types a decode step is five launches a layer: the four matrix products, with norms, biases,
-residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a product with
-few rows is one pass over the weights. Shapes as in model.py, and M = B x T.
+On a CUDA GPU in 16-bit types a decode step of one row is five launches a layer: the four matrix products, with norms,
+biases, residuals and SiLU inside of them, and attention, with rope and the cache's update inside of it. On a CPU a
+product with few rows is one pass over the weights. Shapes as in model.py, and M = B x T.
 """
 import copy
 import sys
@@ -72,13 +72,13 @@ class ByteLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
-def unpack_to_bytes(model: nn.Module) -> None:
-    """For a CPU: put a ByteLinear in the place of each PackedLinear."""
+def swap_packed(model: nn.Module, fast: Callable[[PackedLinear, str], nn.Module]) -> None:
+    """Put fast(layer, its name) in the place of each PackedLinear."""
     # Not the packed layers themselves: each is to be freed when its place is taken.
     for module in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for name, child in list(module.named_children()):
             if isinstance(child, PackedLinear):
-                setattr(module, name, ByteLinear(child))
+                setattr(module, name, fast(child, name))
 
 
 def row_decoder(module: nn.Module) -> nn.Module:
@@ -139,7 +139,7 @@ class FastFeedForward(nn.Module):
 
 
 class FastBlock(nn.Module):
-    """A decoder layer of model.py as five launches."""
+    """A decoder layer of model.py as five launches, with several rows seven: norms then have their own."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -177,7 +177,7 @@ def swap_in(model: nn.Module) -> nn.Module:
     they share weights and caches."""
     weight = model.embed.weight
     if weight.device.type == "cpu":
-        unpack_to_bytes(model)
+        swap_packed(model, lambda layer, name: ByteLinear(layer))
         return row_decoder(model)
     nvidia = weight.device.type == "cuda" and triton and torch.version.cuda
     apart = any(isinstance(linear, nn.ModuleList) for layer in model.layers
@@ -190,15 +190,6 @@ def swap_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def swap_packed(module: nn.Module, *names: str) -> None:
-    for name in names:
-        layer = getattr(module, name)
-        if isinstance(layer, PackedLinear):
-            setattr(module, name, KernelLinear(layer, gated=name == "w_gate_up"))
-        elif hasattr(layer, "linear"):  # tp.py's
-            swap_packed(layer, "linear")
-
-
 def fast_path(model: nn.Module) -> FastDecoder:
     """Swaps in attention, for prefill, and returns the model for decode."""
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # not above: it takes a second to import
@@ -206,12 +197,10 @@ def fast_path(model: nn.Module) -> FastDecoder:
     # doubles that text: with 32 layers no end was seen in 400 s (torch 2.11).
     operators = "linear packed_linear update_and_attend sample distribute all_reduce all_gather".split()
     FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in operators)
-    swap_packed(model, "head")
+    swap_packed(model, lambda layer, name: KernelLinear(layer, gated=name == "w_gate_up"))
     for layer in model.layers:
         if isinstance(layer.attn, FastAttention):
             raise ValueError("this model's attention is swapped already: load it again")
-        swap_packed(layer.attn, "wqkv", "wo")
-        swap_packed(layer.ffn, "w_gate_up", "w_down")
         if isinstance(layer.ffn.w_gate_up, KernelLinear):
             layer.ffn = FastFeedForward(layer.ffn)
         layer.attn = FastAttention(layer.attn, model)

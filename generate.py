@@ -160,8 +160,8 @@ class Generator(Reader):
             self.draft = Reader(draft, room, self.sampling, rows, self.samples, self.compiled, kernels)
             if room < length:
                 print(f"the draft's context is {room} tokens: no token beyond is drafted", file=sys.stderr)
-        vocabulary, kernels = self.model.config.vocab_size, isinstance(self.decoder, FastDecoder)
-        suggest, judge = (fast_propose, fast_accept) if kernels else (
+        vocabulary, fast = self.model.config.vocab_size, isinstance(self.decoder, FastDecoder)
+        suggest, judge = (fast_propose, fast_accept) if fast else (
             partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
         self.speculator = Speculator(
             self.decoder, self.draft and self.draft.logits, partial(judge, sampling=self.sampling),
@@ -172,7 +172,7 @@ class Generator(Reader):
         for reader in filter(None, (self, self.draft)) if self.compiled else ():
             reader.read([[0, 0]] * (rows // self.samples), 0)
         # A CUDA graph takes the kernels as they are.
-        self.speculator.prepare(draft_tokens, compile=self.compiled and not kernels)
+        self.speculator.prepare(draft_tokens, compile=self.compiled and not fast)
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
         """Each step's tokens and log-probabilities [2, B], a speculator's [B, 2, T + 1]; the next takes their place."""

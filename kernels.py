@@ -311,10 +311,10 @@ def table(name: str) -> dict:
 
 @functools.cache
 def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
-    """The kernel for M rows and w [N, K] in a format (16-bit, int8, int4), and its sizes: "row", "rows" or "library".
+    """The kernel for M rows and w [N, K] in a format (16-bit, int8, int4; int4-32: groups smaller than a block), "row",
+    "rows" or "library", and its sizes.
 
-    row's sizes are (rows, stages, warps, programs a multiprocessor), rows' (rows, columns, stages, warps); packed.py
-    has its own."""
+    16 bits': row (rows, stages, warps, programs a multiprocessor), rows (rows, columns, stages, warps)."""
     choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}")
     choices = rule_of_thumb(format, N, K, device) if choices is None else choices
     return next((choice for most, *choice in choices if M <= most), ["library"])

@@ -584,10 +584,6 @@ def plain_packed_linear(x, words, groups, order, shifts, arrived, N, bits, group
     codes = unpack(untile(words, N, gated), bits, K).view(N, -1, group)
     scales, zeros = groups.to(torch.int16).view(torch.float16).float(), groups >> 16
     w = ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
-    return from_weights(x, w, order, norm, bias, residual, gated, eps)
-
-
-def from_weights(x, w, order, norm, bias, residual, gated, eps) -> Tensor:
     if order is not None:
         x, norm = x[:, order], None if norm is None else norm[order]
     return plain_linear(x, w, norm, bias, residual, gated, eps)
@@ -627,14 +623,14 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
             depth, stages, parts, rounds, K == rounds * slices * warps * depth * block, slices, bool(pdl),
             num_warps=warps, **pdl)
         return out
+    if order is not None:
+        x, norm = x[:, order], None if norm is None else norm[order]
     if kernel == "library":
         w = x.new_empty(N, K)
         # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
         dequantize_kernel[(len(words), triton.cdiv(K, 4 * block))](words, groups, w, N, K, C, G, parts, bits, gated, 4,
                                                                    num_warps=2)
-        return from_weights(x, w, order, norm, bias, residual, gated, eps)
-    if order is not None:
-        x, norm = x[:, order], None if norm is None else norm[order]
+        return plain_linear(x, w, norm, bias, residual, gated, eps)
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)

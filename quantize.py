@@ -384,7 +384,7 @@ def read_settings(directory: Path) -> dict:
 
 
 def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, model: Transformer, files: dict) -> None:
-    """PackedLinears for what a GPTQ checkpoint holds packed, which leaves files; repacked on the device, one by one."""
+    """PackedLinears for what a checkpoint holds packed, which leaves files; repacked on the device, one by one."""
     def read(name: str, *wanted, **part) -> Tensor:
         tensor = read_tensor(files, name, *wanted, **part).to(device)
         return tensor.to(dtype) if name.endswith((".bias", ".weight")) else tensor
@@ -442,7 +442,7 @@ def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, help="directory or Hub id")
     add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
@@ -485,7 +485,7 @@ def main() -> None:
         tokens = read_calibration(args.calibration, Tokenizer(source), args.calibration_tokens, length).to(device)
     how = dict(bits=args.bits, group_size=args.group_size, sym=args.sym)
     hub = dict(how, desc_act=args.act_order, lm_head=args.head, quant_method="gptq", checkpoint_format="gptq")
-    with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=args.out.absolute().parent) as partial_out:
+    with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=parent) as partial_out:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = checkpoint.load_model(source, device, dtype, progress=True)
             quantize_model(model, **how, act_order=args.act_order, head=args.head, calibration=tokens, progress=True)

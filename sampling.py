@@ -341,7 +341,7 @@ def fast_propose(logits: Tensor, vocabulary: int, sampling: Sampling) -> tuple[T
 
 def fast_accept(logits: Tensor, read: Tensor, q: Tensor, proposed: Tensor,
                 sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """speculative.accept(), the plain twin, in two launches; for CUDA tensors."""
+    """What speculative.accept(), its plain twin, does, in two launches; for CUDA tensors."""
     (B, T, V), logits, q = logits.shape, logits.contiguous(), q.contiguous()
     p, totals, _ = distribute(logits.view(-1, V), None, *astuple(sampling))
     logprobs, accepted, uniform = totals.new_empty(B, T), proposed.new_empty(B), torch.rand(B, T - 1, device=q.device)

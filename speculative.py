@@ -94,7 +94,7 @@ class Speculator:
 
     def __init__(self, target: Callable, draft: Callable | None, accept: Callable, propose: Callable, decode: Callable,
                  slots: tuple[Callable, Callable], rows: int, length: int, room: int, vocabulary: int,
-                 device: torch.device, agree: Callable = lambda seconds: seconds):
+                 device: torch.device, agree: Callable):
         self.target, self.draft, self.accept, self.propose = target, draft, accept, propose
         self.decode, self.slots, self.agree = decode, slots, agree
         self.room, self.vocabulary, self.cuda = room, vocabulary, device.type == "cuda"

@@ -39,7 +39,7 @@ class Shard:
     numbers of ranks have the same quantized weights. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
-        self.whole, self.full, self.ranks = config, config.hf_weights(), ranks
+        self.whole, self.full = config, config.hf_weights()
         H, K, E, F, group = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim, max(1, group)
         unit = group // math.gcd(group, H // K * E)  # kv heads whose q heads' outputs are whole groups
         kv = cut(K, unit, rank, ranks)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -124,7 +124,7 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
 
 
 def parse_args() -> Namespace:
-    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("what", nargs="*", help=f"shapes, or checkpoints (directories or Hub ids); shapes: {', '.join(SHAPES)}")
     add("--batch", type=within(int, 1), default=1, metavar="N", help="sequences at once (default: 1)")
@@ -201,9 +201,10 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     return model
 
 
-def ready(model: Transformer, args: Namespace, compile: bool = True, kernels: bool = True) -> Generator:
+def ready(model: Transformer, args: Namespace, team: Team, compile: bool, kernels: bool) -> Generator:
     length = args.context + args.prompt_length + args.new_tokens
-    return Generator(model, length, Sampling(args.temperature, args.top_k, args.top_p), args.batch, 1, compile, kernels)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    return Generator(model, length, sampling, args.batch, 1, compile, kernels, team=team)
 
 
 def all_reduce_us(device: torch.device) -> dict[str, float]:
@@ -216,24 +217,16 @@ def all_reduce_us(device: torch.device) -> dict[str, float]:
             for i in range(100):
                 h = all_reduce(x, h, LIBRARY if library else i % 2)
                 h = rms_norm(h, weight, 1e-5) if norm else h
-        chain()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        us[name] = 1e4 * gpu_seconds(graph.replay, 20)
+        us[name] = 1e4 * graph_seconds(chain)
     return us
-
-
-def prompts(args: Namespace, vocabulary: int) -> list[list[int]]:
-    return torch.randint(vocabulary, (args.batch, args.prompt_length)).tolist()
 
 
 def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
     """Seconds to the first token, and from it to the last a step."""
-    rows, times = prompts(args, generator.model.config.vocab_size), []
+    prompts = torch.randint(generator.model.config.vocab_size, (args.batch, args.prompt_length)).tolist()
+    times = []
     begun = time.perf_counter()
-    for _ in generator.generate(rows, args.new_tokens, args.context):
+    for _ in generator.generate(prompts, args.new_tokens, args.context):
         times.append(time.perf_counter())
     return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
 
@@ -269,8 +262,19 @@ def gpu_seconds(run: Callable, runs: int) -> float:
     return statistics.median(seconds[3:])
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+def graph_seconds(run: Callable) -> float:
+    """Of run() as a CUDA graph; the median of 20."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return gpu_seconds(graph.replay, 20)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of a square matrix product of random numbers; the median of 10."""
+    size = 8192
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     return 2 * size ** 3 / gpu_seconds(lambda: a @ b, 10)
 
@@ -288,7 +292,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    generator = ready(model, args, not args.no_compile, not args.no_kernels)
+    generator = ready(model, args, team, not args.no_compile, not args.no_kernels)
     weights = sum(weight.nbytes for weight in model.parameters())  # as the generator has repacked them
     embedding = 0 if config.tied else model.embed.weight.nbytes
     runs = []
@@ -311,7 +315,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
         ranks=team.ranks, batch=args.batch,
         prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
-        top_k=args.top_k, compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile,
+        top_k=args.top_k, top_p=args.top_p, compile=not args.no_compile,
+        kernels=not args.no_kernels and not args.no_compile,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
@@ -321,7 +326,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
-        generator = ready(build(what, args, device, dtype, team), args, compile=name == "cublas", kernels=False)
+        generator = ready(build(what, args, device, dtype, team), args, team, compile=name == "cublas", kernels=False)
         seconds = []
         for _ in range(args.runs):
             seconds.append(one_run(generator, args)[1])
@@ -358,12 +363,7 @@ def forward_ms(reader: Reader, rows: int, T: int) -> float:
     tokens = torch.randint(reader.model.config.vocab_size, (rows, T), device=reader.device)
     positions = 100 + torch.arange(T, device=reader.device).repeat(rows, 1)
     with torch.no_grad():
-        reader.decoder(tokens, positions, reader.slots(200))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            reader.decoder(tokens, positions, reader.slots(200))
-    return 1e3 * gpu_seconds(graph.replay, 20)
+        return 1e3 * graph_seconds(lambda: reader.decoder(tokens, positions, reader.slots(200)))
 
 
 def busy_share(run: Callable) -> float:
@@ -459,7 +459,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         result = dict(
             what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
             group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
-            top_k=args.top_k, top_p=args.top_p, plain_ms_per_token=plain["mean"],
+            top_k=args.top_k, top_p=args.top_p, compile=not args.no_compile,
+            kernels=not args.no_kernels and not args.no_compile, plain_ms_per_token=plain["mean"],
             ms_per_token={key: run[key] for key in ("first", "last", "mean")},
             speed_up=statistics.median(run["speed_up"] for run in runs),
             speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
@@ -478,10 +479,21 @@ def commit() -> str | None:
     return run.stdout.strip() or None
 
 
+def command_of(line: dict) -> str:
+    """What printed the line, but for options of how often and against what."""
+    defaults = dict(quantize=None, group_size=None, ranks=1, batch=1, context=0, prompt_length=5, new_tokens=200,
+                    temperature=0.8, top_k=200, top_p=1.0, draft_tokens=None)
+    return " ".join([
+        line["what"], *(["--speculate"] if "speed_up" in line else []), *([] if line["gpu"] else ["--device cpu"]),
+        *(f"--{name.replace('_', '-')} {line[name]}" for name, default in defaults.items()
+          if line.get(name, default) != default),
+        *(["--no-compile"] if not line["compile"] else ["--no-kernels"] if not line["kernels"] else [])])
+
+
 def speculation_table(lines: list[dict]) -> str:
     head = ["options", "plain ms", "ms a token", "speed-up", "tokens a step", "a", "share of the bound", "GPU busy"]
     rows = [" | ".join([
-        f"`{line['what']} --batch {line['batch']} --draft-tokens {line['draft_tokens']}`",
+        f"`{command_of(line)}`",
         f"{line['plain_ms_per_token']:.2f}", f"{line['ms_per_token']['mean']:.2f}",
         f"{line['speed_up']:.2f} ({line['speed_ups'][0]:.2f} to {line['speed_ups'][-1]:.2f})",
         f"{line['tokens_per_step']:.2f}", f"{line['acceptance']:.0%}",
@@ -508,15 +520,8 @@ def decode_table(lines: list[dict]) -> str:
             "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
     rows = []
     for line in lines:
-        options = {"quantize": None, "group_size": None, "ranks": 1, "batch": 1, "context": 0, "prompt_length": 5,
-                   "new_tokens": 200, "temperature": 0.8, "top_k": 200}
-        command = " ".join([
-            line["what"], *([] if line["gpu"] else ["--device cpu"]),
-            *(f"--{name.replace('_', '-')} {line[name]}" for name, default in options.items()
-              if line.get(name, default) != default),
-            *(["--no-compile"] if not line["compile"] else ["--no-kernels"] if not line["kernels"] else [])])
         peak = line["peak_memory_bytes"] and line["peak_memory_bytes"] / (line["weights_bytes"] + line["cache_bytes"])
-        cells = [f"`{command}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
+        cells = [f"`{command_of(line)}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
                  f"{line['share_of_read']:.0%}" if line["share_of_read"] else "-", f"{line['first_token_s']:.3f}",
                  f"{line['share_of_matrix']:.0%}" if line["share_of_matrix"] and line["prompt_length"] > 500 else "-",
                  f"{line['compile_cold_s']:.1f} / {line['compile_warm_s']:.1f}" if line["compile_cold_s"] else "-",
@@ -555,7 +560,7 @@ def main() -> None:
         if args.only_compile:
             model = build(what, args, device, find_dtype(args.dtype, device), team)
             begun = time.perf_counter()
-            generator = ready(model, args, not args.no_compile, not args.no_kernels)
+            generator = ready(model, args, team, not args.no_compile, not args.no_kernels)
             one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
             print(time.perf_counter() - begun)
             continue

@@ -3,7 +3,6 @@ Fetch a checkpoint from the Hub ahead of time: the files that generate.py reads 
 
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from command import Parser, report_errors  # noqa: E402
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="a Hub id, owner/name; gated ones need `hf auth login` first")
     print(find_checkpoint(parser.parse_args().checkpoint))
 

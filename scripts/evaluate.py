@@ -18,7 +18,7 @@ import math
 import re
 import sys
 import time
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from bisect import bisect_right
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from tp import splitter  # noqa: E402
 
 
 def parse_spec(spec: str) -> dict:
-    """DIR, DIR:int8 or DIR:int4-g64 -> its part of the JSON line; a group size of None is what quantize.py takes."""
+    """DIR, DIR:int8 or DIR:int4-g64 -> its part of the JSON line; a group size of None is generate.py's default."""
     checkpoint, quantize, group = re.fullmatch(r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?", spec, re.S).groups()
     return dict(model=spec, checkpoint=checkpoint, quantize=quantize, group_size=int(group) if group else None)
 
@@ -121,7 +121,7 @@ def table(results: list[dict]) -> str:
 
 
 def parse_args() -> Namespace:
-    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, help="directory or Hub id")
     add("--text", required=True, type=Path, metavar="FILE", help="plain text in UTF-8")
@@ -148,9 +148,10 @@ def main() -> None:
     group = "" if args.group_size is None else f"-g{args.group_size}"
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]
     directories = [find_checkpoint(spec["checkpoint"]) for spec in specs]
-    limits = [load_config(directory).context for directory in directories]
-    for spec, directory in zip(specs, directories):
-        for name, (_, _, shape) in load_config(directory).hf_weights().items():
+    configs = [load_config(directory) for directory in directories]
+    limits = [config.context for config in configs]
+    for spec, config in zip(specs, configs):
+        for name, (_, _, shape) in config.hf_weights().items():
             if spec["quantize"] and "_proj.weight" in name:
                 group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))
     args.context = args.context or min(2048, *limits)

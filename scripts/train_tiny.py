@@ -173,7 +173,7 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
     parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
     parser.add_argument("--out", type=Path, default=Path("checkpoints"))

@@ -4,7 +4,7 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python scripts/tune.py llama-2-7b llama-3.1-8b
     python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
     python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
-    python scripts/tune.py llama-2-7b --check --rows 3,24,96                   # is its choice right in between?
+    python scripts/tune.py llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
 
 One row: the best sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end of
 the one before; they are searched in turn, in a chain of whole layers, attention included. Several rows: each product
@@ -18,15 +18,14 @@ import os
 import re
 import statistics
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -169,9 +168,11 @@ class Tuner:
         """us and choice of the fastest: all candidates are timed a little, the first eight then in turns.
 
         int8's and int4's weights are scaled, and so rounded, for a gain of 2% and no less."""
-        every = bar_over(candidates(self.format, rows, self.shapes[name][1]), bar)
-        quick = sorted((timer(name, rows, choice, 2), choice) for choice in every)
-        finalists = [choice for _, choice in quick[:8]]
+        quick = []
+        for choice in candidates(self.format, rows, self.shapes[name][1]):
+            quick.append((timer(name, rows, choice, 2), choice))
+            bar.update()
+        finalists = [choice for _, choice in sorted(quick)[:8]]
         rounds = [[timer(name, rows, choice, 4) for choice in finalists] for _ in range(3)]
         rounding = 1.02 if self.format in ("int8", "int4") else 1
         return min(zip(map(statistics.median, zip(*rounds)), finalists),
@@ -228,12 +229,6 @@ class Tuner:
         return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
 
 
-def bar_over(candidates: list, bar: tqdm) -> Iterator[list]:
-    for candidate in candidates:
-        yield candidate
-        bar.update()
-
-
 def candidates(format: str, rows: int, K: int) -> list:
     if format == "16-bit":
         several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
@@ -275,17 +270,16 @@ def write(path: Path, name: str) -> None:
     """One line a shape."""
     tables = json.loads(path.read_text()) | {name: kernels.table(name)}
     text = json.dumps(tables, indent=1)
-    for shape in {shape for formats in tables.values() for shapes in formats.values() for shape in shapes}:
-        for formats in tables.values():
-            for shapes in formats.values():
-                if shape in shapes:
-                    text = text.replace(f'"{shape}": ' + json.dumps(shapes[shape], indent=1).replace("\n", "\n   "),
-                                        f'"{shape}": ' + json.dumps(shapes[shape]))
+    for formats in tables.values():
+        for shapes in formats.values():
+            for shape, choices in shapes.items():
+                text = text.replace(f'"{shape}": ' + json.dumps(choices, indent=1).replace("\n", "\n   "),
+                                    f'"{shape}": ' + json.dumps(choices))
     path.write_text(text + "\n")
 
 
 def parse_args() -> Namespace:
-    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("what", nargs="+", help=f"shapes, {', '.join(SHAPES)}, or single products, NxK")
     parser.add_argument("--formats", default=",".join(FORMATS), metavar="LIST", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="LIST", help="numbers of rows")

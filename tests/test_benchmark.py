@@ -2,17 +2,19 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint import load_model
+from collectives import Team
 from model import Config
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from benchmark import main, widen  # noqa: E402
+from benchmark import main, ready, widen  # noqa: E402
 
 
 def benchmark(*args: str) -> subprocess.CompletedProcess:
@@ -30,7 +32,7 @@ def test_quantized_weights_are_what_is_counted():
 
 def test_a_line_and_its_table(tmp_path):
     run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--batch", "2", "--prompt-length", "9",
-                    "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager")
+                    "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager", "--top-p", "0.5")
     assert run.returncode == 0, run.stderr
     line = json.loads(run.stdout)
     weights = 4 * 3967744  # tied: all of it is read
@@ -42,7 +44,7 @@ def test_a_line_and_its_table(tmp_path):
     saved = tmp_path / "lines.jsonl"
     saved.write_text(run.stdout)
     table = benchmark("--markdown", str(saved)).stdout
-    options = "--device cpu --batch 2 --context 20 --prompt-length 9 --new-tokens 12 --no-compile"
+    options = "--device cpu --batch 2 --context 20 --prompt-length 9 --new-tokens 12 --top-p 0.5 --no-compile"
     assert f"`checkpoints/tiny {options}`" in table
     assert f"{line['tokens_per_s']:,.0f}" in table and "xychart" not in table  # no GPU, no share
 
@@ -80,6 +82,13 @@ def test_a_widened_model_keeps_the_logits(shape):
     assert sum(weight.numel() for weight in wide.parameters()) >= sum(weight.numel() for weight in tiny.parameters())
 
 
+def test_a_generator_knows_its_team():
+    """With ranks, no thread may exchange beside the others."""
+    tiny, team = load_model(ROOT / "checkpoints" / "tiny", torch.device("cpu"), torch.float32), Team()
+    args = Namespace(context=0, prompt_length=5, new_tokens=5, temperature=0.0, top_k=0, top_p=1.0, batch=1)
+    assert ready(tiny, args, team, compile=False, kernels=False).team is team
+
+
 def test_speculation_is_measured_against_plain_decoding(tmp_path):
     run = benchmark("checkpoints/tiny", "--speculate", "--device", "cpu", "--no-compile", "--batch", "2", "--runs", "2",
                     "--new-tokens", "20", "--draft-tokens", "3,bass", "--temperature", "0")
@@ -88,7 +97,9 @@ def test_speculation_is_measured_against_plain_decoding(tmp_path):
     assert [line["draft_tokens"] for line in lines] == ["3", "bass"]
     saved = tmp_path / "lines.jsonl"
     saved.write_text(run.stdout)
-    assert "| `checkpoints/tiny --batch 2 --draft-tokens bass` |" in benchmark("--markdown", str(saved)).stdout
+    command = ("checkpoints/tiny --speculate --device cpu --batch 2 --new-tokens 20 --temperature 0.0 "
+               "--draft-tokens bass --no-compile")
+    assert f"| `{command}` |" in benchmark("--markdown", str(saved)).stdout
     for line in lines:
         least, most = line["speed_ups"]  # of two texts, each against a plain one of its own
         assert line["speed_up"] == pytest.approx((least + most) / 2)
