@@ -135,6 +135,7 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
 @pytest.mark.parametrize("args, said", [
     (["--checkpoint", "no/such/dir"], "no/such/dir"),
     (["--device", "tpu"], "--device tpu: want cpu, cuda, cuda:N or mps"),
+    (["--device", "cpu:"], "--device cpu:: want cpu"), (["--device", "cpu:x"], "--device cpu:x: want cpu"),
     (["--device", "cuda:99"], "--device cuda:99"),
     (["--dtype", "int3"], "int3"),
     (["--chat"], "has no chat template"),
