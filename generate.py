@@ -164,11 +164,11 @@ class Generator(Reader):
         suggest, judge = (fast_propose, fast_accept) if fast else (
             partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
         self.speculator = Speculator(
-            self.decoder, self.draft and self.draft.logits, partial(judge, sampling=self.sampling),
-            partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
-            lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
-            (self.slots, (self.draft or self).slots), rows, length + SLACK, room, vocabulary, self.device,
-            self.team.agree)
+            target=self.decoder, draft=self.draft and self.draft.logits, accept=partial(judge, sampling=self.sampling),
+            propose=partial(suggest, sampling=self.sampling, vocabulary=vocabulary),
+            decode=lambda *state: self.decode(self.decoder, *state, self.sampling, self.choose),
+            slots=(self.slots, (self.draft or self).slots), rows=rows, length=length + SLACK, room=room,
+            vocabulary=vocabulary, device=self.device, agree=self.team.agree)
         for reader in filter(None, (self, self.draft)) if self.compiled else ():
             reader.read([[0, 0]] * (rows // self.samples), 0)
         # A CUDA graph takes the kernels as they are.

@@ -8,6 +8,12 @@ operand, so that a kernel loads 16 bytes and has, without any exchange between t
 P = 16 / bits, a block of 16 words holds 32 P codes of a row: word 4t + c has, at bits `shifts(bits)[s, e]`, the code of
 k = 8P c + 8 s + 2 t + e. For the kernels, 16 rows' blocks stand together: 1 KiB, read as one piece.
 
+One row of x and int4, as an example: of a row's block, thread t of four loads words 4t to 4t + 3. In word c, AND
+0x000f000f leaves the codes of k = 32c + 2t and the next, OR 0x64006400 makes them fp16's 1024 + code, a pair, fit for
+the matrix unit; AND 0x00f000f0 and OR 0x54005400 make 64 + code for k + 8. The word 8 bits down gives k + 16 and k +
+24. The unit adds up x (offset + code). As w = (code - zero) scale, a group's part of the product is scale (this sum -
+sum of x offset - zero sum of x); the two sums of x are the same for all rows of w, and are made once.
+
 Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, C groups of a row (K / G). For the
 kernels groups are [blocks of 16 rows, C, 16, PARTS]: there C counts blocks of PARTS groups, zeros behind the last one.
 """
