@@ -279,6 +279,15 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size ** 3 / gpu_seconds(lambda: a @ b, 10)
 
 
+def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) -> dict:
+    """What every JSON line says of how it was measured."""
+    return dict(
+        what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
+        batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+        compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile, torch=torch.__version__,
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, commit=commit())
+
+
 def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> dict:
     """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read, and the keys and
     values in use; operations of a prompt: two a token and weight of the layers, and attention's under the mask. All of
@@ -311,19 +320,14 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     T = args.prompt_length
     seen = args.batch * sum(min(window, args.context + t + 1) for t in range(T))  # pairs of a token and one it sees
     operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
-    result = dict(
-        what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
-        ranks=team.ranks, batch=args.batch,
-        prompt_length=T, context=args.context, new_tokens=args.new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, compile=not args.no_compile,
-        kernels=not args.no_kernels and not args.no_compile,
+    result = setting(what, args, device, dtype) | dict(
+        ranks=team.ranks, prompt_length=T, context=args.context,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
-        weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
-        peak_memory_bytes=peak,
-        gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit(), against={})
+        weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
+        against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
         generator = ready(build(what, args, device, dtype, team), args, team, compile=name == "cublas", kernels=False)
@@ -456,18 +460,14 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
         if cuda:
             busy = busy_share(partial(until_the_end, fast, prompts, args.new_tokens, tokenizer.stops))
-        result = dict(
-            what=what, draft_tokens=name, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize,
-            group_size=args.group_size, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
-            top_k=args.top_k, top_p=args.top_p, compile=not args.no_compile,
-            kernels=not args.no_kernels and not args.no_compile, plain_ms_per_token=plain["mean"],
+        result = setting(what, args, device, dtype) | dict(
+            draft_tokens=name, plain_ms_per_token=plain["mean"],
             ms_per_token={key: run[key] for key in ("first", "last", "mean")},
             speed_up=statistics.median(run["speed_up"] for run in runs),
             speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
             acceptance=run["accepted"] / max(1, run["accepted"] + run["rejecting_steps"]),
             accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=verify, drafts_ms=drafts,
-            bound=share and run["tokens"] / cost, share_of_bound=share, gpu_busy=busy,
-            gpu=torch.cuda.get_device_name(device) if cuda else None, torch=torch.__version__, commit=commit())
+            bound=share and run["tokens"] / cost, share_of_bound=share, gpu_busy=busy)
         if args.against:
             rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], dtype, args)
             result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=1e3 / run["mean"] / rate))

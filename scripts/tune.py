@@ -261,7 +261,7 @@ def compile_all(whats: list[str], formats: list[str], rows: list[int], device: t
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
              for name, (_, K) in shapes_of(what, format).items()
              for choice in candidates(format, M, K)]
-    workers = min(os.cpu_count(), 32)  # each takes half a GiB of the GPU
+    workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
 
