@@ -46,9 +46,9 @@ class Shard:
         q = kv[0] * (H // K), kv[1] * (H // K)
         if ranks > -(-K // unit):
             if ranks % K or H % ranks or H // ranks * E % group:
-                why = f", in groups of {group} quantized weights" if group > 1 else ""
-                raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{why}; want at most "
-                                f"{-(-K // unit)} ranks, or a multiple of {K} that divides {H} into such groups")
+                groups = f", in groups of {group} quantized weights" if group > 1 else ""
+                raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}; want at most "
+                                f"{-(-K // unit)}, or a multiple of {K} that divides {H}{groups}")
             kv = rank * K // ranks, rank * K // ranks + 1  # several ranks have the same one
             q = rank * H // ranks, (rank + 1) * H // ranks
         unit = math.lcm(group, 32 if F % 32 == 0 else 1)
