@@ -431,7 +431,8 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
                        SCALED: constexpr, PARTS: constexpr, X_TILES: constexpr, STAGES: constexpr, PDL: constexpr):
     """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K). x has X_TILES of
-    BM rows, a constant: 8 warps then need 128 registers, not 155, and two programs fit a multiprocessor.
+    BM rows, a constant: SLICED, not SCALED and without a residual, 8 warps then need 128 registers, not 155, and two
+    programs fit a multiprocessor.
 
     SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
     are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
