@@ -27,8 +27,8 @@ try:
 except ImportError:  # no GPU build of PyTorch: the plain twins serve
     triton = tl = constexpr = gdc_launch_dependents = gdc_wait = None
 
-    def jit(kernel):
-        return None
+    def jit(kernel=None, **options):
+        return jit if kernel is None else None
 
 
 @jit
@@ -315,23 +315,23 @@ def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
     "rows" or "library", and its sizes.
 
     16 bits': row (rows, stages, warps, programs a multiprocessor), rows (rows, columns, stages, warps)."""
-    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}")
-    choices = rule_of_thumb(format, N, K, device) if choices is None else choices
+    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}") or rule_of_thumb(format, N, K, device)
     return next((choice for most, *choice in choices if M <= most), ["library"])
 
 
 def rule_of_thumb(format: str, N: int, K: int, device: torch.device) -> list:
+    memory = gpu(device).shared_memory_per_block_optin
     if format != "16-bit":  # int8 or int4, -32 or -64 where groups are smaller than a block
         slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // N))  # two programs a multiprocessor
-        return [[1, "row", 4, 2, 3, 6, 1], [16, "rows", 16, 8, 3, 8, 1, 0], [128, "rows", 64, 1, 3, 4, slices, 0]]
+        more = ["rows", 64, 64, 1, 3, 4, slices, 0]
+        most = [512, "rows", 128, 128, 1, 3, 8, 1, 1] if memory > 128 * 1024 else [128, *more]
+        return [[1, "row", 4, 2, 3, 6, 1], [16, "rows", 16, 64, 8, 3, 8, 1, 0], [64, *more], most]
     row = 2 * triton.next_power_of_2(K)  # bytes
     rows = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's and its up's
-    memory = min(gpu(device).shared_memory_per_block_optin, 192 * 1024)
-    stages = max(2, min(4, memory // (rows * row) + 1))
+    stages = max(2, min(4, min(memory, 192 * 1024) // (rows * row) + 1))
+    one = [1, "row", rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1]
     several = [16, "rows", *((64, 128, 4, 4) if N > 8192 else (16, 256, 6, 2))]
-    if 2 * row > gpu(device).shared_memory_per_block_optin:  # a gate's row and its up's must fit
-        return [several]
-    return [[1, "row", rows, stages, 4 if row <= 8192 else 8, 12 if row <= 8192 else 1], several]
+    return [one, several] if 2 * row <= memory else [several]  # a gate's row and its up's must fit
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,6 +18,8 @@ Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, 
 kernels groups are [blocks of 16 rows, C, 16, PARTS]: there C counts blocks of PARTS groups, zeros behind the last one.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
@@ -34,10 +36,8 @@ except ImportError:  # no GPU build of PyTorch: the plain layer serves
     gluon, constexpr_function = None, lambda function: function
 
 gluon_jit = gluon.jit if gluon else jit
-# Rows of x in a tile, at most. With 128 one program fills a multiprocessor, which waits when it does: at least 4%
-# slower on an H200, in each of seven products. And at most in all: each MOST_COLUMNS unpack the weights once more.
-MOST_COLUMNS = 64
-MOST_ROWS = 4 * MOST_COLUMNS
+MOST_ROWS = 512  # of x for packed_rows_kernel, each of whose tiles of x unpacks the weights once more
+LEAST_COLUMNS = 64  # in a tile of it, where that is not all of x
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
 
 
@@ -425,18 +425,16 @@ def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
     return asm, 0xE400 if half else 0xC300, 0x10001
 
 
-@jit
+@jit(do_not_specialize=["M"])  # or tuned.json's choices would be timed with one code and run with another
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
                        G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
-                       SCALED: constexpr, PARTS: constexpr, X_TILES: constexpr, STAGES: constexpr, PDL: constexpr):
-    """Several rows of packed_linear(), without norm. Program (BN rows of w and BM of x, slice of K). x has X_TILES of
-    BM rows, a constant: SLICED, not SCALED and without a residual, 8 warps then need 128 registers, not 155, and two
-    programs fit a multiprocessor.
+                       SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, FULL: constexpr, PDL: constexpr):
+    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w, slice of K).
 
     SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
     are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
-    wants groups of whole blocks.
+    wants groups of whole blocks. FULL: all steps are whole.
 
     shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
     only if all that goes into the unpacking was loaded."""
@@ -446,17 +444,21 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
-    tile = tl.program_id(0) // X_TILES
+    tile = tl.program_id(1)
     r = tl.arange(0, BN)
     c = tl.arange(0, BM)
-    m = tl.program_id(0) % X_TILES * BM + c
+    m = tl.program_id(0) * BM + c
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, 16)
     nb = tl.minimum(tile * (BN // 16) + r // 16, NB - 1)
     at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
     at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
-    ks = s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at_x = x + m[None, None, :] * K + ks[:, :, None]
+    # One block wide, x's tile has two dimensions: the matrix unit then reads it where the copy put it.
+    columns = m[None, :]
+    ks = tl.arange(0, BLOCK)[:, None]
+    if SPLITS > 1:
+        columns, ks = columns[None], s[:, None, None] * BLOCK + ks[None]
+    at_x = x + columns * K + ks
     at_s = ((nb * C * 16 + r % 16) * PARTS)[None, :, None] + tl.arange(0, PARTS)[None, None, :]
     if PDL:
         gdc_launch_dependents()
@@ -469,13 +471,13 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
         acc = tl.zeros((SPLITS, BN, BM), tl.float32)
     shape: constexpr = (SPLITS, BN, 16, P, 2)
     wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
-    slices = tl.num_programs(1)
+    slices = tl.num_programs(2)
     share = tl.cdiv(tl.cdiv(K, SPLITS * BLOCK), slices) * (SPLITS * BLOCK)
-    first = tl.program_id(1) * share
+    first = tl.program_id(2) * share
     for k0 in tl.range(first, tl.minimum(first + share, K), SPLITS * BLOCK, num_stages=STAGES):
-        q = tl.load(at_w + k0 // BLOCK * 256, mask=(k0 // BLOCK + s < KB)[:, None, None], other=0,
+        q = tl.load(at_w + k0 // BLOCK * 256, mask=FULL | (k0 // BLOCK + s < KB)[:, None, None], other=0,
                     eviction_policy="evict_first")
-        xs = tl.load(at_x + k0, mask=(m < M)[None, None, :] & (k0 + ks < K)[:, :, None], other=0)
+        xs = tl.load(at_x + k0, mask=(columns < M) & (FULL | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (G * PARTS), C - 1)
         group = tl.load(groups + at_s + (chunk * 16 * PARTS)[:, None, None])
         scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
@@ -493,24 +495,31 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
         w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))
         if SPLITS == 1:
             w = tl.reshape(w, (BN, BLOCK))
-            xs = tl.reshape(xs, (BLOCK, BM))
             scale = tl.reshape(scale, (BN, PARTS))
         else:
             w = tl.reshape(w, (SPLITS, BN, BLOCK))
-        if SCALED:
+        if SCALED or G == WHOLE:
             acc = tl.dot(w, xs, acc)
+            if SPLITS == 1:
+                # Uses acc, so that the step waits for the product: Triton 3.6 else has it go on while the next step
+                # unpacks weights into the registers that it reads.
+                acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=True, pack=1)
         else:
             acc += tl.dot(w, xs) * scale.to(tl.float32)
     if SPLITS > 1:
         acc = tl.sum(acc, 0)
+    if G == WHOLE:
+        scale = (tl.load(groups + nb * 16 + r % 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        acc *= scale.to(tl.float32)[:, None]
     if SLICED:  # the last one to come adds all up, always in the same order
-        at = sums + (tl.program_id(0) * slices * BN + r[:, None]) * BM + c[None, :]
-        tl.store(at + tl.program_id(1) * (BN * BM), acc)
+        nth = tile * tl.num_programs(0) + tl.program_id(0)
+        at = sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
+        tl.store(at + tl.program_id(2) * (BN * BM), acc)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") < slices - 1:
+        if tl.atomic_add(arrived + nth, 1, sem="acq_rel") < slices - 1:
             return
         tl.debug_barrier()
-        tl.store(arrived + tl.program_id(0), 0)  # for the next launch
+        tl.store(arrived + nth, 0)  # for the next launch
         acc = tl.zeros((BN, BM), tl.float32)
         for slice in range(slices):
             acc += tl.load(at + slice * (BN * BM))
@@ -605,8 +614,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     residual [M, N] + rms_norm(x, norm)[:, order] @ w.T + bias [N]; gated as there. arrived: int32 zeros, a number for
     each tile, zeros again after.
 
-    kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor, slices), rows (rows of w, splits,
-    stages, warps, slices, 1 for scaled)."""
+    kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor, slices), rows (rows of w and of x,
+    splits, stages, warps, slices, 1 for scaled)."""
     M, K = len(x), x.shape[1] if order is None else len(order)
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
@@ -641,18 +650,20 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)
-    rows, splits, stages, warps, slices, scaled = sizes
-    scaled = bool(scaled) or parts > 1
+    rows, columns, splits, stages, warps, slices, scaled = sizes
+    # Beside a wide tile's sums there is no room for those of a group.
+    scaled = group < K and (parts > 1 or columns > LEAST_COLUMNS or bool(scaled))
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
-    columns = min(MOST_COLUMNS, max(8, triton.next_power_of_2(M)))
-    x_tiles = triton.cdiv(M, columns)
-    tiles = triton.cdiv(len(words) * 16, rows) * x_tiles
-    sums = x.new_empty(tiles * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
-    packed_rows_kernel[(tiles, slices)](
+    columns = min(columns, max(8, triton.next_power_of_2(M)))
+    tiles = triton.cdiv(M, columns), triton.cdiv(len(words) * 16, rows)
+    # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
+    full = columns >= 64 and K % (splits * block) == 0
+    sums = x.new_empty(math.prod(tiles) * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
+    packed_rows_kernel[(*tiles, slices)](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, G, bits,
         *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
-        x_tiles, stages, bool(pdl), num_warps=warps, **pdl)
+        stages, full, bool(pdl), num_warps=warps, **pdl)
     return out
 
 
@@ -680,7 +691,7 @@ class KernelLinear(nn.Module):
         self.groups = nn.Parameter(tile(groups, parts, gated), requires_grad=False)
         self.words = nn.Parameter(tile(packed.words.data, 16, gated), requires_grad=False)
         self.register_buffer("shifts", shifts(self.bits, self.words.device).flatten(), persistent=False)
-        arrived = self.shifts.new_zeros(MOST_ROWS // MOST_COLUMNS * len(self.words))
+        arrived = self.shifts.new_zeros(MOST_ROWS // LEAST_COLUMNS * len(self.words))
         self.register_buffer("arrived", arrived, persistent=False)
 
     def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,

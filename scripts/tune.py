@@ -37,11 +37,12 @@ from checkpoint import UserError  # noqa: E402
 from command import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
 from model import Config  # noqa: E402
-from packed import MOST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
+from packed import LEAST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 512]
+ROWS = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 16), *range(256, 513, 32)]
+KEPT = 1.01  # times the best time: that long, what fewer rows chose is kept
 LAYERS = 8  # in a graph, whose start then counts for little
 # The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
 PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
@@ -51,9 +52,12 @@ PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in p
     ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
     (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
 PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
-    ((16, 4, 3, 4), (16, 8, 3, 8), (16, 16, 2, 8), (32, 4, 3, 4), (32, 4, 4, 4)), (1, 2, 3, 4))]
+    ((16, 64, 4, 3, 4), (16, 64, 8, 3, 8), (32, 64, 4, 3, 4), (32, 64, 4, 4, 4)), (1, 2, 3, 4))]
 PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
-    ((64, 1, 4, 4), (128, 1, 3, 8), (128, 1, 4, 4), (128, 1, 4, 8), (256, 1, 3, 8)), (1, 2, 3, 4, 6, 8), (0, 1))]
+    ((64, 64, 1, 3, 4), (64, 64, 1, 4, 4), (128, 64, 1, 3, 4), (128, 64, 1, 4, 4), (128, 64, 1, 3, 8),
+     (128, 64, 1, 4, 8), (256, 64, 1, 3, 8), (64, 128, 1, 3, 4), (128, 128, 1, 3, 4), (128, 128, 1, 3, 8),
+     (256, 128, 1, 3, 8), (128, 256, 1, 3, 8)), (1, 2, 3, 4, 6, 8), (0, 1))]
+MOST_PROGRAMS = 2000  # with slices; of 600 choices made without a limit 5 had more (H200)
 
 
 def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
@@ -167,16 +171,16 @@ class Tuner:
     def best(self, name: str, rows: int, bar: tqdm, timer: Callable[..., float]) -> tuple[float, list]:
         """us and choice of the fastest: all candidates are timed a little, the first eight then in turns.
 
-        int8's and int4's weights are scaled, and so rounded, for a gain of 2% and no less."""
+        int4's weights are scaled, and so rounded, for a gain of 2% and no less."""
         quick = []
-        for choice in candidates(self.format, rows, self.shapes[name][1]):
+        for choice in candidates(self.format, rows, *self.shapes[name]):
             quick.append((timer(name, rows, choice, 2), choice))
             bar.update()
         finalists = [choice for _, choice in sorted(quick)[:8]]
         rounds = [[timer(name, rows, choice, 4) for choice in finalists] for _ in range(3)]
-        rounding = 1.02 if self.format in ("int8", "int4") else 1
+        rounding = 1.02 if self.format == "int4" else 1
         return min(zip(map(statistics.median, zip(*rounds)), finalists),
-                   key=lambda timed: timed[0] * (rounding if timed[1][6:] == [1] else 1))
+                   key=lambda timed: timed[0] * (rounding if timed[1][7:] == [1] else 1))
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -196,10 +200,14 @@ class Tuner:
             found, report = [entry for entry in self.table.get(f"{N}x{K}", []) if entry[0] not in rows], []
             if found and found[0][0] == 1:
                 report.append((1, self.time(name, 1, found[0][1:])))
-            for M in rows:
+            before = None
+            for M in sorted(rows):
                 us, choice = self.best(name, M, bar, self.time)
+                if before in candidates(self.format, M, N, K) and (kept := self.time(name, M, before)) <= KEPT * us:
+                    us, choice = kept, before
                 found.append([M, *choice])
                 report.append((M, us))
+                before = choice
             self.table[f"{N}x{K}"] = sorted(found)
             kernels.tuned.cache_clear()
             bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
@@ -211,7 +219,7 @@ class Tuner:
         worst, checked = (1.0, ""), 0
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
-            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, K)) > 1):
+            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K)) > 1):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
                 _, best = self.best(name, M, bar, self.time)
                 ratios = [self.time(name, M, chosen) / self.time(name, M, best) for _ in range(5)]
@@ -229,15 +237,28 @@ class Tuner:
         return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
 
 
-def candidates(format: str, rows: int, K: int) -> list:
+def candidates(format: str, rows: int, N: int, K: int) -> list:
     if format == "16-bit":
         several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
         return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
-    more = [choice for choice in PACKED_MORE if choice[-1] or format in ("int8", "int4")]  # the others always scale
+    more = [choice for choice in PACKED_MORE if fits(choice, format, rows, N)]
     # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
     row = [choice for choice in PACKED_ROW if K > 12288 or choice[-1] == 1]
     return [["library"], *(row if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
             *(more if 8 < rows <= MOST_ROWS else [])]
+
+
+def fits(choice: list, format: str, rows: int, N: int) -> bool:
+    """Whether sizes of packed_rows_kernel are worth their time, and not the same as others."""
+    _, height, width, *_, slices, scaled = choice
+    programs = -(-N // height) * -(-rows // width) * slices
+    if slices > 1 and programs > MOST_PROGRAMS:
+        return False
+    if width >= 2 * rows if width > LEAST_COLUMNS else rows > 4 * width:
+        return False
+    if format == "int4" and rows <= 64:
+        return True
+    return scaled == (format != "int8")  # one scale a row is for the sums; groups smaller than a block always scale
 
 
 small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))
@@ -256,11 +277,11 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
 
 
 def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
-    rows = {(kernels.triton.next_power_of_2(M), kernels.triton.cdiv(M, MOST_COLUMNS), M % 16 == 0): M
-            for M in rows}.values()  # what Triton's code depends on
+    # what Triton's code depends on; fewer rows have more candidates
+    rows = {(min(kernels.triton.next_power_of_2(M), 256), M % 16 == 0): M for M in sorted(rows, reverse=True)}.values()
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
-             for name, (_, K) in shapes_of(what, format).items()
-             for choice in candidates(format, M, K)]
+             for name, shape in shapes_of(what, format).items()
+             for choice in candidates(format, M, *shape) if choice[0] == "row" or choice[6:7] <= [2]]  # slices
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))

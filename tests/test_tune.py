@@ -33,6 +33,7 @@ def tuner(monkeypatch):
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
                                                       head_dim=64, ffn_dim=768))
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
+    monkeypatch.setattr(tune, "KEPT", 1)
 
     def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
         self.choose(name, rows, choice)
@@ -65,7 +66,7 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
         for M in ROWS:
             taken[M] = kernels.tuned(format, N, K, M, CPU)
             shape = (K, N) if M == 1 and made.config else (N, K)  # a model's one row: the chain decides
-            costs = [cost(shape, M, choice) for choice in tune.candidates(format, M, K)]
+            costs = [cost(shape, M, choice) for choice in tune.candidates(format, M, N, K)]
             assert cost(shape, M, taken[M]) == min(costs)
         assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
     turns = [name for name, before in zip(chained, [None, *chained]) if name != before]
@@ -73,12 +74,12 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
     made.several_rows([40], bar)  # changes nothing for others
     for N, K in made.shapes.values():
         assert [cost((N, K), M, kernels.tuned(format, N, K, M, CPU)) for M in ROWS if M > 1] == [
-            min(cost((N, K), M, choice) for choice in tune.candidates(format, M, K)) for M in ROWS if M > 1]
+            min(cost((N, K), M, choice) for choice in tune.candidates(format, M, N, K)) for M in ROWS if M > 1]
     before = deepcopy(kernels.table(GPU.name))
     made.check(ROWS[1:], bar)
     assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
 
-    worst = max(tune.candidates(format, 24, K), key=lambda choice: cost((N, K), 24, choice))
+    worst = max(tune.candidates(format, 24, N, K), key=lambda choice: cost((N, K), 24, choice))
     kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
     kernels.tuned.cache_clear()
     made.check([24], bar)
@@ -88,7 +89,7 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
 def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
     times = {}
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 4, 3, 4, 1, 0]])
+    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 64, 4, 3, 4, 1, 0]])
     made, said = tuner("512x256", "int4"), []
 
     def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
@@ -102,8 +103,25 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeyp
     made.check([1, 3, 24, 80], bar)
     assert kernels.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
     # once as a candidate, in three rounds as one of the best, then five times as what is chosen and as the best
-    assert times[24, "rows", 16, 4, 3, 4, 1, 0] == times[3, "rows", 16, 4, 3, 4, 1, 0] == 14
+    assert times[24, "rows", 16, 64, 4, 3, 4, 1, 0] == times[3, "rows", 16, 64, 4, 3, 4, 1, 0] == 14
     assert times[80, "library"] == 6 and "worst 1.500" in said[0] and "with 80 rows" in said[0]
+
+
+def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
+    monkeypatch.setattr(tune, "KEPT", 1.01)
+    gains = {24: 99.5, 48: 98.0, 64: 99.5}  # of the second candidate over the first, which takes 100
+    first, second = [choice for choice in tune.candidates("int4", 24, 512, 256) if choice[0] == "rows"][:2]
+
+    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+        self.choose(name, rows, choice)
+        return 100 if choice == first else gains.get(rows, 101) if choice == second else 200
+
+    monkeypatch.setattr(tune.Tuner, "time", timed)
+    bar = tqdm(disable=True)
+    bar.write = lambda text: None
+    made = tuner("512x256", "int4")
+    made.tune([64, 24, 16, 48], bar)
+    assert made.table["512x256"] == [[16, *first], [24, *first], [48, *second], [64, *second]]
 
 
 def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
