@@ -425,6 +425,12 @@ def unpacking(bits: int, half: bool, scaled: bool) -> tuple[str, int, int]:
     return asm, 0xE400 if half else 0xC300, 0x10001
 
 
+@jit
+def scale_of(groups):
+    """fp16, the low half of a group's word; its zero point is the high half."""
+    return (groups & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+
+
 @jit(do_not_specialize=["M"])  # or tuned.json's choices would be timed with one code and run with another
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
                        G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
@@ -454,11 +460,10 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     at_w = words + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
     at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
     # One block wide, x's tile has two dimensions: the matrix unit then reads it where the copy put it.
-    columns = m[None, :]
-    ks = tl.arange(0, BLOCK)[:, None]
+    ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
     if SPLITS > 1:
-        columns, ks = columns[None], s[:, None, None] * BLOCK + ks[None]
-    at_x = x + columns * K + ks
+        ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
+    at_x = x + ms * K + ks
     at_s = ((nb * C * 16 + r % 16) * PARTS)[None, :, None] + tl.arange(0, PARTS)[None, None, :]
     if PDL:
         gdc_launch_dependents()
@@ -477,10 +482,10 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     for k0 in tl.range(first, tl.minimum(first + share, K), SPLITS * BLOCK, num_stages=STAGES):
         q = tl.load(at_w + k0 // BLOCK * 256, mask=FULL | (k0 // BLOCK + s < KB)[:, None, None], other=0,
                     eviction_policy="evict_first")
-        xs = tl.load(at_x + k0, mask=(columns < M) & (FULL | (k0 + ks < K)), other=0)
+        xs = tl.load(at_x + k0, mask=(ms < M) & (FULL | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (G * PARTS), C - 1)
         group = tl.load(groups + at_s + (chunk * 16 * PARTS)[:, None, None])
-        scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        scale = scale_of(group)
         pair = (scale.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
         zero = ((group >> 16) + ZERO) * PAIR
         # a part's scale and zero point for each of its words; if a block has one scale, the product takes it
@@ -509,8 +514,7 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     if SPLITS > 1:
         acc = tl.sum(acc, 0)
     if G == WHOLE:
-        scale = (tl.load(groups + nb * 16 + r % 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        acc *= scale.to(tl.float32)[:, None]
+        acc *= scale_of(tl.load(groups + nb * 16 + r % 16)).to(tl.float32)[:, None]
     if SLICED:  # the last one to come adds all up, always in the same order
         nth = tile * tl.num_programs(0) + tl.program_id(0)
         at = sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
@@ -558,7 +562,7 @@ def dequantize_kernel(words, groups, out, N, K, C, G: constexpr, PARTS: constexp
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
     chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
     group = tl.load(groups + ((nb * C + chunk) * 16 + r[:, None]) * PARTS + (k // G % PARTS)[None, :])
-    scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    scale = scale_of(group).to(tl.float32)
     # OR-ed into 2^23, integers are floats without a conversion, which runs at a quarter of the rate
     w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
     w *= scale

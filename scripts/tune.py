@@ -254,7 +254,8 @@ def fits(choice: list, format: str, rows: int, N: int) -> bool:
     programs = -(-N // height) * -(-rows // width) * slices
     if slices > 1 and programs > MOST_PROGRAMS:
         return False
-    if width >= 2 * rows if width > LEAST_COLUMNS else rows > 4 * width:
+    wide = width > LEAST_COLUMNS
+    if wide and width >= 2 * rows or not wide and rows > 4 * width:
         return False
     if format == "int4" and rows <= 64:
         return True
@@ -281,7 +282,8 @@ def compile_all(whats: list[str], formats: list[str], rows: list[int], device: t
     rows = {(min(kernels.triton.next_power_of_2(M), 256), M % 16 == 0): M for M in sorted(rows, reverse=True)}.values()
     tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
              for name, shape in shapes_of(what, format).items()
-             for choice in candidates(format, M, *shape) if choice[0] == "row" or choice[6:7] <= [2]]  # slices
+             for choice in candidates(format, M, *shape)
+             if choice[0] == "row" or choice[6:7] <= [2]]  # "rows" with more slices is the same code
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
