@@ -312,10 +312,10 @@ def table(name: str) -> dict:
 @functools.cache
 def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
     """The kernel for M rows and w [N, K] in a format (16-bit, int8, int4; int4-32: groups smaller than a block), "row",
-    "rows" or "library", and its sizes.
+    "rows" or "library", and its sizes: tuned.json's or, for more rows than that has, a rule of thumb's.
 
     16 bits': row (rows, stages, warps, programs a multiprocessor), rows (rows, columns, stages, warps)."""
-    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}") or rule_of_thumb(format, N, K, device)
+    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}", []) + rule_of_thumb(format, N, K, device)
     return next((choice for most, *choice in choices if M <= most), ["library"])
 
 

@@ -66,7 +66,11 @@ CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
          | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
-    "draft split": SELF, "auto": dict(draft=DRAFT, draft_tokens="auto")}
+    "draft split": SELF, "auto": dict(draft=DRAFT, draft_tokens="auto"),
+    "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4")}
+WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
+            max_position_embeddings=256)
+PAIRED = [name for name in GPU_TOKENS if "wide" not in name]  # which the bundled model's heads are too few for
 GPU_CASES = {name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", compile=True, new=48) | case)
              for name, case in GPU_TOKENS.items()}
 # What the ranks tell each other: of tp_worker.py the function, the dtype, whether the library takes it.
@@ -96,17 +100,18 @@ def ended(command: list[str], seconds: float, typed: str = "", **environment) ->
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120) -> list[dict]:
+def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120, ranks: int = 2) -> list[dict]:
     """What each rank gave for each case."""
     (directory / "cases.json").write_text(json.dumps(cases))
-    command = torchrun(ROOT / "tests" / "tp_worker.py", kind, directory / "cases.json", directory / "out")
+    worker = ROOT / "tests" / "tp_worker.py"
+    command = torchrun(worker, kind, directory / "cases.json", directory / "out", ranks=ranks)
     done = ended(command, seconds, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    return [torch.load(f"{directory / 'out'}.{rank}") for rank in range(2)]
+    return [torch.load(f"{directory / 'out'}.{rank}") for rank in range(ranks)]
 
 
 def of_each(ranks: list[dict], name: str) -> list:
-    found = [rank[name] for rank in ranks]
+    found = [rank[name] for rank in ranks if name in rank]
     assert not any(isinstance(result, str) for result in found), found  # an error
     return found
 
@@ -502,23 +507,33 @@ def test_when_one_ends_all_do(endless, how):
 
 @pytest.fixture(scope="module")
 def gpu_cases(tmp_path_factory) -> dict[str, tuple[str, dict]]:
-    """GPU_CASES, with the one that needs a checkpoint: in the order of its inputs, of whose groups a rank has parts."""
-    directory = tmp_path_factory.mktemp("gptq") / "gptq-4-32-act"
+    """GPU_CASES, with the checkpoints they name. gptq: in the order of its inputs, of whose groups a rank has parts."""
+    directory = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
-    write(Path(TINY), directory, *GPTQ[directory.name])
-    return GPU_CASES | dict(gptq=("tokens", GPU_CASES["gptq"][1] | dict(checkpoint=str(directory))))
+    make(directory / "wide", **WIDE)
+    write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])
+    # joined with directory, the bundled model's whole path stays what it is
+    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
+            for name, (function, args) in GPU_CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks(gpu_cases, tmp_path_factory) -> list[dict]:
-    return run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", gpu_cases, 550)
+    """PAIRED with two GPUs, the rest with all."""
+    paired = {name: gpu_cases[name] for name in PAIRED}
+    rest = {name: case for name, case in gpu_cases.items() if name not in PAIRED}
+    found = run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", rest, 550, torch.cuda.device_count())
+    for rank, more in enumerate(run_ranks(tmp_path_factory.mktemp("pair"), "cuda", paired, 550)):
+        found[rank] |= more
+    return found
 
 
-def rounded(out: Tensor, terms: Tensor, twice: bool) -> bool:
+def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
     """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type; the library adds up in
-    that type, and the residual after that."""
+    that type, one after the other."""
     exact, size, eps = terms.double().sum(0), terms.double().abs().sum(0), torch.finfo(out.dtype).eps
-    bound = eps / 2 * exact.abs() + (eps * twice + 1e-6) * size + 1e-7  # the last: the least steps of fp16
+    sums = 0 if one_shot else len(terms) - 1
+    bound = eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7  # the last: the least steps of fp16
     return bool(((out.double() - exact).abs() <= bound).all())
 
 
@@ -533,43 +548,44 @@ def exchanges(function: str) -> list:
 def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, library):
     given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
     outs = of_each(given, f"sums {dtype} {library}")
-    for n, ((x, residual), first, second) in enumerate(zip(tp_worker.sum_inputs(2, dtype), *outs, strict=True)):
-        assert first.dtype == x.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8)), n
+    for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
+        assert first.dtype == x.dtype and len(rest) == len(given) - 1
+        assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest), n
         one_shot = not library and given[0].get("reach") and x[0].numel() <= collectives.CAPACITY
         terms = x if residual is None else torch.cat([x, residual[None]])
-        assert rounded(first, terms, twice=device == "cuda" and not one_shot), (n, x.shape)
+        assert rounded(first, terms, device == "cpu" or one_shot), (n, x.shape)
 
 
 @pytest.mark.parametrize("device, dtype, library", exchanges("gathers"))
 def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, library):
-    expected = tp_worker.gather_inputs(2, dtype)
     given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    expected = tp_worker.gather_inputs(len(given), dtype)
     for outs in of_each(given, f"gathers {dtype} {library}"):
         assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPUS) for dtype in ("bfloat16", "float16")])
 def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
-    x, residual, logits = tp_worker.graph_inputs(2, dtype)
+    x, residual, logits = tp_worker.graph_inputs(len(gpu_ranks), dtype)
     outs = of_each(gpu_ranks, f"graph {dtype}")
-    for first, second in zip(*outs, strict=True):
-        assert len(first) == tp_worker.REPLAYS and torch.equal(first, second)
+    for first, *rest in zip(*outs, strict=True):
+        assert len(first) == tp_worker.REPLAYS and rest and all(torch.equal(first, other) for other in rest)
     first, second, gathered = outs[0]
-    for out, terms in ((first, [*x.unbind(1), residual]), (second, [first, first, residual])):
-        assert rounded(out, torch.stack(terms), twice=not gpu_ranks[0]["reach"])
+    for out, terms in ((first, [*x.unbind(1), residual]), (second, [*[first] * len(outs), residual])):
+        assert rounded(out, torch.stack(terms), gpu_ranks[0]["reach"])
     assert torch.equal(gathered, logits)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPUS) for name in GPU_TOKENS])
-def test_two_gpus_give_the_tokens_of_one_but_for_ties(gpu_ranks, gpu_cases, name):
+def test_gpus_give_the_tokens_of_one_but_for_ties(gpu_ranks, gpu_cases, name):
     """bf16, compiled, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
-    both, args = of_each(gpu_ranks, name), gpu_cases[name][1]
-    assert both[0] == both[1] and both[0]["decoder"] == "FastDecoder"
+    (first, *rest), args = of_each(gpu_ranks, name), gpu_cases[name][1]
+    assert rest == [first] * (1 if name in PAIRED else len(gpu_ranks) - 1) and first["decoder"] == "FastDecoder"
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
     how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
     exact = tp_worker.load(Team(), CPU, **how)
     exact.setup(17 + 48)
-    for prompt, got, expected in zip(tp_worker.prompts(), both[0]["rows"], one["rows"], strict=True):
+    for prompt, got, expected in zip(tp_worker.prompts(), first["rows"], one["rows"], strict=True):
         assert len(got) == len(expected) == 48
         same = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), None)
         if same is not None:

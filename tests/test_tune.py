@@ -16,7 +16,7 @@ import kernels
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tune  # noqa: E402
 
-GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132)
+GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
 CPU = torch.device("cpu")
 
 
@@ -135,6 +135,14 @@ def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
     made = tuner("512x256", "int4")
     made.tune([2, 16], bar)
     assert kernels.tuned("int4", 512, 256, 2, CPU) == ["library"]
+
+
+def test_what_was_not_tuned_has_a_rule_of_thumb(tuner, monkeypatch):
+    monkeypatch.setattr(kernels, "rule_of_thumb", lambda *_: [[1, "row", 7], [16, "rows", 7], [64, "rows", 8]])
+    kernels.table(GPU.name)["int4"] = {"512x256": [[1, "row", 9], [8, "library"]]}
+    taken = [kernels.tuned("int4", N, 256, M, CPU) for N, M in ((512, 1), (512, 8), (512, 9), (512, 17), (512, 65),
+                                                                (256, 1), (256, 16))]
+    assert taken == [["row", 9], ["library"], ["rows", 7], ["rows", 8], ["library"], ["row", 7], ["rows", 7]]
 
 
 def test_a_whole_layer_is_timed(monkeypatch):
