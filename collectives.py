@@ -28,7 +28,8 @@ from command import find_device, report_errors, world_size
 from kernels import constexpr, gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 # Of a rank's place in a mailbox, in numbers; NCCL takes what is longer. One shot took four H200s 8.0 us for 512 KiB,
-# PyTorch's two shots 9.8, NCCL 17.4; for 1 MiB 13.0 and 12.6. It took eight 17.1 us and 28.3, NCCL 23.0 and 29.4.
+# PyTorch's two shots 9.8, NCCL 17.4; for 1 MiB 13.0 and 12.6. Eight took, with a residual, 17.1 us and 28.3, by NCCL
+# 23.0 and 29.4.
 CAPACITY = 2 ** 19
 LIBRARY, LOGITS = -1, 2  # in the place of a mailbox: none of them; the one that all_gather() has for itself
 

@@ -111,7 +111,7 @@ def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120, ran
 
 
 def of_each(ranks: list[dict], name: str) -> list:
-    found = [rank[name] for rank in ranks if name in rank]
+    found = [rank[name] for rank in ranks]
     assert not any(isinstance(result, str) for result in found), found  # an error
     return found
 
@@ -134,6 +134,12 @@ def awq(path: Path) -> dict[str, Tensor | None]:
     return changes
 
 
+def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
+    """cases, with the paths of their checkpoints; the bundled ones' are whole and stay."""
+    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
+            for name, (function, args) in cases.items()}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     """CASES, with the checkpoints they name."""
@@ -146,8 +152,7 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
         write(directory / "exact", directory / name, *how)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
-    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
-            for name, (function, args) in CASES.items()}
+    return placed(CASES, directory)
 
 
 @pytest.fixture(scope="module")
@@ -512,20 +517,19 @@ def gpu_cases(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     torch.manual_seed(0)
     make(directory / "wide", **WIDE)
     write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])
-    # joined with directory, the bundled model's whole path stays what it is
-    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
-            for name, (function, args) in GPU_CASES.items()}
+    return placed(GPU_CASES, directory)
+
+
+@pytest.fixture(scope="module")
+def gpu_pair(gpu_cases, tmp_path_factory) -> list[dict]:
+    return run_ranks(tmp_path_factory.mktemp("pair"), "cuda", {name: gpu_cases[name] for name in PAIRED}, 550)
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks(gpu_cases, tmp_path_factory) -> list[dict]:
-    """PAIRED with two GPUs, the rest with all."""
-    paired = {name: gpu_cases[name] for name in PAIRED}
-    rest = {name: case for name, case in gpu_cases.items() if name not in PAIRED}
-    found = run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", rest, 550, torch.cuda.device_count())
-    for rank, more in enumerate(run_ranks(tmp_path_factory.mktemp("pair"), "cuda", paired, 550)):
-        found[rank] |= more
-    return found
+    """All GPUs of the host."""
+    cases = {name: case for name, case in gpu_cases.items() if name not in PAIRED}
+    return run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", cases, 550, torch.cuda.device_count())
 
 
 def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
@@ -549,7 +553,7 @@ def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request,
     given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
     outs = of_each(given, f"sums {dtype} {library}")
     for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
-        assert first.dtype == x.dtype and len(rest) == len(given) - 1
+        assert first.dtype == x.dtype and rest
         assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest), n
         one_shot = not library and given[0].get("reach") and x[0].numel() <= collectives.CAPACITY
         terms = x if residual is None else torch.cat([x, residual[None]])
@@ -577,10 +581,11 @@ def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPUS) for name in GPU_TOKENS])
-def test_gpus_give_the_tokens_of_one_but_for_ties(gpu_ranks, gpu_cases, name):
+def test_gpus_give_the_tokens_of_one_but_for_ties(request, gpu_cases, name):
     """bf16, compiled, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
-    (first, *rest), args = of_each(gpu_ranks, name), gpu_cases[name][1]
-    assert rest == [first] * (1 if name in PAIRED else len(gpu_ranks) - 1) and first["decoder"] == "FastDecoder"
+    given, args = request.getfixturevalue("gpu_pair" if name in PAIRED else "gpu_ranks"), gpu_cases[name][1]
+    first, *rest = of_each(given, name)
+    assert rest and all(other == first for other in rest) and first["decoder"] == "FastDecoder"
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
     how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
     exact = tp_worker.load(Team(), CPU, **how)
