@@ -247,7 +247,7 @@ class Tuner:
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
                 _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K), bar, self.time)
                 ratios = [1.0 if chosen == best else self.time(name, M, chosen) / self.time(name, M, best)
-                          for _ in range(5)]
+                          for _ in range(9)]
                 del self.table[f"{N}x{K}"]
                 self.table.update({} if before is None else {f"{N}x{K}": before})
                 kernels.tuned.cache_clear()
