@@ -43,6 +43,7 @@ from tp import Shard  # noqa: E402
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
 ROWS = [*range(1, 9), *range(16, 256, 16), *range(256, 513, 64)]
 KEPT = 1.01  # times the best time: that long, what fewer rows chose is kept
+MANY = 256  # rows; beyond, the library comes near the kernels, and each number of rows has the faster of the two
 LAYERS = 8  # in a graph, whose start then counts for little
 # The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
 PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
@@ -208,7 +209,7 @@ class Tuner:
             for M in sorted(rows):
                 several = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
                 choices = candidates(self.format, M, N, K)
-                one_by_one = M > 256 and len(choices) > 1
+                one_by_one = M > MANY and len(choices) > 1
                 if one_by_one:
                     choices.remove(["library"])
                 us, choice = self.best(name, several, choices, bar, self.time)
@@ -227,10 +228,10 @@ class Tuner:
     def against_library(self, name: str, rows: int, kernel: list) -> list:
         """The entries of alike(rows). cuBLAS's time jumps from one number of rows to the next: 4096x11008 with 279, 280
         and 281 takes it 47, 41 and 47 us (bf16, H200). The kernel's does not: it is smoothed."""
-        both = [(self.time(name, M, ["library"]), self.time(name, M, kernel)) for M in alike(rows)]
+        library, own = zip(*[(self.time(name, M, ["library"]), self.time(name, M, kernel)) for M in alike(rows)])
         found = []
         for i, M in enumerate(alike(rows)):
-            times = {"library": both[i][0], "rows": statistics.median(us for _, us in both[max(0, i - 4):i + 5])}
+            times = {"library": library[i], "rows": statistics.median(own[max(0, i - 4):i + 5])}
             best = min(times, key=times.get)
             if not found or times[found[-1][1]] > KEPT * times[best]:
                 found.append([M, *(["library"] if best == "library" else kernel)])
@@ -266,7 +267,7 @@ def alike(rows: int) -> range:
     """The numbers of rows that have one choice of kernel; from 9 on it is made with the first, the middle and the last,
     as a tile that is not full can take 10% longer than a full one, or less (int8 12288x4096, tiles of 128 rows: 300,
     384, 450 and 512 rows take 113, 114, 132 and 120 us, on an H200)."""
-    step = 1 if rows <= 8 else 16 if rows <= 256 else 64
+    step = 1 if rows <= 8 else 16 if rows <= MANY else 64
     return range(max(8 if rows > 8 else 0, (rows - 1) // step * step) + 1, rows + 1)
 
 
