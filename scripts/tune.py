@@ -204,7 +204,7 @@ class Tuner:
             old = self.table.get(f"{N}x{K}", [])
             found, report = [entry for entry in old if not any(entry[0] in alike(M) for M in rows)], []
             if found and found[0][0] == 1:
-                report.append((1, self.time(name, 1, found[0][1:])))
+                report.append((1, self.time(name, 1, found[0][1:]), self.cublas(N, K, 1)))
             before = None
             for M in sorted(rows):
                 several = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
@@ -219,11 +219,12 @@ class Tuner:
                 before = choice
                 entries = self.against_library(name, M, choice) if one_by_one else [[M, *choice]]
                 found += entries
-                report.append((M, self.time(name, M, entries[-1][1:], 4)))
+                # one after the other, as a hot GPU is slower
+                report.append((M, self.time(name, M, entries[-1][1:]), self.cublas(N, K, M)))
             self.table[f"{N}x{K}"] = sorted(found)
             kernels.tuned.cache_clear()
             bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
-                f"{M}: {us:.1f} ({us / self.cublas(N, K, M):.2f})" for M, us in report))
+                f"{M}: {us:.1f} ({us / cublas:.2f})" for M, us, cublas in report))
 
     def against_library(self, name: str, rows: int, kernel: list) -> list:
         """The entries of alike(rows). cuBLAS's time jumps from one number of rows to the next: 4096x11008 with 279, 280
