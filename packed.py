@@ -52,14 +52,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """codes [N, K], integers below 2 ** bits -> words, int32 [N, W]; what is beyond K holds zeros."""
     block = 512 // bits
     codes = F.pad(codes.int(), (0, -codes.shape[1] % block))
-    codes = codes.view(len(codes), -1, 4, 16 // bits, 4, 2).permute(0, 1, 4, 2, 3, 5)  # [N, blocks, t, c, s, e]
+    codes = codes.unflatten(1, (-1, 4, 16 // bits, 4, 2)).permute(0, 1, 4, 2, 3, 5)  # [N, blocks, t, c, s, e]
     return (codes << shifts(bits, codes.device)).sum((-1, -2), dtype=torch.int32).flatten(1)
 
 
 def unpack(words: Tensor, bits: int, K: int) -> Tensor:
     """The codes [N, K], int32, of words [N, W]."""
-    codes = words.view(len(words), -1, 4, 4, 1, 1) >> shifts(bits, words.device) & 2 ** bits - 1
-    return codes.permute(0, 1, 3, 4, 2, 5).reshape(len(words), -1)[:, :K]
+    codes = words.unflatten(1, (-1, 4, 4, 1, 1)) >> shifts(bits, words.device) & 2 ** bits - 1
+    return codes.permute(0, 1, 3, 4, 2, 5).flatten(1)[:, :K]
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -94,7 +94,7 @@ class PackedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K] that the codes stand for, in the order in which the codes are."""
-        codes = unpack(self.words, self.bits, self.in_features).view(self.out_features, self.scales.shape[1], -1)
+        codes = unpack(self.words, self.bits, self.in_features).unflatten(1, (self.scales.shape[1], -1))
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, :, None]
         return ((codes - zeros) * self.scales[:, :, None].float()).flatten(1).to(dtype)
 

@@ -378,7 +378,7 @@ def read_settings(directory: Path) -> dict:
     if settings.get("quant_method") == "awq":
         supported |= dict(bits=[4], version=["gemm"])
     for key, values in supported.items():
-        if settings.get(key) not in values:
+        if settings.get(key) not in values or isinstance(settings[key], float):
             raise UserError(f"quantization_config: {key} {settings.get(key)!r} is not supported, want one of {values}")
     return settings
 
@@ -403,7 +403,7 @@ def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, mod
 
 
 def default_group(quantize: str | None, group_size: int | None) -> int:
-    return (32 if quantize == "int4" else -1) if group_size is None else group_size
+    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size  # 1: not quantized
 
 
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
@@ -431,7 +431,7 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quanti
 
 
 def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int) -> Tensor:
-    """The text's first `wanted` tokens, one after the other, in rows of `length`."""
+    """The text's first `wanted` tokens, less what is no whole row, in rows of `length`."""
     with blame(path):
         tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
     if len(tokens) < wanted:
@@ -451,7 +451,7 @@ def parse_args() -> argparse.Namespace:
     add("--sym", action="store_true", help="zero points in the middle: less exact, and some engines want it")
     add("--gptq", action="store_true", help="better codes, from the inputs that --calibration gives")
     add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
-    add("--calibration-tokens", type=within(int, 2), default=131072, metavar="N")
+    add("--calibration-tokens", type=within(int, 2), default=131072, metavar="N", help="in whole sequences of 2,048")
     add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
     add("--head", action="store_true", help="quantize the output head too")
     add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")

@@ -35,17 +35,21 @@ def cut(n: int, unit: int, rank: int, ranks: int) -> tuple[int, int]:
 class Shard:
     """What a rank holds of a model; its config is that of the part, but for the vocabulary.
 
-    group: inputs of a quantized layer that share a scale; those of o and down are cut between groups, so that all
-    numbers of ranks have the same quantized weights. UserError if there are too many ranks."""
+    group: inputs of a quantized layer that share a scale, -1 for all, 1 if it is not quantized; those of o and down are
+    cut between groups, so that all numbers of ranks have the same quantized weights. UserError if there are too many
+    ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
         self.whole, self.full = config, config.hf_weights()
-        H, K, E, F, group = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim, max(1, group)
-        unit = group // math.gcd(group, H // K * E)  # kv heads whose q heads' outputs are whole groups
+        H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
+        group = 32 if group == -1 else group  # what packed weights want
+        word = 1 if group == 1 else 8  # outputs whose zero points may share a checkpoint's int32
+        # kv heads whose own outputs are whole words, and whose q heads' are whole groups
+        unit = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
         kv = cut(K, unit, rank, ranks)
         q = kv[0] * (H // K), kv[1] * (H // K)
         if ranks > -(-K // unit):
-            if ranks % K or H % ranks or H // ranks * E % group:
+            if ranks % K or H % ranks or H // ranks * E % group or E % word:
                 groups = f", in groups of {group} quantized weights" if group > 1 else ""
                 raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}; want at most "
                                 f"{-(-K // unit)}, or a multiple of {K} that divides {H}{groups}")

@@ -54,7 +54,7 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int, int]:
     ids = tokenizer.encode(text)
     for characters in range(min(len(text), 1000)):  # longer than any token
         start = tokenizer.encode(text[:characters])
-        if start and start == ids[:len(start)]:
+        if 0 < len(start) < len(ids) and start == ids[:len(start)]:
             return ids, len(start), characters
     raise UserError(f"--text: {len(ids)} tokens in {len(text)} characters, none to score: want 2 tokens or more")
 

@@ -21,6 +21,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def config_of(what: str, format: str) -> Config | None:
     name, _, ranks = what.partition("/")
     if not ranks:
         return SHAPES.get(name)
-    return Shard(SHAPES[name], (FORMATS[format] or (16, -1))[1], 0, int(ranks)).config
+    return Shard(SHAPES[name], (FORMATS[format] or (16, 1))[1], 0, int(ranks)).config
 
 
 def shapes_of(what: str, format: str) -> dict[str, tuple[int, int]]:
@@ -174,16 +175,19 @@ class Tuner:
         """us and choice of the fastest: all are timed a little with the most rows, the first eight then in turns with
         each of these numbers.
 
-        int4's weights are scaled, and so rounded, for a gain of 2% and no less."""
+        int4's weights are scaled, and so rounded, for a gain of 2% and no less (rounding())."""
         quick = []
         for choice in choices:
             quick.append((timer(name, rows[-1], choice, 2), choice))
             bar.update()
         finalists = [choice for _, choice in sorted(quick)[:8]]
         rounds = [[timer(name, M, choice, 4) for choice in finalists] for M in rows]
-        rounding = 1.02 if self.format == "int4" else 1
         return min(zip(map(statistics.mean, zip(*rounds)), finalists),
-                   key=lambda timed: timed[0] * (rounding if timed[1][7:] == [1] else 1))
+                   key=lambda timed: timed[0] * self.rounding(timed[1]))
+
+    def rounding(self, choice: list) -> float:
+        """By which to multiply a time, where scaling the weights is a choice."""
+        return 1.02 if self.format == "int4" and choice[7:] == [1] else 1
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -215,7 +219,8 @@ class Tuner:
                 us, choice = self.best(name, several, choices, bar, self.time)
                 if before in choices:
                     kept = statistics.mean(self.time(name, M, before, 4) for M in several)
-                    choice = before if kept <= KEPT * us else choice
+                    stays = kept * self.rounding(before) <= KEPT * us * self.rounding(choice)
+                    choice = before if stays else choice
                 before = choice
                 entries = self.against_library(name, M, choice) if one_by_one else [[M, *choice]]
                 found += entries
@@ -306,17 +311,15 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
     tuner = small_tuner(what, format, device)
     tuner.choose(name, rows, choice)
     x = torch.zeros(rows, tuner.shapes[name][1], device=device, dtype=torch.bfloat16)
-    try:
+    with torch.cuda.device(device), suppress(kernels.triton.runtime.errors.OutOfResources):  # Triton launches there
         tuner.run(tuner.layers[0], name, x, x.new_zeros(rows, 256))
-    except kernels.triton.runtime.errors.OutOfResources:
-        pass
 
 
-def compile_all(whats: list[str], formats: list[str], rows: list[int], device: torch.device) -> None:
+def compile_all(units: list[tuple[str, str]], rows: list[int], device: torch.device) -> None:
     # what Triton's code depends on; fewer rows have more candidates
     rows = {(M == 1, min(max(8, kernels.triton.next_power_of_2(M)), 256), M % 16 == 0): M
             for M in sorted(rows, reverse=True)}.values()
-    tasks = [(what, format, device, name, M, choice) for what, format, M in product(whats, formats, rows)
+    tasks = [(what, format, device, name, M, choice) for (what, format), M in product(units, rows)
              for name, shape in shapes_of(what, format).items()
              for choice in candidates(format, M, *shape)
              if choice[0] == "row" or choice[6:7] <= [2]]  # "rows" with more slices is the same code
@@ -334,7 +337,9 @@ def write(path: Path, name: str) -> None:
             for shape, choices in shapes.items():
                 text = text.replace(f'"{shape}": ' + json.dumps(choices, indent=1).replace("\n", "\n   "),
                                     f'"{shape}": ' + json.dumps(choices))
-    path.write_text(text + "\n")
+    partial = path.with_stem(path.stem + ".partial")  # interrupted, the table stays whole
+    partial.write_text(text + "\n")
+    partial.replace(path)
 
 
 def parse_args() -> Namespace:
@@ -350,7 +355,8 @@ def parse_args() -> Namespace:
     args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
     if args.check and args.rows == [1]:
         parser.error("--check --rows 1: one row is chosen in a chain of kernels; want more rows")
-    named = [re.sub(r"/[2-9]\d*$", "", what) for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
+    named = [what for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
+    named = [re.sub(r"/([2-9]|[1-9]\d+)$", "", what) for what in named]
     for given, known in ((named, SHAPES), (args.formats, FORMATS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: want some of {', '.join(known)}")
@@ -362,13 +368,18 @@ def main() -> None:
     device = find_device(args.device)
     if device.type != "cuda" or not kernels.triton:
         raise UserError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
-    compile_all(args.what, args.formats, args.rows, device)
+    units = []
+    for what, format in product(args.what, args.formats):
+        group = (FORMATS[format] or (16, 1))[1]
+        if group > 0 and any(K % group for _, K in shapes_of(what, format).values()):
+            print(f"{what}: groups of {group} do not divide K", file=sys.stderr)
+        else:
+            units.append((what, format))
+    if not units:
+        raise UserError(f"--formats {','.join(args.formats)}: none is left; 16-bit and int8 always are")
+    compile_all(units, args.rows, device)
     with tqdm(unit="kernel", disable=None) as bar:
-        for what, format in product(args.what, args.formats):
-            group = (FORMATS[format] or (16, 1))[1]
-            if group > 0 and any(K % group for _, K in shapes_of(what, format).values()):
-                bar.write(f"{what}: groups of {group} do not divide K")
-                continue
+        for what, format in units:
             bar.set_description(f"{what} {format}")
             tuner = Tuner(what, format, device)
             with torch.no_grad():

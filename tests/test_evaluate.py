@@ -184,6 +184,12 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference():
     assert rows[0].split(" | ")[2] == "-"
 
 
+def test_a_text_of_no_token_but_the_first_is_refused():
+    """SentencePiece may drop white space."""
+    with pytest.raises(UserError, match="2 tokens"):
+        evaluate.encode(Namespace(encode=lambda text: [1]), "\n")
+
+
 @pytest.mark.parametrize("args, words", [
     (["--text", "missing.txt"], ["missing.txt"]), (["--text", TINY / "model.safetensors"], ["utf-8"]),
     (["--text", "/dev/null"], ["2 tokens"]), (["--context", 600], ["600", "512"]),

@@ -48,6 +48,13 @@ def test_packing(bits, K):
         assert (words[:, 16 * block + 4 * t + c] >> shift & 2 ** bits - 1).equal(codes[:, k].int())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_without_outputs_gives_none(bits):
+    """As a rank has it of a small head."""
+    layer = PackedLinear(torch.zeros(0, 576, dtype=torch.uint8), torch.zeros(0, 9), None, bits)
+    assert layer.dequantize(torch.float32).shape == (0, 576) and layer(torch.randn(3, 576)).shape == (3, 0)
+
+
 @pytest.mark.parametrize("gated, N", [(False, 48), (False, 35), (True, 64), (True, 74)])
 def test_tiles(gated, N):
     rows = torch.randint(1000, (N, 96), dtype=torch.int32)
@@ -76,15 +83,14 @@ def test_packed_linear_is_its_weights(bits, C, zeros, compiled):
             assert error(run(x), x.double()[:, order] @ w.T + bias) < 1e-6
 
 
-@pytest.mark.parametrize("device, shape", [
-    *(("cpu", shape) for shape in SHAPES),
-    *(pytest.param("cuda", shape, marks=pytest.mark.gpu) for shape in SHAPES + LARGE)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device, dtype, shape", [
+    *(("cpu", torch.float32, shape) for shape in SHAPES),
+    *(pytest.param("cuda", dtype, shape, marks=pytest.mark.gpu)
+      for dtype in (torch.bfloat16, torch.float16) for shape in SHAPES + LARGE)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 40, 128, 200])
 def test_packed_kernels(device, dtype, rows, shape):
     """int4 and int8 products equal float64's with the same dequantized weights; x spans six orders of magnitude."""
     N, K, bits, C, zeros, order, parts = shape
-    dtype = torch.float32 if device == "cpu" else dtype
     packed = random_packed(N, K, bits, C, zeros, order, dtype, device, "bias" in parts)
     w = packed.dequantize(torch.float64)
     x = (torch.randn(rows, K, device=device) * 10 ** torch.empty(rows, 1, device=device).uniform_(-3, 3)).to(dtype)

@@ -123,6 +123,17 @@ def test_rounding_gives_the_nearest_of_evenly_spaced_values(bits, group_size, sy
             assert torch.equal(got[~inside], (group[~inside].sign() * 1e9).clamp(-zero, top - zero) * scale)
 
 
+def test_scales_are_chosen_by_what_each_weights_error_costs():
+    w, costs = torch.randn(100, 64), torch.rand(100, 64) ** 8
+
+    def loss(weighing: Tensor) -> Tensor:
+        scale, zero = quantize.find_scales(w, 4, False, weighing)
+        return (((quantize.encode(w, scale, zero, 4) - zero) * scale - w).square() * costs).sum(-1)
+
+    by_cost, alike = loss(costs), loss(torch.ones_like(costs))
+    assert (by_cost <= alike).all() and by_cost.sum() < 0.9 * alike.sum()
+
+
 def correlated(K: int, rank: int = 24) -> Tensor:
     x = torch.randn(500, rank) @ torch.randn(rank, K) + 0.3 * torch.randn(500, K)
     return x * (1 + 3 * torch.rand(K))
@@ -369,6 +380,29 @@ def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):
         torch.testing.assert_close(torch.cat([wqkv[index](x) for wqkv in ranks], dim=-1), part(x))
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(32, 32), (64, 8)])
+def test_ranks_cut_between_words_where_a_row_is_one_group(tmp_path, monkeypatch, heads, kv_heads):
+    """A head of 20 ends inside of one."""
+    monkeypatch.setattr(Shard, "wire", lambda self, model: None)  # which wants the other ranks
+    make(tmp_path / "in", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=20)
+    write(tmp_path / "in", tmp_path / "out", 4, -1, False)
+    whole = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn
+    ranks = [load_model(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 3))
+             for rank in range(3)]
+    x, y = torch.randn(3, 64, dtype=torch.float64), torch.randn(3, heads * 20, dtype=torch.float64)
+    sizes = [(rank.config.n_head * 20, rank.config.n_kv_head * 20, rank.config.n_kv_head * 20) for rank in ranks]
+    qkv = zip(*(rank.layers[1].attn.wqkv(x).split(size, dim=-1) for rank, size in zip(ranks, sizes)))
+    torch.testing.assert_close(torch.cat([torch.cat(parts, -1) for parts in qkv], -1), whole.wqkv(x))
+    outs = [rank.layers[1].attn.wo(part) for rank, part in zip(ranks, y.split([q for q, _, _ in sizes], dim=-1))]
+    torch.testing.assert_close(sum(outs), whole.wo(y))
+
+
+@pytest.mark.parametrize("how, group_size, group", [
+    (None, None, 1), ("int8", None, -1), ("int4", None, 32), ("int8", 64, 64)])
+def test_default_groups(how, group_size, group):
+    assert quantize.default_group(how, group_size) == group
+
+
 def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     theirs = make(tmp_path / "in")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False)
@@ -390,7 +424,7 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     ({}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight place"),
     (dict(bits=8), {}, "qweight [8, [16,"), (dict(group_size=64), {}, "qzeros [2, [1,"),
     (dict(group_size=48), {}, "group_size 48 32"), (dict(group_size="x"), {}, "group_size x"),
-    (dict(bits="4"), {}, "bits 4"), (dict(bits=3), {}, "bits 3"),
+    (dict(bits="4"), {}, "bits 4"), (dict(bits=3), {}, "bits 3"), (dict(bits=4.0), {}, "bits 4.0"),
     (dict(quant_method="aqlm"), {}, "quant_method aqlm"), (dict(checkpoint_format="marlin"), {}, "marlin")])
 def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, config, tensors, words):
     make(tmp_path / "in")
@@ -453,6 +487,19 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert max(sum(t.nbytes for t in load_file(file).values()) for file in files) <= 20_000
     assert torch.equal(logits_of_small(load_model(tmp_path / "out", CPU, F32)), logits_of_small(made))
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}
+
+
+def test_a_source_in_shards_leaves_no_index_behind(tmp_path, monkeypatch):
+    weights = make(tmp_path / "in")
+    (tmp_path / "in" / "model.safetensors").unlink()
+    with monkeypatch.context() as small:
+        small.setattr(quantize, "SHARD", 20_000)
+        quantize.write_shards(iter(weights.items()), tmp_path / "in")
+    assert (tmp_path / "in" / "model.safetensors.index.json").exists()
+    made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(logits_of_small(load_model(tmp_path / "out", CPU, F32)), logits_of_small(made))
 
 
 def logits_of_small(model) -> Tensor:
@@ -484,6 +531,12 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, monkeypatch, 
     save_file(weights, tmp_path / "in" / "model.safetensors")
     words = refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
     assert K + "weight" in words and [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_rows_that_fill_no_words_are_refused(tmp_path, monkeypatch):
+    make(tmp_path / "in", num_attention_heads=8, num_key_value_heads=1, head_dim=20)
+    words = refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
+    assert "k_proj.weight has 20 rows" in words and [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, monkeypatch):

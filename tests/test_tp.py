@@ -203,7 +203,8 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (8, 2, dict(intermediate_size=512), 1, 8), (8, 2, dict(intermediate_size=512), 16, 4),
     (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5), (64, 8, LLAMA_70B, 128, 8),
     (64, 8, LLAMA_70B, 128, 6), (64, 8, LLAMA_70B, 128, 16),
-    (32, 32, dict(head_dim=128, intermediate_size=11008), 128, 4)]
+    (32, 32, dict(head_dim=128, intermediate_size=11008), 128, 4), (32, 32, dict(head_dim=20), -1, 3),
+    (64, 8, dict(head_dim=20), -1, 3)]
 
 
 def test_cut():
@@ -239,7 +240,8 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         assert n % k == 0 and looked_at == [kv // E + h // (n // k) for h in range(n)]  # as attention takes it
         assert shard.columns["o_proj"] == shard.rows["q_proj"] and shard.columns["down_proj"] == shard.rows["gate_proj"]
         for begin, end in shard.columns.values():
-            assert begin % max(1, group) == end % max(1, group) == 0  # between groups
+            assert begin % (32 if group == -1 else group) == end % (32 if group == -1 else group) == 0  # between groups
+        assert group == 1 or kv % 8 == kv_end % 8 == 0  # between words
 
 
 @pytest.mark.parametrize("heads, kv_heads, changes, group, ranks", SHARED)
@@ -255,13 +257,14 @@ def test_a_ranks_config_is_that_of_its_part(heads, kv_heads, changes, group, ran
         assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
 
 
-@pytest.mark.parametrize("heads, kv_heads, ffn, group, ranks, words", [
-    (4, 2, 96, 1, 3, "3 ranks 4 heads 2 key/value"), (8, 2, 512, 1, 16, "16 ranks 8 heads 2 key/value"),
-    (8, 8, 96, 1, 4, "4 ranks 96 feed-forward units 32 3 ranks"), (32, 32, 256, 64, 8, "8 ranks 256 units 64 4 ranks"),
-    (2, 2, 96, 32, 2, "2 ranks 2 heads 32")])
-def test_too_many_ranks_are_refused_with_both_numbers(heads, kv_heads, ffn, group, ranks, words):
-    """In the last case a rank's head would have half of a quantized group."""
-    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=16)
+@pytest.mark.parametrize("heads, kv_heads, E, ffn, group, ranks, words", [
+    (4, 2, 16, 96, 1, 3, "3 ranks 4 heads 2 key/value"), (8, 2, 16, 512, 1, 16, "16 ranks 8 heads 2 key/value"),
+    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32 3 ranks"),
+    (32, 32, 16, 256, 64, 8, "8 ranks 256 units 64 4 ranks"), (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32"),
+    (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32 at most 1")])
+def test_too_many_ranks_are_refused_with_both_numbers(heads, kv_heads, E, ffn, group, ranks, words):
+    """In the last cases a rank's head would have half of a quantized group, or half of a word of zero points."""
+    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E)
     with pytest.raises(UserError) as caught:
         Shard(config, group, 0, ranks)
     assert "\n" not in str(caught.value) and [word for word in words.split() if word not in str(caught.value)] == []

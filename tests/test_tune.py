@@ -15,6 +15,7 @@ import kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tune  # noqa: E402
+from checkpoint import UserError  # noqa: E402
 
 GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
 CPU = torch.device("cpu")
@@ -125,6 +126,24 @@ def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
     assert made.table["512x256"] == [[2, *second], [3, *second], [4, *first], [48, *first], [64, *second]]
 
 
+@pytest.mark.parametrize("gain, scales", [(0, False), (3, True)])
+def test_weights_are_scaled_for_a_gain_of_2_percent_only(tuner, monkeypatch, gain, scales):
+    """Also where fewer rows have chosen that."""
+    monkeypatch.setattr(tune, "KEPT", 1.01)
+    plain, scaled = [["rows", 64, 64, 1, 3, 4, 1, scaled] for scaled in (0, 1)]
+
+    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+        self.choose(name, rows, choice)
+        return 100 - (3 if rows <= 32 else gain) if choice == scaled else 100 if choice == plain else 200
+
+    monkeypatch.setattr(tune.Tuner, "time", timed)
+    bar = tqdm(disable=True)
+    bar.write = lambda text: None
+    made = tuner("512x256", "int4")
+    made.several_rows([48, 32], bar)
+    assert made.table["512x256"] == [[32, *scaled], [48, *(scaled if scales else plain)]]
+
+
 def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
     monkeypatch.setattr(tune, "KEPT", 1.01)
     first, second = [choice for choice in tune.candidates("int4", 400, 512, 256) if choice[0] == "rows"][:2]
@@ -159,6 +178,49 @@ def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
     made = tuner("512x256", "int4")
     made.tune([2, 16], bar)
     assert kernels.tuned("int4", 512, 256, 2, CPU) == ["library"]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int4-32"])
+@pytest.mark.parametrize("rows", [9, 64, 100, 512])
+def test_candidates_are_worth_their_time(format, rows):
+    found = [choice for choice in tune.candidates(format, rows, 57344, 8192) if choice in tune.PACKED_MORE]
+    assert len(found) > 5 and len(set(map(str, found))) == len(found)
+    for _, height, width, *_, slices, scaled in found:
+        assert slices == 1 or -(-57344 // height) * -(-rows // width) * slices <= tune.MOST_PROGRAMS
+        assert width < 2 * rows or width == 64
+        assert scaled == (format != "int8") or format == "int4" and rows <= 64
+
+
+def test_the_table_is_replaced_as_a_whole(tuner, tmp_path, monkeypatch):
+    old = {"another": {"int8": {"64x64": [[1, "library"]]}}, GPU.name: {}}
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps(old))
+    kernels.table(GPU.name)["int4"] = {"512x256": [[1, "row", 9], [8, "library"]]}
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "replace", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tune.write(path, GPU.name)
+    assert json.loads(path.read_text()) == old
+    tune.write(path, GPU.name)
+    assert json.loads(path.read_text()) == old | {GPU.name: kernels.table(GPU.name)}
+    assert '"512x256": [[1, "row", 9], [8, "library"]]' in path.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
+
+
+@pytest.mark.parametrize("what, formats, made", [
+    ("4096x576", "16-bit,int4,int4-64,int8", ["16-bit", "int4-64", "int8"]), ("4096x64", "int4", None),
+    ("llama-2-70b/16", "int4", ["int4"])])
+def test_groups_that_do_not_divide_are_left_out(monkeypatch, capsys, what, formats, made):
+    units = []
+    monkeypatch.setattr(sys, "argv", ["tune.py", what, "--formats", formats])
+    monkeypatch.setattr(tune, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(kernels, "triton", True)
+    monkeypatch.setattr(tune, "compile_all", lambda found, rows, device: units.extend(found))
+    monkeypatch.setattr(tune, "Tuner", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError if made else UserError, match=None if made else "none is left"):
+        tune.main()
+    assert units == [(what, format) for format in made or ()]
+    assert ("128 do not divide K" in capsys.readouterr().err) == ("70b" not in what)
 
 
 def test_what_was_not_tuned_has_a_rule_of_thumb(tuner, monkeypatch):
