@@ -6,10 +6,12 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -35,6 +37,8 @@ def report_errors(main, ranks: bool = False) -> None:
     try:
         if world_size() > 1 and not ranks:
             raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+        if world_size() == 1:  # what is half-written goes; a rank may wait for others, and would not hear of it
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -76,9 +80,10 @@ def memory_advice(advice: str) -> Iterator[None]:
 
 def check_compiler(compile: bool, device: torch.device) -> None:
     """UserError where Inductor would fail for want of one."""
-    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    if compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UserError("--compile on a CPU needs a C++ compiler: install g++ or clang++, or leave out --compile")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as Inductor chooses
+    if compile and device.type == "cpu" and not shutil.which(compiler):
+        raise UserError(f"--compile on a CPU runs {compiler}, which is not here: install it, let CXX name another C++ "
+                        "compiler, or leave out --compile")
 
 
 def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -200,7 +205,8 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
         parser.error("--draft-quantize: prompt-lookup has no weights; leave it out")
     if args.interactive and args.time_budget:
         parser.error("--time-budget does not go with --interactive")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+    if args.profile and (args.profile.exists() and not args.profile.is_file()
+                         or not args.profile.absolute().parent.is_dir()):
         parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
     if args.prompt_file:
         with blame(args.prompt_file):
@@ -243,9 +249,9 @@ def show(completions: list) -> Iterator[None]:
 
 def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
     """Whole, or not at all."""
-    partial = path.with_stem(path.stem + ".partial")
-    profiler.export_chrome_trace(str(partial))
-    partial.replace(path)
+    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.absolute().parent) as directory:
+        profiler.export_chrome_trace(str(Path(directory, path.name)))
+        Path(directory, path.name).replace(path)
 
 
 def report(generator, runs: list[list], **known) -> dict:

@@ -287,7 +287,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None
 def write_checkpoint(model: Transformer, source: Path, directory: Path, quantization_config: dict) -> None:
     write_shards(hub_tensors(model, source), directory)
     for path in source.iterdir():  # the tokenizer's files, the chat template and the like
-        if path.suffix in (".json", ".model", ".jinja", ".txt") and not path.name.endswith(".index.json"):
+        if path.is_file() and path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes:
             shutil.copyfile(path, directory / path.name)
     config = read_json(source / "config.json") | dict(quantization_config=quantization_config)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -102,7 +102,7 @@ class Speculator:
         self.last = torch.ones(rows, dtype=torch.long, device=device)  # where each text ends
         self.ends = torch.full_like(self.last, length)  # a row whose last is there is done
         self.lengths = [length if self.cuda else 2] * rows  # a captured step looks at all slots
-        self.runs, self.seconds, self.unread = {}, {}, 0  # the first two by length
+        self.runs, self.seconds, self.unread = {}, {}, 0  # the first two by length; seconds as far as they are wanted
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
 
     def prepare(self, draft_tokens: str, compile: bool) -> None:
@@ -118,6 +118,9 @@ class Speculator:
             run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
             if length == 0 and not self.cuda:  # pause() runs these: run() has more to do around the model
                 run = self.plain_step
+            self.runs[length] = run
+            if not (self.cuda or compile or draft_tokens == "auto"):
+                continue  # nothing to warm up, and no policy that asks for times: a large draft's took 40 s on a CPU
             run(self.slots_in_use())
             if self.cuda:
                 run = captured(run, self.slots_in_use(), pool)
@@ -161,7 +164,7 @@ class Speculator:
         """Each step as it is launched, in the form of run() or, without drafts on a CPU, tokens and log-probabilities
         [2, B]."""
         while left := [limit - length for length, limit in zip(self.lengths, self.limits) if limit > length]:
-            length = max(length for length in self.seconds if length <= max(self.policy.length, min(self.seconds)))
+            length = max(length for length in self.runs if length <= max(self.policy.length, min(self.runs)))
             if min(length for length, limit in zip(self.lengths, self.limits) if limit > length) >= self.room:
                 length = 0
             if length == 0 and not self.cuda:

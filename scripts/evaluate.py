@@ -33,7 +33,7 @@ from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config
 from collectives import Team, join, run  # noqa: E402
 from command import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
 from model import Transformer  # noqa: E402
-from quantize import default_group, group_of, load_model  # noqa: E402
+from quantize import default_group, group_of, load_model, read_settings  # noqa: E402
 from tp import splitter  # noqa: E402
 
 
@@ -99,7 +99,8 @@ def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team:
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
             nats = score(model, torch.tensor(ids, device=device), first, args.context, args.stride, bar)
     if not math.isfinite(nats):
-        raise UserError(f"{spec['model']}: its logits are not finite in {dtype}; --dtype float32 may help")
+        advice = "its weights may be broken" if dtype == torch.float32 else "--dtype float32 may help"
+        raise UserError(f"{spec['model']}: its logits are not finite in {dtype}; {advice}")
     return spec | dict(
         dtype=str(dtype).removeprefix("torch."), device=str(device), context=args.context, stride=args.stride,
         tokens=tokens, bytes=size, words=words, bits_per_byte=nats / math.log(2) / size,
@@ -150,7 +151,9 @@ def main() -> None:
     directories = [find_checkpoint(spec["checkpoint"]) for spec in specs]
     configs = [load_config(directory) for directory in directories]
     limits = [config.context for config in configs]
-    for spec, config in zip(specs, configs):
+    for spec, directory, config in zip(specs, directories, configs):
+        if spec["quantize"] and read_settings(directory):
+            raise UserError(f"{spec['model']}: {directory} is quantized already; leave out {spec['quantize']}")
         for name, (_, _, shape) in config.hf_weights().items():
             if spec["quantize"] and "_proj.weight" in name:
                 group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))

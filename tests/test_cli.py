@@ -92,6 +92,27 @@ def test_profile_writes_a_trace_and_no_partial_file(cli, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+def test_profile_replaces_files_alone(cli, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "trace.partial.json").write_text("kept")
+    code, out, err = cli("--max-new-tokens", "3", "--profile", tmp_path / "pipe")
+    assert code == 2 and not out and err.count("\n") == 1 and "want a file" in err
+    cli("--max-new-tokens", "3", "--profile", tmp_path / "trace.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "trace.json", "trace.partial.json"]
+    assert (tmp_path / "trace.partial.json").read_text() == "kept" and (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("CXX, named", [
+    (None, "clang++" if sys.platform == "darwin" else "g++"), ("/no/c++", "/no/c++")])
+def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch, CXX, named):
+    monkeypatch.delenv("CXX", raising=False)
+    if CXX:
+        monkeypatch.setenv("CXX", CXX)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == named else name)
+    code, out, err = cli("--compile")
+    assert code == 2 and not out and err.count("\n") == 1 and f"runs {named}" in err and "CXX" in err
+
+
 def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     directory = shutil.copytree(TINY, tmp_path / "greedy")
     (directory / "generation_config.json").write_text('{"temperature": 0, "eos_token_id": [2, 7]}')

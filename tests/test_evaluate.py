@@ -184,6 +184,15 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference():
     assert rows[0].split(" | ")[2] == "-"
 
 
+def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(evaluate, "read_settings", lambda directory: dict(bits=4))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: 1 / 0)
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", "README.md",
+                          "--compare", f"{TINY}:int4", "--device", "cpu")
+    assert code == 2 and not out and err.count("\n") == 1 and f"{TINY}:int4" in err and "already" in err
+
+
 def test_a_text_of_no_token_but_the_first_is_refused():
     """SentencePiece may drop white space."""
     with pytest.raises(UserError, match="2 tokens"):

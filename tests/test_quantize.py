@@ -2,6 +2,7 @@
 Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
 """
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import checkpoint
 import quantize
 from checkpoint import UserError
+from command import report_errors
 from fast import swap_in
 from model import Config
 from packed import PackedLinear
@@ -493,6 +495,7 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
 def test_a_source_in_shards_leaves_no_index_behind(tmp_path, monkeypatch):
     weights = make(tmp_path / "in")
     (tmp_path / "in" / "model.safetensors").unlink()
+    (tmp_path / "in" / "gone.json").symlink_to(tmp_path / "nowhere")  # nor what is not there
     with monkeypatch.context() as small:
         small.setattr(quantize, "SHARD", 20_000)
         quantize.write_shards(iter(weights.items()), tmp_path / "in")
@@ -563,3 +566,16 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, where):
     with pytest.raises((KeyboardInterrupt, UserError, OSError)):
         run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
     assert len(calls) == 2 and [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+    make(tmp_path / "in")
+    monkeypatch.setattr(quantize, "save_file", lambda *args, **more: signal.raise_signal(signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            report_errors(lambda: run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out",
+                                      "--group-size", 32))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert caught.value.code == 143 and [path.name for path in tmp_path.iterdir()] == ["in"]

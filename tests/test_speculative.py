@@ -241,14 +241,23 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts, capsys):
     assert max(reached) < 32 and max(second for _, second in seen) < 32 and generator.speculator.counts["accepted"]
 
 
+@pytest.mark.parametrize("draft_tokens, times", [("hf", False), ("bass", False), ("4", False), ("auto", True)])
+def test_only_auto_waits_for_times(draft_tokens, times):
+    forwards = []
+    draft = tiny("tiny-draft")
+    draft.register_forward_pre_hook(lambda *_: forwards.append(None))
+    generator = Generator(tiny(), 40 + 40, GREEDY, draft=draft, draft_tokens=draft_tokens)
+    assert bool(forwards) == bool(generator.speculator.seconds) == times
+
+
 def test_a_chat_goes_on_after_a_pause_that_ended_early(prompts):
     """The target as its own draft: once it has read what it missed, all is accepted."""
     generator = Generator(tiny(), 200, GREEDY, draft=tiny(), draft_tokens="6")
     speculator, drafting = generator.speculator, generator.speculator.policy
-    speculator.policy, speculator.seconds[0] = Pausing(), 1.0
+    speculator.policy, speculator.runs[0] = Pausing(), None
     text = prompts[0] + [row[0][0] for row, in islice(generator.generate(prompts[:1], 60), 20)]
     assert speculator.text[0, :len(text)].tolist() == text and speculator.unread == len(text) - 1
-    del speculator.seconds[0]
+    del speculator.runs[0]
     speculator.policy = drafting
     assert len(list(generator.generate([[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
     assert speculator.counts["accepted"] == speculator.counts["drafted"] == 30
@@ -260,7 +269,7 @@ def test_a_draft_reads_what_came_while_it_paused():
     expected = run(Generator(model, 10 + 200, GREEDY, prompts=2), prompts, 200)
     generator = Generator(model, 10 + 200, GREEDY, prompts=2, draft=random_model(1), draft_tokens="4")
     speculator = generator.speculator
-    policy, speculator.seconds[0] = speculator.policy, 1.0
+    policy, speculator.runs[0] = speculator.policy, None
     policy.update = lambda *_: setattr(policy, "length", 0 if pauses else 4)
     policy.pause = lambda: setattr(policy, "length", 4) or pauses.pop(0)
     assert run(generator, prompts, 200) == expected and not pauses
