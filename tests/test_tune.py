@@ -2,6 +2,7 @@
 import json
 import sys
 import zlib
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,23 @@ def test_groups_that_do_not_divide_are_left_out(monkeypatch, capsys, what, forma
         tune.main()
     assert units == [(what, format) for format in made or ()]
     assert ("128 do not divide K" in capsys.readouterr().err) == ("70b" not in what)
+
+
+def test_kernels_are_compiled_on_the_device_that_was_asked_for(monkeypatch):
+    """In a worker, whose current GPU is the first; what needs too much of one is passed over."""
+    did, errors = [], SimpleNamespace(OutOfResources=MemoryError)
+    monkeypatch.setattr(kernels, "triton", SimpleNamespace(runtime=SimpleNamespace(errors=errors)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: did.append(device) or nullcontext())
+
+    def run(layer, name, x, residual):
+        did.append((name, x.shape))
+        raise MemoryError
+
+    tuner = SimpleNamespace(shapes=dict(down=(256, 64)), layers=[{}], choose=lambda *choice: did.append(choice))
+    tuner.run = run
+    monkeypatch.setattr(tune, "small_tuner", lambda *unit: tuner)
+    tune.compile_kernel("small", "int4", CPU, "down", 3, ["library"])
+    assert did == [("down", 3, ["library"]), CPU, ("down", (3, 64))]
 
 
 def test_what_was_not_tuned_has_a_rule_of_thumb(tuner, monkeypatch):
