@@ -118,9 +118,10 @@ class Speculator:
             run = partial(torch.compile(self.run, fullgraph=True) if compile else self.run, length)
             if length == 0 and not self.cuda:  # pause() runs these: run() has more to do around the model
                 run = self.plain_step
-            self.runs[length] = run
             if not (self.cuda or compile or draft_tokens == "auto"):
-                continue  # nothing to warm up, and no policy that asks for times: a large draft's took 40 s on a CPU
+                # Nothing to warm up, and no policy that asks for times: a large draft's took 40 s on a CPU.
+                self.runs[length] = run
+                continue
             run(self.slots_in_use())
             if self.cuda:
                 run = captured(run, self.slots_in_use(), pool)

@@ -152,10 +152,12 @@ def main() -> None:
     configs = [load_config(directory) for directory in directories]
     limits = [config.context for config in configs]
     for spec, directory, config in zip(specs, directories, configs):
-        if spec["quantize"] and read_settings(directory):
+        if not spec["quantize"]:
+            continue
+        if read_settings(directory):
             raise UserError(f"{spec['model']}: {directory} is quantized already; leave out {spec['quantize']}")
         for name, (_, _, shape) in config.hf_weights().items():
-            if spec["quantize"] and "_proj.weight" in name:
+            if "_proj.weight" in name:
                 group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):

@@ -239,8 +239,9 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         n, k = shard.config.n_head, shard.config.n_kv_head
         assert n % k == 0 and looked_at == [kv // E + h // (n // k) for h in range(n)]  # as attention takes it
         assert shard.columns["o_proj"] == shard.rows["q_proj"] and shard.columns["down_proj"] == shard.rows["gate_proj"]
+        unit = 32 if group == -1 else group
         for begin, end in shard.columns.values():
-            assert begin % (32 if group == -1 else group) == end % (32 if group == -1 else group) == 0  # between groups
+            assert begin % unit == end % unit == 0  # between groups
         assert group == 1 or kv % 8 == kv_end % 8 == 0  # between words
 
 
