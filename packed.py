@@ -18,8 +18,6 @@ Shapes: M rows of x, N outputs, K inputs, W = 16 ceil(K / 32 P) words of a row, 
 kernels groups are [blocks of 16 rows, C, 16, PARTS]: there C counts blocks of PARTS groups, zeros behind the last one.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
@@ -431,14 +429,15 @@ def scale_of(groups):
     return (groups & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
 
 
-@jit(do_not_specialize=["M"])  # or tuned.json's choices would be timed with one code and run with another
-def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C,
-                       G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
+@jit(do_not_specialize=["M", "whole", "slices"])  # or tuned.json's choices would be timed with one code and run with another
+def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole,
+                       slices, G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
                        SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, FULL: constexpr, PDL: constexpr):
-    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w, slice of K).
+    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w and a slice of K).
 
-    SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. SCALED: weights
+    SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory; the first whole
+    tiles of w have one slice each, the others slices, the first slices of all of them before the second. SCALED: weights
     are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
     wants groups of whole blocks. FULL: all steps are whole.
 
@@ -450,7 +449,12 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
-    tile = tl.program_id(1)
+    tile, slice = tl.program_id(1), 0
+    if SLICED:
+        sliced = (tl.num_programs(1) - whole) // slices
+        slice = tl.maximum(tile - whole, 0) // sliced
+        tile -= slice * sliced
+        slices = tl.where(tile < whole, 1, slices)
     r = tl.arange(0, BN)
     c = tl.arange(0, BM)
     m = tl.program_id(0) * BM + c
@@ -476,9 +480,8 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
         acc = tl.zeros((SPLITS, BN, BM), tl.float32)
     shape: constexpr = (SPLITS, BN, 16, P, 2)
     wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
-    slices = tl.num_programs(2)
     share = tl.cdiv(tl.cdiv(K, SPLITS * BLOCK), slices) * (SPLITS * BLOCK)
-    first = tl.program_id(2) * share
+    first = slice * share
     for k0 in tl.range(first, tl.minimum(first + share, K), SPLITS * BLOCK, num_stages=STAGES):
         q = tl.load(at_w + k0 // BLOCK * 256, mask=FULL | (k0 // BLOCK + s < KB)[:, None, None], other=0,
                     eviction_policy="evict_first")
@@ -515,18 +518,22 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
         acc = tl.sum(acc, 0)
     if G == WHOLE:
         acc *= scale_of(tl.load(groups + nb * 16 + r % 16)).to(tl.float32)[:, None]
-    if SLICED:  # the last one to come adds all up, always in the same order
-        nth = tile * tl.num_programs(0) + tl.program_id(0)
+    if SLICED:
+        nth = (tile - whole) * tl.num_programs(0) + tl.program_id(0)
         at = sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
-        tl.store(at + tl.program_id(2) * (BN * BM), acc)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + nth, 1, sem="acq_rel") < slices - 1:
+        missing = slices - 1
+        if slices > 1:
+            tl.store(at + slice * (BN * BM), acc)
+            tl.debug_barrier()
+            missing -= tl.atomic_add(arrived + nth, 1, sem="acq_rel")
+            tl.debug_barrier()
+        if missing > 0:
             return
-        tl.debug_barrier()
-        tl.store(arrived + nth, 0)  # for the next launch
-        acc = tl.zeros((BN, BM), tl.float32)
-        for slice in range(slices):
-            acc += tl.load(at + slice * (BN * BM))
+        if slices > 1:  # the last one to come adds all up, always in the same order
+            tl.store(arrived + nth, 0)  # for the next launch
+            acc = tl.zeros((BN, BM), tl.float32)
+            for slice in range(slices):
+                acc += tl.load(at + slice * (BN * BM))
     n = tile * BN + r
     if GATED:
         acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
@@ -619,7 +626,7 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     each tile, zeros again after.
 
     kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor, slices), rows (rows of w and of x,
-    splits, stages, warps, slices, 1 for scaled)."""
+    splits, stages, warps, slices, 1 for scaled, occupancy: programs meant to share a multiprocessor, or 0)."""
     M, K = len(x), x.shape[1] if order is None else len(order)
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
@@ -654,18 +661,28 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)
-    rows, columns, splits, stages, warps, slices, scaled = sizes
+    rows, columns, splits, stages, warps, slices, scaled, occupancy = sizes
     # Beside a wide tile's sums there is no room for those of a group.
     scaled = group < K and (parts > 1 or columns > LEAST_COLUMNS or bool(scaled))
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
     columns = min(columns, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(M, columns), triton.cdiv(len(words) * 16, rows)
+    whole = 0
+    if occupancy:
+        # What is left after full waves is sliced, for a last wave that is full, too: an H200 took 209 us for 512 rows
+        # of x and int4 weights [10240, 8192] with four slices of all tiles, 175 so; of [22016, 4096] 206 and 195.
+        wave = occupancy * gpu(x.device).multi_processor_count // tiles[0]  # tiles of w
+        whole = tiles[1] // wave * wave
+        # Two programs of 8 warps share a multiprocessor only if the compiler is told to save registers: [14336, 21504]
+        # and 192 rows took 290 us at best without that, 269 with it.
+        registers = gpu(x.device).regs_per_multiprocessor // (32 * warps * occupancy)
+        pdl |= dict(maxnreg=registers) if registers < 256 else {}
     # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
     full = columns >= 64 and K % (splits * block) == 0
-    sums = x.new_empty(math.prod(tiles) * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
-    packed_rows_kernel[(*tiles, slices)](
-        x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, G, bits,
+    sums = x.new_empty(tiles[0] * (tiles[1] - whole) * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
+    packed_rows_kernel[(tiles[0], whole + (tiles[1] - whole) * slices)](
+        x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole, slices, G, bits,
         *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
         stages, full, bool(pdl), num_warps=warps, **pdl)
     return out

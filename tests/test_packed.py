@@ -112,10 +112,11 @@ def test_packed_kernels(device, dtype, rows, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2 * 1037, 2944, 4, 23, True, False, True), (563, 1760, 4, 55, True, True, False),
-                                   (520, 28672, 4, 224, True, True, False), (1040, 1984, 8, 1, False, False, False)],
-                         ids=str)
+                                   (520, 28672, 4, 224, True, True, False), (1040, 1984, 8, 1, False, False, False),
+                                   (17350, 640, 4, 5, True, False, True), (17001, 640, 8, 5, True, True, False)],
+                         ids=str)  # the last two: whole tiles first
 @pytest.mark.parametrize("choice, rows", [
-    *((["rows", *sizes, scaled], rows) for scaled in (0, 1) for sizes, rows in [
+    *((["rows", *sizes, scaled, occupancy], rows) for scaled, occupancy in ((0, 0), (1, 2)) for sizes, rows in [
         ((16, 64, 16, 2, 8, 3), 5), ((16, 64, 2, 4, 2, 3), 3), ((16, 64, 4, 6, 4, 2), 11),
         ((32, 64, 4, 4, 4, 4), 20), ((32, 64, 4, 3, 4, 2), 200), ((64, 64, 1, 4, 4, 8), 150),
         ((128, 64, 1, 3, 8, 2), 256), ((128, 64, 1, 4, 4, 6), 33), ((256, 64, 1, 3, 8, 3), 129),
