@@ -429,17 +429,18 @@ def scale_of(groups):
     return (groups & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
 
 
-@jit(do_not_specialize=["M", "whole", "slices"])  # or tuned.json's choices would be timed with one code and run with another
+# One code for all numbers of rows, or tuned.json's choices would be timed with one and run with another.
+@jit(do_not_specialize=["M", "whole", "slices"])
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole,
                        slices, G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
                        SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, FULL: constexpr, PDL: constexpr):
-    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w and a slice of K).
+    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w and, if SLICED, a slice of its K).
 
-    SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory; the first whole
-    tiles of w have one slice each, the others slices, the first slices of all of them before the second. SCALED: weights
-    are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are, in fp32, which
-    wants groups of whole blocks. FULL: all steps are whole.
+    SPLITS > 1: so many warps share the slice, each a block. SLICED: w's first whole tiles have one slice, the others
+    slices, whose sums meet in memory; programs come in the order of whole tiles, first slices, second slices ...
+    SCALED: weights are multiplied by their scales, both rounded to x's type as a dequantized weight is; else sums are,
+    in fp32, which wants groups of whole blocks. FULL: all steps are whole.
 
     shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
     only if all that goes into the unpacking was loaded."""
@@ -626,7 +627,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     each tile, zeros again after.
 
     kernels.tuned()'s sizes: row (warps, depth, stages, programs a multiprocessor, slices), rows (rows of w and of x,
-    splits, stages, warps, slices, 1 for scaled, occupancy: programs meant to share a multiprocessor, or 0)."""
+    splits, stages, warps, occupancy, slices, 1 for scaled); occupancy: how many programs are to share a multiprocessor,
+    or 0."""
     M, K = len(x), x.shape[1] if order is None else len(order)
     (_, C, _, parts), block = groups.shape, 512 // bits
     x = x.contiguous()
@@ -661,30 +663,30 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(M, N // 2 if gated else N)
-    rows, columns, splits, stages, warps, slices, scaled, occupancy = sizes
+    rows, columns, splits, stages, warps, occupancy, slices, scaled = sizes
     # Beside a wide tile's sums there is no room for those of a group.
     scaled = group < K and (parts > 1 or columns > LEAST_COLUMNS or bool(scaled))
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
     columns = min(columns, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(M, columns), triton.cdiv(len(words) * 16, rows)
-    whole = 0
+    whole, limit = 0, {}
     if occupancy:
-        # What is left after full waves is sliced, for a last wave that is full, too: an H200 took 209 us for 512 rows
-        # of x and int4 weights [10240, 8192] with four slices of all tiles, 175 so; of [22016, 4096] 206 and 195.
+        # As many tiles as fill the GPU stay whole, once or more; the rest, sliced, fill it once more: 512 rows of x and
+        # int4 weights [10240, 8192] took an H200 209 us with four slices of every tile, 175 so.
         wave = occupancy * gpu(x.device).multi_processor_count // tiles[0]  # tiles of w
         whole = tiles[1] // wave * wave
-        # Two programs of 8 warps share a multiprocessor only if the compiler is told to save registers: [14336, 21504]
-        # and 192 rows took 290 us at best without that, 269 with it.
+        # Two programs of 8 warps share a multiprocessor only if the compiler leaves registers for the other one.
         registers = gpu(x.device).regs_per_multiprocessor // (32 * warps * occupancy)
-        pdl |= dict(maxnreg=registers) if registers < 256 else {}
+        limit = dict(maxnreg=registers) if registers < 256 else {}
     # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
     full = columns >= 64 and K % (splits * block) == 0
-    sums = x.new_empty(tiles[0] * (tiles[1] - whole) * slices * rows * columns if slices > 1 else 0, dtype=torch.float32)
-    packed_rows_kernel[(tiles[0], whole + (tiles[1] - whole) * slices)](
+    programs = (tiles[1] - whole) * slices
+    sums = x.new_empty(tiles[0] * programs * rows * columns if slices > 1 else 0, dtype=torch.float32)
+    packed_rows_kernel[(tiles[0], whole + programs)](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole, slices, G, bits,
         *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
-        stages, full, bool(pdl), num_warps=warps, **pdl)
+        stages, full, bool(pdl), num_warps=warps, **pdl, **limit)
     return out
 
 

@@ -53,14 +53,13 @@ PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (
 PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in product(
     ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
     (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
-PACKED_FEW = [["rows", *sizes, slices, 0, 0] for sizes, slices in product(
+PACKED_FEW = [["rows", *sizes, 0, slices, 0] for sizes, slices in product(
     ((16, 64, 2, 4, 2), (16, 64, 4, 3, 4), (16, 64, 4, 4, 4), (16, 64, 4, 5, 4), (16, 64, 4, 6, 4), (32, 64, 4, 3, 4),
      (32, 64, 4, 4, 4)), (1, 2, 3, 4))]
-PACKED_MORE = [["rows", *sizes, slices, scaled, occupancy] for sizes, slices, scaled, occupancy in product(
-    ((64, 64, 1, 3, 4), (64, 64, 1, 4, 4), (128, 64, 1, 3, 4), (128, 64, 1, 4, 4), (128, 64, 1, 3, 8),
-     (128, 64, 1, 4, 8), (256, 64, 1, 3, 8), (64, 128, 1, 3, 4), (128, 128, 1, 3, 4), (128, 128, 1, 3, 8),
-     (256, 128, 1, 3, 8), (128, 256, 1, 3, 8)), (1, 2, 3, 4, 6, 8), (0, 1), (0, 1, 2, 3))]
-MOST_PROGRAMS = 2000  # with slices; of 600 choices made without a limit 5 had more (H200)
+PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
+    ((64, 64, 1, 3, 4, 3), (64, 64, 1, 4, 4, 3), (128, 64, 1, 3, 4, 2), (128, 64, 1, 4, 4, 2), (128, 64, 1, 3, 8, 2),
+     (256, 64, 1, 3, 8, 2), (64, 128, 1, 3, 4, 2), (64, 128, 1, 3, 4, 3), (128, 128, 1, 3, 4, 2),
+     (128, 128, 1, 3, 8, 1), (256, 128, 1, 3, 8, 1), (128, 256, 1, 3, 8, 1)), (1, 2, 3, 4, 6, 8), (0, 1))]
 
 
 def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
@@ -187,7 +186,7 @@ class Tuner:
 
     def rounding(self, choice: list) -> float:
         """By which to multiply a time, where scaling the weights is a choice."""
-        return 1.02 if self.format == "int4" and choice[7:8] == [1] else 1
+        return 1.02 if self.format == "int4" and choice[8:] == [1] else 1
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -197,7 +196,7 @@ class Tuner:
     def one_row(self, bar: tqdm) -> None:
         """Each product's in the chain, twice over; a single product's alone."""
         for name in [*self.shapes] * 2 if self.config else self.shapes:
-            choices = candidates(self.format, 1, *self.shapes[name], self.device)
+            choices = candidates(self.format, 1, *self.shapes[name])
             us, choice = self.best(name, [1] * 3, choices, bar, self.chain if self.config else self.time)
             self.choose(name, 1, choice)
         if self.config:
@@ -212,7 +211,7 @@ class Tuner:
             before = None
             for M in sorted(rows):
                 several = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
-                choices = candidates(self.format, M, N, K, self.device)
+                choices = candidates(self.format, M, N, K)
                 one_by_one = M > MANY and len(choices) > 1
                 if one_by_one:
                     choices.remove(["library"])
@@ -234,7 +233,7 @@ class Tuner:
     def against_library(self, name: str, rows: int, kernel: list) -> list:
         """The entries of alike(rows). cuBLAS's time jumps from one number of rows to the next: 4096x11008 with 279, 280
         and 281 takes it 47, 41 and 47 us (bf16, H200). The kernel's does not: it is smoothed."""
-        library, own = zip(*[(self.time(name, M, ["library"]), self.time(name, M, kernel)) for M in alike(rows)])
+        library, own = zip(*[(self.time(name, M, ["library"]), self.time(name, M, kernel, 4)) for M in alike(rows)])
         found = []
         for i, M in enumerate(alike(rows)):
             times = {"library": library[i], "rows": statistics.median(own[max(0, i - 4):i + 5])}
@@ -250,9 +249,9 @@ class Tuner:
         worst, checked = (1.0, ""), 0
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
-            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K, self.device)) > 1):
+            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K)) > 1):
                 chosen = kernels.tuned(self.format, N, K, M, self.device)
-                _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K, self.device), bar, self.time)
+                _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K), bar, self.time)
                 ratios = [1.0 if chosen == best else self.time(name, M, chosen) / self.time(name, M, best)
                           for _ in range(9)]
                 del self.table[f"{N}x{K}"]
@@ -277,32 +276,20 @@ def alike(rows: int) -> range:
     return range(max(8 if rows > 8 else 0, (rows - 1) // step * step) + 1, rows + 1)
 
 
-def candidates(format: str, rows: int, N: int, K: int, device: torch.device) -> list:
+def candidates(format: str, rows: int, N: int, K: int) -> list:
     if format == "16-bit":
         several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
         return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
-    more = [choice for choice in PACKED_MORE if fits(choice, format, rows, N, device)]
+    more = [choice for choice in PACKED_MORE if fits(choice, format, rows)]
     # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
     row = [choice for choice in PACKED_ROW if K > 12288 or choice[-1] == 1]
     return [["library"], *(row if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
             *(more if 8 < rows <= MOST_ROWS else [])]
 
 
-def fits(choice: list, format: str, rows: int, N: int, device: torch.device) -> bool:
+def fits(choice: list, format: str, rows: int) -> bool:
     """Whether sizes of packed_rows_kernel are worth their time, and not the same as others."""
-    _, height, width, *_, warps, slices, scaled, occupancy = choice
-    tiles = -(-N // height) * -(-rows // width)
-    wave = occupancy * kernels.gpu(device).multi_processor_count
-    if occupancy:
-        crowded = occupancy * height * width > 2 ** 15  # two registers for each sum
-        if crowded or not 8 <= occupancy * warps <= 16:
-            return False
-        full = slices > 1 and tiles > wave
-        if not full and occupancy * warps == 8:  # neither whole tiles nor fewer registers
-            return False
-        tiles %= wave
-    if slices > 1 and tiles * slices > MOST_PROGRAMS:
-        return False
+    _, _, width, *_, scaled = choice
     wide = width > LEAST_COLUMNS
     if wide and width >= 2 * rows or not wide and rows > 5 * width:
         return False
@@ -330,8 +317,8 @@ def compile_all(units: list[tuple[str, str]], rows: list[int], device: torch.dev
             for M in sorted(rows, reverse=True)}.values()
     tasks = [(what, format, device, name, M, choice) for (what, format), M in product(units, rows)
              for name, shape in shapes_of(what, format).items()
-             for choice in candidates(format, M, *shape, device)
-             if choice[0] == "row" or choice[6:7] <= [2]]  # "rows" with more slices is the same code
+             for choice in candidates(format, M, *shape)
+             if choice[0] == "row" or choice[7:8] <= [2]]  # "rows" with more slices is the same code
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
