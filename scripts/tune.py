@@ -170,23 +170,29 @@ class Tuner:
 
         return 1e3 * milliseconds(run, spend) / len(self.layers)
 
-    def best(self, name: str, rows: list[int], choices: list, bar: tqdm, timer: Callable) -> tuple[float, list]:
-        """us and choice of the fastest: all are timed a little with the most rows, the first eight then in turns with
-        each of these numbers.
+    def best(self, name: str, rows: list[int], choices: list, bar: tqdm, timer: Callable,
+             before: list | None = None) -> tuple[float, list]:
+        """us and choice of the fastest, or of the one before if that takes no more than KEPT times as long.
 
-        int4's weights are scaled, and so rounded, for a gain of 2% and no less (rounding())."""
-        quick = []
+        All are timed a little with the most rows, the first eight then in turns with each of these numbers, the first
+        three of them again, four times as often: near the GPU's power limit one time differs from the next by up to 4%.
+        int4's weights are scaled, and so rounded, for a gain of 2% and no less (rounded())."""
+        timed = []
         for choice in choices:
-            quick.append((timer(name, rows[-1], choice, 2), choice))
+            timed.append((timer(name, rows[-1], choice, 2), choice))
             bar.update()
-        finalists = [choice for _, choice in sorted(quick)[:8]]
-        rounds = [[timer(name, M, choice, 4) for choice in finalists] for M in rows]
-        return min(zip(map(statistics.mean, zip(*rounds)), finalists),
-                   key=lambda timed: timed[0] * self.rounding(timed[1]))
+        for most, turns in ((8, 1), (3, 4)):
+            timed.sort(key=self.rounded)
+            finalists = [choice for i, (_, choice) in enumerate(timed) if i < most or choice == before]
+            rounds = [[timer(name, M, choice, 4) for choice in finalists] for M in rows * turns]
+            timed = list(zip(map(statistics.mean, zip(*rounds)), finalists))
+        best = min(timed, key=self.rounded)
+        return next((one for one in timed if one[1] == before and self.rounded(one) <= KEPT * self.rounded(best)), best)
 
-    def rounding(self, choice: list) -> float:
-        """By which to multiply a time, where scaling the weights is a choice."""
-        return 1.02 if self.format == "int4" and choice[8:] == [1] else 1
+    def rounded(self, timed: tuple[float, list]) -> float:
+        """The time of a choice, longer where that rounds weights and others do not."""
+        us, choice = timed
+        return us * 1.02 if self.format == "int4" and choice[8:] == [1] else us
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -215,13 +221,8 @@ class Tuner:
                 one_by_one = M > MANY and len(choices) > 1
                 if one_by_one:
                     choices.remove(["library"])
-                us, choice = self.best(name, several, choices, bar, self.time)
-                if before in choices:
-                    kept = statistics.mean(self.time(name, M, before, 4) for M in several)
-                    stays = kept * self.rounding(before) <= KEPT * us * self.rounding(choice)
-                    choice = before if stays else choice
-                before = choice
-                entries = self.against_library(name, M, choice) if one_by_one else [[M, *choice]]
+                _, before = self.best(name, several, choices, bar, self.time, before)
+                entries = self.against_library(name, M, before) if one_by_one else [[M, *before]]
                 found += entries
                 # one after the other, as a hot GPU is slower
                 report.append((M, self.time(name, M, entries[-1][1:]), self.cublas(N, K, M)))
