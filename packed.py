@@ -667,10 +667,10 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     rows, columns, splits, stages, warps, occupancy, slices, scaled = sizes
     # Beside a wide tile's sums there is no room for those of a group.
     scaled = group < K and (parts > 1 or columns > LEAST_COLUMNS or bool(scaled))
-    # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
-    # 81 with four.
     columns = min(columns, max(8, triton.next_power_of_2(M)))
     tiles = triton.cdiv(M, columns), triton.cdiv(len(words) * 16, rows)
+    # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
+    # 81 with four.
     grid, whole, limit = (*tiles, slices), 0, {}
     if waves := occupancy > 0 and slices > 1:
         # As many tiles as fill the GPU stay whole, once or more; the rest, sliced, fill it once more: 512 rows of x and
@@ -686,8 +686,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     sums = x.new_empty(sums, dtype=torch.float32)
     packed_rows_kernel[grid](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole, slices, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, waves,
-        scaled, parts, stages, full, bool(pdl), num_warps=warps, **pdl, **limit)
+        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, waves, scaled,
+        parts, stages, full, bool(pdl), num_warps=warps, **pdl, **limit)
     return out
 
 
