@@ -682,8 +682,8 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
         limit = dict(maxnreg=gpu(x.device).regs_per_multiprocessor // (32 * warps * occupancy))
     # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
     full = columns >= 64 and K % (splits * block) == 0
-    sums = tiles[0] * (tiles[1] - whole) * slices * rows * columns if slices > 1 else 0
-    sums = x.new_empty(sums, dtype=torch.float32)
+    sums = x.new_empty(tiles[0] * (tiles[1] - whole) * slices * rows * columns if slices > 1 else 0,
+                       dtype=torch.float32)
     packed_rows_kernel[grid](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole, slices, G, bits,
         *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, waves, scaled,
