@@ -42,7 +42,7 @@ from packed import LEAST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa:
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [*range(1, 9), *range(16, 256, 16), *range(256, 513, 64)]
+ROWS = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64)]
 KEPT = 1.01  # times the best time: that long, what fewer rows chose is kept
 MANY = 256  # rows; beyond, the library comes near the kernels, and each number of rows has the faster of the two
 LAYERS = 8  # in a graph, whose start then counts for little
@@ -53,9 +53,10 @@ PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (
 PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in product(
     ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
     (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
-PACKED_FEW = [["rows", *sizes, 0, slices, 0] for sizes, slices in product(
-    ((16, 64, 2, 4, 2), (16, 64, 4, 3, 4), (16, 64, 4, 4, 4), (16, 64, 4, 5, 4), (16, 64, 4, 6, 4), (32, 64, 4, 3, 4),
-     (32, 64, 4, 4, 4)), (1, 2, 3, 4))]
+PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
+    ((16, 64, 2, 4, 2, 8), (16, 64, 2, 4, 2, 10), (16, 64, 4, 3, 4, 5), (16, 64, 4, 5, 4, 8), (32, 64, 2, 4, 2, 8),
+     (32, 64, 2, 4, 2, 10), (32, 64, 2, 4, 2, 12), (32, 64, 4, 3, 4, 3), (32, 64, 4, 3, 4, 6), (32, 64, 4, 4, 4, 5),
+     (32, 64, 4, 5, 4, 5)), (1, 2, 3, 4))]
 PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
     ((64, 64, 1, 3, 4, 3), (64, 64, 1, 4, 4, 3), (128, 64, 1, 3, 4, 2), (128, 64, 1, 4, 4, 2), (128, 64, 1, 3, 8, 2),
      (256, 64, 1, 3, 8, 2), (64, 128, 1, 3, 4, 2), (64, 128, 1, 3, 4, 3), (128, 128, 1, 3, 4, 2),
@@ -270,11 +271,13 @@ class Tuner:
 
 
 def alike(rows: int) -> range:
-    """The numbers of rows that have one choice of kernel; from 9 on it is made with the first, the middle and the last,
-    as a tile that is not full can take 10% longer than a full one, or less (int8 12288x4096, tiles of 128 rows: 300,
-    384, 450 and 512 rows take 113, 114, 132 and 120 us, on an H200)."""
-    step = 1 if rows <= 8 else 16 if rows <= MANY else 64
-    return range(max(8 if rows > 8 else 0, (rows - 1) // step * step) + 1, rows + 1)
+    """The numbers of rows that have one choice of kernel, made with the first, the middle and the last: a tile that is
+    not full can take 10% longer than a full one, or less (int8 12288x4096, tiles of 128 rows: 300, 384, 450 and 512
+    rows take 113, 114, 132 and 120 us, on an H200)."""
+    if rows <= 8:
+        return range(rows // 2 + 1, rows + 1)
+    step = 16 if rows <= MANY else 64
+    return range(max(8, (rows - 1) // step * step) + 1, rows + 1)
 
 
 def candidates(format: str, rows: int, N: int, K: int) -> list:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def cost(shape: tuple[int, int], rows: int, choice: list) -> float:
-    tiles = -(-rows // 16) if rows > 8 else -rows
+    tiles = -(-rows // 16) if rows > 8 else -(rows - 1).bit_length()
     return 1 + zlib.crc32(json.dumps([shape, tiles, choice]).encode()) % 1000
 
 
@@ -92,7 +92,7 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
 def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
     times = {}
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 64, 2, 4, 2, 0, 1, 0]])
+    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 64, 2, 4, 2, 8, 1, 0]])
     made, said = tuner("512x256", "int4"), []
 
     def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
@@ -106,7 +106,7 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeyp
     made.check([1, 3, 24, 80], bar)
     assert kernels.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
     # once as a candidate, three times as one of eight, twelve as one of three; as it is what is chosen, too, no more
-    assert times[24, "rows", 16, 64, 2, 4, 2, 0, 1, 0] == times[3, "rows", 16, 64, 2, 4, 2, 0, 1, 0] == 16
+    assert times[24, "rows", 16, 64, 2, 4, 2, 8, 1, 0] == times[3, "rows", 16, 64, 2, 4, 2, 8, 1, 0] == 16
     assert times[80, "library"] == 10 and "worst 1.500" in said[0] and "with 80 rows" in said[0]
 
 
