@@ -453,7 +453,7 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
     tile, slice = tl.program_id(1), tl.program_id(2)
     if WAVES:
-        sliced = (tl.num_programs(1) - whole) // slices
+        sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)  # with 0, all tiles being whole, 0 / 0
         slice = tl.maximum(tile - whole, 0) // sliced
         tile -= slice * sliced
         slices = tl.where(tile < whole, 1, slices)

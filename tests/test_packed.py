@@ -141,6 +141,19 @@ def test_slices_of_k(monkeypatch, choice, rows, shape):
     assert outs[0].equal(outs[1]) and outs[0].equal(outs[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("waves", [1, 2])
+def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
+    """None is left to be sliced."""
+    N = 64 * 3 * waves * torch.cuda.get_device_properties("cuda").multi_processor_count
+    layer = KernelLinear(random_packed(N, 640, 4, 5, True, False, torch.bfloat16, "cuda"))
+    x = torch.randn(20, 640, device="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr("packed.tuned", lambda *_: ["library"])
+    ref = layer.fused(x)
+    monkeypatch.setattr("packed.tuned", lambda *_: ["rows", 64, 64, 1, 3, 4, 3, 4, 0])
+    assert error(layer.fused(x), ref) < 5e-3 and not layer.arrived.any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernel_linear_in_a_model(device):
     """[B, T, K] in, as in prefill."""
