@@ -134,11 +134,12 @@ def test_kernels_compile_for_compute_capability_8():
 import torch, triton, kernels, packed, sampling
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
-pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376)
+pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376,
+                            regs_per_multiprocessor=65536)
 kernels.gpu = packed.gpu = lambda device: pretended
 compile, targets = triton.compile, []
 def compile_for_8(src, target=None, options=None, **more):
-    few = {key: options[key] for key in ("num_warps", "num_stages")}
+    few = {key: options[key] for key in ("num_warps", "num_stages", "maxnreg") if key in options}
     targets.append(compile(src, target=GPUTarget("cuda", 80, 32), options=few, **more))
     assert targets[-1].metadata.shared <= 101376
     return compile(src, target=target, options=options, **more)
@@ -149,8 +150,8 @@ for rows in (1, 16):
     kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
     for K in (14336, 28672, 49152):
         kernels.linear(torch.randn(rows, K, **bf16), torch.randn(64, K, **bf16))
-for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (4, 32, 16, 8192), (8, 1, 100, 8192),
-                         (4, 32, 100, 1024), (4, 128, 100, 1024)):  # 1024: K is shared by slices
+for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (4, 32, 16, 8192), (8, 1, 16, 1024),
+                         (8, 1, 100, 8192), (4, 32, 100, 1024), (4, 128, 100, 1024)):  # 1024: K is shared by slices
     codes = torch.randint(2 ** bits, (N, 4096), device="cuda")
     layer = packed.PackedLinear(codes, torch.ones(N, C, device="cuda"), None, bits)
     packed.KernelLinear(layer, gated=True).fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
