@@ -42,7 +42,7 @@ from packed import LEAST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa:
 from tp import Shard  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
-ROWS = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64)]
+ROWS = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
 KEPT = 1.01  # times the best time: that long, what fewer rows chose is kept
 MANY = 256  # rows; beyond, the library comes near the kernels, and each number of rows has the faster of the two
 LAYERS = 8  # in a graph, whose start then counts for little
@@ -276,7 +276,7 @@ def alike(rows: int) -> range:
     rows take 113, 114, 132 and 120 us, on an H200)."""
     if rows <= 8:
         return range(rows // 2 + 1, rows + 1)
-    step = 16 if rows <= MANY else 64
+    step = 16 if rows <= 64 else 32 if rows <= MANY else 64
     return range(max(8, (rows - 1) // step * step) + 1, rows + 1)
 
 
