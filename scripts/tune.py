@@ -248,7 +248,7 @@ class Tuner:
     def check(self, rows: list[int], bar: tqdm) -> None:
         """What the table chooses against the best that could be had, for numbers of rows that it was not made with; not
         for one row, as that is chosen in a chain."""
-        worst, checked = (1.0, ""), 0
+        found = []
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
             for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K)) > 1):
@@ -259,9 +259,11 @@ class Tuner:
                 del self.table[f"{N}x{K}"]
                 self.table.update({} if before is None else {f"{N}x{K}": before})
                 kernels.tuned.cache_clear()
-                found = f", {name} {N}x{K} with {M} rows: {chosen}, not {best}"
-                worst, checked = max(worst, (statistics.median(ratios), found)), checked + 1
-        bar.write(f"{self.format}: {checked} choices, the worst {worst[0]:.3f} of the best's time{worst[1]}")
+                found.append((statistics.median(ratios), f", {name} {N}x{K} with {M} rows: {chosen}, not {best}"))
+        behind = sum(ratio > 1.03 for ratio, _ in found)
+        worst, where = max(found, default=(1.0, ""))
+        bar.write(f"{self.format}: {len(found)} choices, {behind} more than 3% behind, the worst {worst:.3f} of the "
+                  f"best's time{where}")
 
     def cublas(self, N: int, K: int, M: int) -> float:
         """us of the library's product alone, with 16-bit weights."""
