@@ -53,6 +53,7 @@ PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (
 PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in product(
     ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
     (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
+# With an occupancy, and of two warps too, 4 and 16 rows take 6% less than without (60 products, one scan, H200).
 PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
     ((16, 64, 2, 4, 2, 8), (16, 64, 2, 4, 2, 10), (16, 64, 4, 3, 4, 5), (16, 64, 4, 5, 4, 8), (32, 64, 2, 4, 2, 8),
      (32, 64, 2, 4, 2, 10), (32, 64, 2, 4, 2, 12), (32, 64, 4, 3, 4, 3), (32, 64, 4, 3, 4, 6), (32, 64, 4, 4, 4, 5),
