@@ -322,7 +322,7 @@ def tuned(format: str, N: int, K: int, M: int, device: torch.device) -> list:
 def rule_of_thumb(format: str, N: int, K: int, device: torch.device) -> list:
     memory = gpu(device).shared_memory_per_block_optin
     if format != "16-bit":  # int8 or int4, -32 or -64 where groups are smaller than a block
-        slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // N))  # four programs a multiprocessor
+        slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // max(N, 1)))  # four programs on each
         more = ["rows", 64, 64, 1, 3, 4, 3, 4, 0]
         most = [512, "rows", 64, 128, 1, 3, 4, 2, 4, 1] if memory > 128 * 1024 else [128, *more]
         return [[1, "row", 4, 2, 3, 6, 1], [8, "rows", 32, 64, 4, 3, 4, 3, slices, 0], [64, *more], most]

@@ -267,6 +267,11 @@ def test_what_was_not_tuned_has_a_rule_of_thumb(tuner, monkeypatch):
     assert taken == [["row", 9], ["library"], ["rows", 7], ["rows", 8], ["library"], ["row", 7], ["rows", 7]]
 
 
+def test_a_rank_without_outputs_has_rules_of_thumb(monkeypatch):
+    monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
+    assert [most for most, *_ in kernels.rule_of_thumb("int4", 0, 256, CPU)] == [1, 8, 64, 512]
+
+
 def test_a_whole_layer_is_timed(monkeypatch):
     """The chain runs, attention included, and hands each product what it wants; on a CPU, by the plain twins."""
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
