@@ -434,14 +434,13 @@ def scale_of(groups):
 def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole,
                        slices, G: constexpr, BITS: constexpr, ASM: constexpr, ZERO: constexpr, PAIR: constexpr,
                        GATED: constexpr, BM: constexpr, BN: constexpr, SPLITS: constexpr, SLICED: constexpr,
-                       WAVES: constexpr, SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, FULL: constexpr,
-                       PDL: constexpr):
-    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w, slice of K).
+                       SCALED: constexpr, PARTS: constexpr, STAGES: constexpr, FULL: constexpr, PDL: constexpr):
+    """Several rows of packed_linear(), without norm. Program (BM rows of x, BN of w and a slice of K).
 
-    SPLITS > 1: so many warps share the slice, each a block. SLICED: the slices' sums meet in memory. WAVES: the first
-    whole tiles of w have one slice each; a program's second index goes on from them to the others' first slices, their
-    second slices ... SCALED: weights are multiplied by their scales, both rounded to x's type as a dequantized weight
-    is; else sums are, in fp32, which wants groups of whole blocks. FULL: all steps are whole.
+    SPLITS > 1: so many warps share the slice, each a block. SLICED: the first whole tiles of w have one slice each; a
+    program's second index goes on from them to the others' first slices, their second slices ..., whose sums meet in
+    memory. SCALED: weights are multiplied by their scales, both rounded to x's type as a dequantized weight is; else
+    sums are, in fp32, which wants groups of whole blocks. FULL: all steps are whole.
 
     shifts is an input because the compiler moves a tile into the matrix unit's layout before it is unpacked, not after,
     only if all that goes into the unpacking was loaded."""
@@ -451,8 +450,8 @@ def packed_rows_kernel(x, words, groups, shifts, bias, residual, out, sums, arri
     KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     NB = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
-    tile, slice = tl.program_id(1), tl.program_id(2)
-    if WAVES:
+    tile, slice = tl.program_id(1), 0
+    if SLICED:
         sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)  # with 0, all tiles being whole, 0 / 0
         slice = tl.maximum(tile - whole, 0) // sliced
         tile -= slice * sliced
@@ -673,23 +672,22 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
     tiles = triton.cdiv(M, columns), triton.cdiv(len(words) * 16, rows)
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
     # 81 with four.
-    grid, whole, limit = (*tiles, slices), 0, {}
-    if waves := occupancy > 0 and slices > 1:
+    whole, limit = 0, {}
+    if occupancy and slices > 1:
         # As many tiles as fill the GPU stay whole, once or more; the rest, sliced, fill it once more: 512 rows of x and
         # int4 weights [10240, 8192] took an H200 209 us with four slices of every tile, 175 so.
-        wave = occupancy * gpu(x.device).multi_processor_count // tiles[0]  # tiles of w
+        wave = max(1, occupancy * gpu(x.device).multi_processor_count // tiles[0])  # tiles of w
         whole = tiles[1] // wave * wave
-        grid = tiles[0], whole + (tiles[1] - whole) * slices
     if occupancy * warps > 8:  # or one program might take the registers of another
         limit = dict(maxnreg=gpu(x.device).regs_per_multiprocessor // (32 * warps * occupancy))
     # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
     full = columns >= 64 and K % (splits * block) == 0
     sums = x.new_empty(tiles[0] * (tiles[1] - whole) * slices * rows * columns if slices > 1 else 0,
                        dtype=torch.float32)
-    packed_rows_kernel[grid](
+    packed_rows_kernel[(tiles[0], whole + (tiles[1] - whole) * slices)](
         x, words, groups, shifts, bias, residual, out, sums, arrived, M, N, K, C, whole, slices, G, bits,
-        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, waves, scaled,
-        parts, stages, full, bool(pdl), num_warps=warps, **pdl, **limit)
+        *unpacking(bits, x.dtype == torch.float16, scaled), gated, columns, rows, splits, slices > 1, scaled, parts,
+        stages, full, bool(pdl), num_warps=warps, **pdl, **limit)
     return out
 
 

@@ -150,8 +150,9 @@ for rows in (1, 16):
     kernels.linear(torch.randn(rows, 4096, **bf16), torch.randn(8192, 4096, **bf16), ones, gated=True)
     for K in (14336, 28672, 49152):
         kernels.linear(torch.randn(rows, K, **bf16), torch.randn(64, K, **bf16))
-for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (4, 32, 8, 8192), (8, 1, 8, 1024),
-                         (8, 1, 16, 1024), (8, 1, 100, 8192), (4, 32, 100, 1024), (4, 128, 100, 1024)):  # 1024: slices
+for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (4, 32, 8, 8192), (4, 32, 16, 8192),
+                         (8, 1, 8, 1024), (8, 1, 16, 1024), (8, 1, 100, 8192), (4, 32, 100, 1024),
+                         (4, 128, 100, 1024)):  # 1024: K is shared by slices
     codes = torch.randint(2 ** bits, (N, 4096), device="cuda")
     layer = packed.PackedLinear(codes, torch.ones(N, C, device="cuda"), None, bits)
     packed.KernelLinear(layer, gated=True).fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
