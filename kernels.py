@@ -363,9 +363,11 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     M, K = x.shape
     N = len(w)
     kernel, *sizes = tuned("16-bit", N, K, M, x.device)
-    if kernel == "library":
-        return plain_linear(x, w, norm, bias, residual, gated, eps)
     x = x.contiguous()
+    if norm is not None and kernel != "row":
+        x = rms_norm(x, norm, eps)
+    if kernel == "library":
+        return plain_linear(x, w, None, bias, residual, gated)
     out = x.new_empty(M, N // 2 if gated else N)
     pdl = launch(x.device)
     if kernel == "row":
@@ -374,8 +376,6 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
         row_kernel[(grid,)](x, w, norm, bias, residual, out, N, K, eps, gated, rows, triton.next_power_of_2(K), stages,
                             bool(pdl), num_warps=warps, **pdl)
         return out
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
     rows, block, stages, warps = sizes
     rows_kernel[(triton.cdiv(N, rows),)](x, w, bias, residual, out, M, N, K, gated, max(16, triton.next_power_of_2(M)),
                                          rows, block, stages, bool(pdl), num_warps=warps, **pdl)

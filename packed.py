@@ -652,18 +652,16 @@ def packed_linear(x: Tensor, words: Tensor, groups: Tensor, order: Tensor | None
             depth, stages, parts, rounds, K == rounds * slices * warps * depth * block, slices, bool(pdl),
             num_warps=warps, **pdl)
         return out
-    if kernel == "library":
-        if order is not None:
-            x, norm = x[:, order], None if norm is None else norm[order]
-        w = x.new_empty(N, K)
-        # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
-        dequantize_kernel[(len(words), triton.cdiv(K, 4 * block))](words, groups, w, N, K, C, G, parts, bits, gated, 4,
-                                                                   num_warps=2)
-        return plain_linear(x, w, norm, bias, residual, gated, eps)
     if norm is not None:
         x = rms_norm(x, norm, eps)  # whose kernel reads norm before the launch before it is done: not norm[order]
     if order is not None:
         x = x[:, order]
+    if kernel == "library":
+        w = x.new_empty(N, K)
+        # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
+        dequantize_kernel[(len(words), triton.cdiv(K, 4 * block))](words, groups, w, N, K, C, G, parts, bits, gated, 4,
+                                                                   num_warps=2)
+        return plain_linear(x, w, None, bias, residual, gated)
     out = x.new_empty(M, N // 2 if gated else N)
     rows, columns, splits, stages, warps, occupancy, slices, scaled = sizes
     # Beside a wide tile's sums there is no room for those of a group.
