@@ -87,7 +87,7 @@ def test_packed_linear_is_its_weights(bits, C, zeros, compiled):
     *(("cpu", torch.float32, shape) for shape in SHAPES),
     *(pytest.param("cuda", dtype, shape, marks=pytest.mark.gpu)
       for dtype in (torch.bfloat16, torch.float16) for shape in SHAPES + LARGE)], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 40, 128, 200])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 40, 128, 200, 520])  # 520: the library's
 def test_packed_kernels(device, dtype, rows, shape):
     """int4 and int8 products equal float64's with the same dequantized weights; x spans six orders of magnitude."""
     N, K, bits, C, zeros, order, parts = shape
