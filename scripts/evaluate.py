@@ -168,12 +168,14 @@ def main() -> None:
     if args.max_tokens:
         text = beginning(Tokenizer(directories[0]), text, args.max_tokens)
     (device, team), results = join(args.device), []
-    for spec, directory in zip(specs, directories):
-        results.append(evaluate(spec, directory, text, device, team, args))
-        if args.json or not args.compare:
-            print(json.dumps(results[-1]), flush=True)
-    if not args.json:
-        print(table(results), file=sys.stdout if args.compare else sys.stderr)
+    try:
+        for spec, directory in zip(specs, directories):
+            results.append(evaluate(spec, directory, text, device, team, args))
+            if args.json or not args.compare:
+                print(json.dumps(results[-1]), flush=True)
+    finally:  # should one fail, or take too long, the others are not lost
+        if results and not args.json:
+            print(table(results), file=sys.stdout if args.compare else sys.stderr)
 
 
 if __name__ == "__main__":

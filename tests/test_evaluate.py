@@ -184,6 +184,21 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference():
     assert rows[0].split(" | ")[2] == "-"
 
 
+@pytest.mark.parametrize("problem", [UserError("its weights may be broken"), KeyboardInterrupt()])
+def test_a_comparison_that_ends_early_shows_what_it_has(call, monkeypatch, problem):
+    measure = evaluate.evaluate
+
+    def measure_one(spec, *args):
+        if spec["quantize"]:
+            raise problem
+        return measure(spec, *args)
+
+    monkeypatch.setattr(evaluate, "evaluate", measure_one)
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md", "--max-tokens",
+                          40, "--compare", f"{TINY}:int8", "--device", "cpu")
+    assert code and out.count("\n") == 3 and f"| {TINY} |" in out and str(problem) in err
+
+
 def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(evaluate, "read_settings", lambda directory: dict(bits=4))
