@@ -194,8 +194,8 @@ def test_a_comparison_that_ends_early_shows_what_it_has(call, monkeypatch, probl
         return measure(spec, *args)
 
     monkeypatch.setattr(evaluate, "evaluate", measure_one)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md", "--max-tokens",
-                          40, "--compare", f"{TINY}:int8", "--device", "cpu")
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md",
+                          "--max-tokens", 40, "--compare", f"{TINY}:int8", "--device", "cpu")
     assert code and out.count("\n") == 3 and f"| {TINY} |" in out and str(problem) in err
 
 
