@@ -173,7 +173,7 @@ def main() -> None:
             results.append(evaluate(spec, directory, text, device, team, args))
             if args.json or not args.compare:
                 print(json.dumps(results[-1]), flush=True)
-    finally:  # should one fail, or take too long, the others are not lost
+    finally:  # should one fail or Ctrl-C come, the others are not lost
         if results and not args.json:
             print(table(results), file=sys.stdout if args.compare else sys.stderr)
 
