@@ -31,15 +31,18 @@ import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json
-from collectives import Team, join, run
-from command import (check_compiler, check_memory, find_draft, find_dtype, generate_args, memory_advice, ranked, report,
+from cli import (check_compiler, check_memory, find_draft, find_dtype, generate_args, memory_advice, ranked, report,
                      save_trace, show, table)
-from fast import FastDecoder, swap_in
 from model import Transformer
 from quantize import load_model, read_settings
-from sampling import Sampling, choose, distribution, draw, fast_accept, fast_choose, fast_propose
+from sampling import Sampling, choose, distribution, draw
 from speculative import SLACK, Speculator, accept, propose
-from tp import draft_splitter, splitter
+from tp import Team, draft_splitter, join, run, splitter
+
+try:
+    import fast
+except ImportError:  # the folder is gone: plain PyTorch
+    kernels = None
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, prompts counted in
@@ -64,10 +67,10 @@ class Reader:
     """A model with caches for `rows` rows of `length` tokens, `samples` of them for a prompt, and its prefill."""
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, rows: int, samples: int, compile: bool,
-                 kernels: bool):
+                 use_kernels: bool):
         self.model, self.decoder, self.sampling, self.samples, self.compiled = model, model, sampling, samples, compile
         self.device = model.embed.weight.device
-        self.prefill, self.choose = prefill, choose
+        self.prefill, self.choose, self.fast = prefill, choose, None
         # A slot more for a prompt, or its last piece, of one token, padded to two, 8 that stay unseen, and a multiple
         # of 8, which attention kernels want of a mask's rows.
         model.setup((length + 16) // 8 * 8, rows)
@@ -79,14 +82,15 @@ class Reader:
             torch._dynamo.config.automatic_dynamic_shapes = False  # nor to be open, as they change for the first time
             for layer in model.layers:  # prefill: the code of one layer serves all
                 layer.compile(dynamic=True, fullgraph=True)
-            self.decoder = swap_in(model) if kernels else model
-            if isinstance(self.decoder, FastDecoder):
-                self.choose = fast_choose
+            if use_kernels and kernels:
+                fast = kernels.swap_in(model)
+                self.decoder, self.choose = fast.decoder, fast.choose or choose
+                self.fast = fast if fast.choose else None
 
     def slots(self, n: int) -> Tensor:
         """The cache's slots to look at when n are in use: a power of two, as each count is a CUDA graph of its own, and
         never all, as torch.compile makes a case of its own of that. The kernels look by themselves."""
-        if isinstance(self.decoder, FastDecoder):
+        if self.fast:
             return self.model.slots[:0]
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
         if self.compiled:
@@ -124,9 +128,9 @@ class Generator(Reader):
     Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
 
     def __init__(self, model: Transformer, length: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
-                 compile: bool = False, kernels: bool = True, draft: Transformer | str | None = None,
+                 compile: bool = False, use_kernels: bool = True, draft: Transformer | str | None = None,
                  draft_tokens: str = "auto", team: Team | None = None):
-        super().__init__(model, length + SLACK * bool(draft), sampling, prompts * samples, samples, compile, kernels)
+        super().__init__(model, length + SLACK * bool(draft), sampling, prompts * samples, samples, compile, use_kernels)
         self.decode, self.draft, self.speculator, self.team = decode_one_token, None, None, team or Team()
         self.tokens, self.positions = (
             torch.zeros(prompts * samples, dtype=torch.long, device=self.device) for _ in range(2))
@@ -135,7 +139,7 @@ class Generator(Reader):
             for state in (self.tokens, self.positions):  # the graph then changes them where they are
                 torch._dynamo.mark_static_address(state)
         if draft:
-            self.add_speculator(draft, draft_tokens, length, prompts * samples, kernels)
+            self.add_speculator(draft, draft_tokens, length, prompts * samples, use_kernels)
         elif compile:
             beside = threading.Thread(target=self.warm_up)
             beside.start()
@@ -147,21 +151,21 @@ class Generator(Reader):
     def warm_up(self) -> None:
         """A step as it is, so that Triton compiles its kernels while Dynamo and Inductor are busy with the rest: with
         full caches Llama-2-7B is ready in 3.6 s on an H200, without this in 5.2."""
-        if isinstance(self.decoder, FastDecoder) and self.team.ranks == 1:  # ranks would exchange out of order
+        if self.fast and self.team.ranks == 1:  # ranks would exchange out of order
             with torch.cuda.device(self.device):  # a thread begins with the first
                 state = torch.zeros(2, len(self.tokens), dtype=torch.long, device=self.device)
                 decode_one_token(self.decoder, *state, self.slots(1), self.sampling, self.choose)
 
     @torch.no_grad()
-    def add_speculator(self, draft: Transformer | str, draft_tokens: str, length: int, rows: int, kernels: bool):
+    def add_speculator(self, draft: Transformer | str, draft_tokens: str, length: int, rows: int, use_kernels: bool):
         room = length + SLACK
         if isinstance(draft, Transformer):
             room = min(room, draft.config.context)
-            self.draft = Reader(draft, room, self.sampling, rows, self.samples, self.compiled, kernels)
+            self.draft = Reader(draft, room, self.sampling, rows, self.samples, self.compiled, use_kernels)
             if room < length:
                 print(f"the draft's context is {room} tokens: no token beyond is drafted", file=sys.stderr)
-        vocabulary, fast = self.model.config.vocab_size, isinstance(self.decoder, FastDecoder)
-        suggest, judge = (fast_propose, fast_accept) if fast else (
+        vocabulary, fast = self.model.config.vocab_size, self.fast
+        suggest, judge = (fast.propose, fast.accept) if fast else (
             partial(piece, distribution=distribution, draw=draw) for piece in (propose, accept))
         self.speculator = Speculator(
             target=self.decoder, draft=self.draft and self.draft.logits, accept=partial(judge, sampling=self.sampling),
@@ -437,7 +441,7 @@ def main() -> None:
         save_trace(profiler, args.profile)
     if not runs:
         return
-    result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
+    result = report(generator, runs, kernels and kernels.read_bandwidth, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
                     compile_s=ready - loaded if args.compile else 0.0, world_size=team.ranks)
     if args.json:
         print(json.dumps(result))

@@ -23,21 +23,68 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files
-from command import DTYPES, GIB, Parser, find_device, find_dtype, memory_advice, report_errors, within
+from cli import DTYPES, GIB, Parser, find_device, find_dtype, memory_advice, report_errors, within
 from model import Transformer
-from packed import PackedLinear, pack_rows, unpack, unpack_rows
 
 SHRINK = [1 - 0.03 * i for i in range(8)]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight codes in a word, which of its places holds the first, the second ...
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
 PIECE = 8192  # calibration tokens at a time
 SHARD = 4 * GIB
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear with int4 or int8 weights, which it dequantizes in each call.
+
+    w[n, k] = (code[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
+
+    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 [N, C]; zeros: integers [N, C], None
+    for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where groups are K / C neighbours."""
+
+    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
+                 g_idx: Tensor | None = None):
+        super().__init__()
+        self.bits, self.out_features, self.in_features = bits, len(qweight), qweight.shape[1] * 32 // bits
+
+        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
+            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+        self.qweight, self.scales = parameter(qweight), parameter(scales.half())
+        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
+        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K]."""
+        codes, scales = unpack(self.qweight, self.bits), self.scales.float()
+        zeros = torch.full_like(scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros.float()
+        if self.g_idx is not None:
+            return ((codes - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
+        C = scales.shape[1]
+        groups = codes.unflatten(1, (C, self.in_features // C))
+        return ((groups - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
 def group_of(K: int, group_size: int) -> int:

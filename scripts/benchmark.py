@@ -37,11 +37,11 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
-from collectives import LIBRARY, Team, all_reduce, join, run  # noqa: E402
-from command import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft,  # noqa: E402
+from tp import LIBRARY, Team, all_reduce, join, run  # noqa: E402
+from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft,  # noqa: E402
                      find_dtype, memory_advice, within)
 from generate import TINY, Generator, Reader  # noqa: E402
-from kernels import read_bandwidth, rms_norm  # noqa: E402
+from fast import read_bandwidth, rms_norm  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from policies import policy  # noqa: E402
 from quantize import default_group, load_model, read_settings, round_model  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import find_checkpoint  # noqa: E402
-from command import Parser, report_errors  # noqa: E402
+from cli import Parser, report_errors  # noqa: E402
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
-from collectives import Team, join, run  # noqa: E402
-from command import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
+from tp import Team, join, run  # noqa: E402
+from cli import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
 from model import Transformer  # noqa: E402
 from quantize import default_group, group_of, load_model, read_settings  # noqa: E402
 from tp import splitter  # noqa: E402

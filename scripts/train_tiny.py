@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import Tokenizer, UserError, blame, load_model  # noqa: E402
-from command import Parser, report_errors  # noqa: E402
+from cli import Parser, report_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,

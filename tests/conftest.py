@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from command import report_errors
+from cli import report_errors
 
 
 def pytest_collection_modifyitems(config, items):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint import load_model
-from collectives import Team
+from tp import Team
 from model import Config
 
 ROOT = Path(__file__).parents[1]

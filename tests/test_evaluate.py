@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Tokenizer, UserError, load_model
-from collectives import Team
+from tp import Team
 from scripts import evaluate
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from checkpoint import load_model
-from fast import RowLinear, fast_path, row_decoder
+from fast.cpu import RowLinear, row_decoder
+from fast.decoder import fast_path
 from generate import Generator
 from quantize import load_model as quantized_model
 from sampling import Sampling
@@ -124,9 +125,9 @@ def test_kernels_change_greedy_tokens_at_ties_only():
     """bf16, compiled, with and without kernels; where rows part, the two tokens' logits are a rounding apart."""
     rows = []
     prompts = [[1, 5 + i, 300 + 7 * i] for i in range(4)]
-    for kernels in (False, True):
+    for use_kernels in (False, True):
         model = load_model(TINY, torch.device("cuda"), torch.bfloat16)
-        generator = Generator(model, 80, Sampling(0.0), prompts=4, compile=True, kernels=kernels)
+        generator = Generator(model, 80, Sampling(0.0), prompts=4, compile=True, use_kernels=use_kernels)
         rows.append([[token for [(token, _)] in row] for row in zip(*generator.generate(prompts, 64))])
     exact = load_model(TINY, torch.device("cuda"), torch.float32)
     exact.setup(80)

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import kernels
-from kernels import linear, plain_linear, read_bandwidth, update_and_attend
+import fast.attention
+import fast.bandwidth
+from fast import read_bandwidth
+from fast.attention import update_and_attend
+from fast.linear import linear, plain_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -112,7 +115,7 @@ def test_update_and_attend_of_shared_positions_in_a_larger_cache(device, T):
     qkv, positions, cos, sin, k_cache, v_cache, *_ = inputs(4, T, 4, 2, 64, 200, 0, False, device, dtype)
     positions[:] = torch.arange(90, 90 + T, device=device)
     k_ref, v_ref, arrived = k_cache.clone(), v_cache.clone(), torch.zeros(8, dtype=torch.int32, device=device)
-    ref = kernels.plain_update_and_attend(qkv[:2], positions[:2], cos, sin, k_ref, v_ref, arrived)
+    ref = fast.attention.plain_update_and_attend(qkv[:2], positions[:2], cos, sin, k_ref, v_ref, arrived)
     out = update_and_attend(qkv[:2], positions[:1], cos, sin, k_cache, v_cache, arrived)
     assert error(out, ref) < (1e-2 if device == "cuda" else 1e-6) and v_cache.equal(v_ref)
     assert error(k_cache, k_ref) < 1e-2 and k_cache[2:].equal(k_ref[2:])

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from fast import ByteLinear
-from packed import KernelLinear, PackedLinear, pack, tile, unpack, untile
+from fast.cpu import ByteLinear
+from fast.packed import KernelLinear, tile, untile
+from quantize import PackedLinear, pack, unpack
 from test_kernels import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,9 +133,9 @@ def test_slices_of_k(monkeypatch, choice, rows, shape):
     N, K, *_ = shape
     x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
     residual = None if gated else torch.randn(rows, N, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr("packed.tuned", lambda *_: ["library"])
+    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["library"])
     ref = layer.fused(x, residual=residual, gated=gated)
-    monkeypatch.setattr("packed.tuned", lambda *_: choice)
+    monkeypatch.setattr("fast.packed.tuned", lambda *_: choice)
     torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
     outs = [layer.fused(x, residual=residual, gated=gated) for _ in range(3)]
     assert error(outs[0], ref) < (1.5e-2 if gated else 5e-3) and not layer.arrived.any()
@@ -148,9 +149,9 @@ def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
     N = 64 * 3 * waves * torch.cuda.get_device_properties("cuda").multi_processor_count
     layer = KernelLinear(random_packed(N, 640, 4, 5, True, False, torch.bfloat16, "cuda"))
     x = torch.randn(20, 640, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr("packed.tuned", lambda *_: ["library"])
+    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["library"])
     ref = layer.fused(x)
-    monkeypatch.setattr("packed.tuned", lambda *_: ["rows", 64, 64, 1, 3, 4, 3, 4, 0])
+    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["rows", 64, 64, 1, 3, 4, 3, 4, 0])
     assert error(layer.fused(x), ref) < 5e-3 and not layer.arrived.any()
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 import checkpoint
 import quantize
 from checkpoint import UserError
-from command import report_errors
+from cli import report_errors
 from fast import swap_in
 from model import Config
-from packed import PackedLinear
-from quantize import gptq, load_model, quantize_model, round_to_nearest
+from quantize import PackedLinear, gptq, load_model, quantize_model, round_to_nearest
 from tp import Shard
 
 ROOT = Path(__file__).parents[1]
@@ -365,7 +364,7 @@ def test_some_of_q_k_and_v_may_be_left_as_they_were(tmp_path, kept, act_order):
     model.setup(16)
     with torch.no_grad():
         plain = model(tokens, positions)
-        torch.testing.assert_close(swap_in(model)(tokens, positions), plain)
+        torch.testing.assert_close(swap_in(model).decoder(tokens, positions), plain)
 
 
 def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ from functools import partial
 import pytest
 import torch
 
-from sampling import (Sampling, choose, distribute, distribution, draw, exponential, fast_accept, fast_choose,
-                      plain_sample, probabilities, sample)
+from fast.sampling import distribute, exponential, fast_accept, fast_choose, plain_sample, sample
+from sampling import Sampling, choose, distribution, draw, probabilities
 from speculative import accept
 
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import collectives
+import tp
 import generate
 import quantize
 import tp
 import tp_worker
 from checkpoint import UserError
-from collectives import Team, join
-from command import report_errors
+from tp import Team, join
+from cli import report_errors
 from model import Config
 from packed import PackedLinear
 from test_quantize import SHAPE, change, make, write
@@ -356,10 +356,10 @@ CHAT, TYPED = ("--interactive", *GREEDY), "Once upon a time\nThen\n"
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
-import collectives, generate
+import tp, generate
 if os.environ["RANK"] == "1":
     sys.argv += ["--checkpoint", {checkpoint!r}]
-collectives.run(generate.main)
+tp.run(generate.main)
 """
 
 
@@ -422,7 +422,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 
 def test_a_bug_on_one_rank_leaves_its_traceback():
-    program = "import collectives; collectives.run(lambda: {}['a bug'])"
+    program = "import collectives; tp.run(lambda: {}['a bug'])"
     done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1")
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
 
@@ -430,7 +430,7 @@ def test_a_bug_on_one_rank_leaves_its_traceback():
 SLEEPER = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-import collectives
+import tp
 
 def main():
     print("up", flush=True)
@@ -438,7 +438,7 @@ def main():
     for _ in range(2):  # the second time it waits for good
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-collectives.run(main)
+tp.run(main)
 """
 
 

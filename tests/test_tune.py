@@ -12,7 +12,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import kernels
+import fast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import tune  # noqa: E402

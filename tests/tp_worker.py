@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import Tokenizer
-from collectives import LIBRARY, LOGITS, Team, all_gather, all_reduce, join, mailboxes
-from collectives import run as run_rank
+from tp import LIBRARY, LOGITS, Team, all_gather, all_reduce, join, mailboxes
+from tp import run as run_rank
 from generate import TINY, Generator
 from model import Transformer
 from packed import PackedLinear

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from kernels import (
-    constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, launch, plain_linear, rms_norm, tl, triton, tuned)
+from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, launch, tl, triton, tuned
+from fast.linear import plain_linear, rms_norm
+from quantize import PackedLinear, shifts, unpack
 
 try:
     from triton.experimental import gluon
@@ -37,70 +38,6 @@ gluon_jit = gluon.jit if gluon else jit
 MOST_ROWS = 512  # of x for packed_rows_kernel, each of whose tiles of x unpacks the weights once more
 LEAST_COLUMNS = 64  # in a tile of it, where that is not all of x
 WHOLE = constexpr(2 ** 30) if gluon else 2 ** 30  # the size of a group that is all of K
-
-
-def shifts(bits: int, device: torch.device | None = None) -> Tensor:
-    """[P, 2]: where in a word a code lies. A pair's two are 16 bits apart for int4, which saves instructions."""
-    s, e = (torch.arange(n, dtype=torch.int32, device=device) for n in (16 // bits, 2))
-    s = s[:, None]
-    return 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """codes [N, K], integers below 2 ** bits -> words, int32 [N, W]; what is beyond K holds zeros."""
-    block = 512 // bits
-    codes = F.pad(codes.int(), (0, -codes.shape[1] % block))
-    codes = codes.unflatten(1, (-1, 4, 16 // bits, 4, 2)).permute(0, 1, 4, 2, 3, 5)  # [N, blocks, t, c, s, e]
-    return (codes << shifts(bits, codes.device)).sum((-1, -2), dtype=torch.int32).flatten(1)
-
-
-def unpack(words: Tensor, bits: int, K: int) -> Tensor:
-    """The codes [N, K], int32, of words [N, W]."""
-    codes = words.unflatten(1, (-1, 4, 4, 1, 1)) >> shifts(bits, words.device) & 2 ** bits - 1
-    return codes.permute(0, 1, 3, 4, 2, 5).flatten(1)[:, :K]
-
-
-def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """[R, M] -> int32 [R * bits / 32, M]: the first row's codes are in the low bits, as GPTQ's files have it."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(0, (-1, 32 // bits)) << shifts[:, None]).sum(1, dtype=torch.int32)
-
-
-def unpack_rows(words: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, None] >> shifts[:, None] & 2 ** bits - 1).flatten(0, 1).to(torch.uint8)
-
-
-class PackedLinear(nn.Module):
-    """nn.Linear with packed weights; groups lie side by side along K, so their size is K / C.
-
-    codes [N, K] below 2 ** bits; scales [N, C]; zeros, integers [N, C], None for 2 ** (bits - 1) everywhere. order [K]:
-    the inputs are taken in this order first (GPTQ's act-order), some more than once (quantize.filled); codes come in
-    it."""
-
-    def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
-                 order: Tensor | None = None):
-        super().__init__()
-        self.bits, self.in_features, self.out_features = bits, codes.shape[1], codes.shape[0]
-
-        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
-            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        self.words, self.scales = parameter(pack(codes, bits)), parameter(scales.half())
-        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
-        self.bias, self.order = parameter(bias), parameter(order)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K] that the codes stand for, in the order in which the codes are."""
-        codes = unpack(self.words, self.bits, self.in_features).unflatten(1, (self.scales.shape[1], -1))
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, :, None]
-        return ((codes - zeros) * self.scales[:, :, None].float()).flatten(1).to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]"""
-        if self.order is not None:
-            x = x[..., self.order]
-        return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
 # Codes to fp16, two at a time: OR-ed into the mantissa of 1024, or of 64 where they stand 4 bits higher. No conversion

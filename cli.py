@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import torch
 
 from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config
-from kernels import read_bandwidth
 from model import Config
 
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
@@ -254,7 +253,7 @@ def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
         Path(directory, path.name).replace(path)
 
 
-def report(generator, runs: list[list], **known) -> dict:
+def report(generator, runs: list[list], read_bandwidth: Callable | None, **known) -> dict:
     """generate.py's JSON line, part of which is the table on stderr, of its Generator and Completions; runs: the batch,
     or each answer of a chat."""
     model, device = generator.model, generator.device
@@ -272,7 +271,7 @@ def report(generator, runs: list[list], **known) -> dict:
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     rate = weights * decode_steps / decode_s
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    ceiling = read_bandwidth(model) if device.type == "cuda" and weights >= GIB else None
+    ceiling = read_bandwidth(model) if read_bandwidth and device.type == "cuda" and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,

@@ -35,7 +35,7 @@ from tqdm import tqdm  # noqa: E402
 import kernels  # noqa: E402
 from benchmark import SHAPES  # noqa: E402
 from checkpoint import UserError  # noqa: E402
-from command import Parser, find_device, report_errors  # noqa: E402
+from cli import Parser, find_device, report_errors  # noqa: E402
 from fast import product as fused  # noqa: E402
 from model import Config  # noqa: E402
 from packed import LEAST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402

@@ -1,0 +1,48 @@
+"""
+What the kernels share: Triton, or stand-ins where it is missing, properties of the GPU, and two device functions.
+"""
+import functools
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a build of PyTorch without Triton: the plain twins serve
+    triton = tl = constexpr = gdc_launch_dependents = gdc_wait = None
+
+    def jit(kernel=None, **options):
+        return jit if kernel is None else None
+
+
+@functools.cache
+def gpu(device: torch.device):
+    return torch.cuda.get_device_properties(device)
+
+
+def pdl_options(device: torch.device) -> dict:
+    """Launch options for programmatic dependent launch, which needs compute capability 9.0."""
+    return dict(launch_pdl=True) if gpu(device).major >= 9 else {}
+
+
+@jit
+def silu_gate(gate, up):
+    """silu(gate) * up, of fp32 tiles."""
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@jit
+def last_arriver(semaphore, expected):
+    """Counts this program in; True in the last of `expected` programs, which sees all that the others stored before.
+
+    The last one sets the semaphore back to 0, ready for the next launch. Programs are counted in any order; whoever
+    sums the parts in a fixed order gets the same bits each time."""
+    tl.debug_barrier()
+    last = tl.atomic_add(semaphore, 1, sem="acq_rel") == expected - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(semaphore, 0)
+    return last

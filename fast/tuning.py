@@ -1,0 +1,75 @@
+"""
+Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
+
+tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
+is large enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows) or "library" (cuBLAS; quantized weights
+are dequantized first); its other fields are that kernel's sizes:
+
+    16-bit gemv    block_n, stages, warps, programs (per multiprocessor)
+    16-bit gemm    block_n, block_k, stages, warps
+    packed gemv    warps, depth, stages, programs (per multiprocessor), slices
+    packed gemm    block_n, block_m, splits, stages, warps, occupancy (programs per multiprocessor; 0: any), slices, scaled
+
+A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
+python -m fast.tune writes the file.
+"""
+import functools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from fast.common import gpu, triton
+
+PATH = Path(__file__).parent / "tuned.json"
+LIBRARY = {"kernel": "library"}
+
+
+@functools.cache
+def table(name: str) -> dict:
+    """tuned.json's choices for a GPU; {} for one that was never tuned, which is said once."""
+    tables = json.loads(PATH.read_text())
+    if name not in tables:
+        print(f"tuned.json has nothing for {name}: python -m fast.tune finds its fastest kernels", file=sys.stderr)
+    return tables.get(name, {})
+
+
+@functools.cache
+def kernel_for(format: str, N: int, K: int, M: int, device: torch.device) -> dict:
+    """The choice for M rows of x and weights [N, K]."""
+    choices = table(gpu(device).name).get(format, {}).get(f"{N}x{K}", []) + rules_of_thumb(format, N, K, device)
+    return next((choice for choice in choices if M <= choice["rows"]), LIBRARY)
+
+
+def rules_of_thumb(format: str, N: int, K: int, device: torch.device) -> list[dict]:
+    return rules_for_16_bits(N, K, device) if format == "16-bit" else rules_for_packed(N, device)
+
+
+def rules_for_packed(N: int, device: torch.device) -> list[dict]:
+    """With 4 rows 8% slower than the best on average, 30% at most (44 products of 7B, 8B and 70B, H200)."""
+    slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // max(N, 1)))  # about four programs on each
+    one = dict(rows=1, kernel="gemv", warps=4, depth=2, stages=3, programs=6, slices=1)
+    few = dict(rows=8, kernel="gemm", block_n=32, block_m=64, splits=4, stages=3, warps=4, occupancy=3, slices=slices,
+               scaled=0)
+    more = dict(rows=64, kernel="gemm", block_n=64, block_m=64, splits=1, stages=3, warps=4, occupancy=3, slices=4,
+                scaled=0)
+    most = dict(rows=512, kernel="gemm", block_n=64, block_m=128, splits=1, stages=3, warps=4, occupancy=2, slices=4,
+                scaled=1)
+    if gpu(device).shared_memory_per_block_optin <= 128 * 1024:  # no room for the wide tiles
+        most = more | dict(rows=128)
+    return [one, few, more, most]
+
+
+def rules_for_16_bits(N: int, K: int, device: torch.device) -> list[dict]:
+    memory = gpu(device).shared_memory_per_block_optin
+    row = 2 * triton.next_power_of_2(K)  # bytes of a row of w in shared memory
+    block_n = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's row and its up's
+    stages = max(2, min(4, min(memory, 192 * 1024) // (block_n * row) + 1))
+    small = row <= 8192
+    one = dict(rows=1, kernel="gemv", block_n=block_n, stages=stages, warps=4 if small else 8,
+               programs=12 if small else 1)
+    several = dict(rows=16, kernel="gemm", block_n=16, block_k=256, stages=6, warps=2)
+    if N > 8192:
+        several |= dict(block_n=64, block_k=128, stages=4, warps=4)
+    return [one, several] if 2 * row <= memory else [several]  # a gate's row and its up's must fit
