@@ -1,6 +1,69 @@
 """
-The speed layer: whatever makes a step faster than plain PyTorch does, and nothing that a text depends on. generate.py
-asks it for swap_in() and read_bandwidth(); without this folder it decodes with the plain model.
+The speed layer: what makes a step faster than plain PyTorch does. No text depends on it, except where a rounding
+decides between two tokens.
+
+generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
+(sampling.py, quantize.py, tp.py); of the core, only generate.py imports this folder, and guards the import. Delete the
+folder, and every command still works, slower. Everything here imports without Triton, too.
+
+    decoder.py        swaps modules of a model for fast ones, by their type: the decoder of one row is five launches a layer
+    linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
+    packed_linear.py  the same for int4 and int8 weights, which layout.py puts into the matrix unit's order at load
+    attention.py      attention with rope and the KV cache's update inside
+    sampling.py       temperature, top-k, top-p and speculative acceptance without a sort
+    collectives.py    all-reduce and all-gather of one host's ranks in one launch
+    cpu.py            a CPU's linear layers of few rows, for torch.compile to fuse
+    bandwidth.py      the rate at which a GPU reads the model's weights
+    tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
+    tune.py           the command that writes tuned.json
+    common.py         Triton or stand-ins, the GPU's properties, two device functions
+
+decoder.py imports the kernels' files; these import common.py and tuning.py. Each kernel stands beside its plain twin, a
+function of PyTorch operators that computes the same, runs on CPUs, and is what the tests compare the kernel with.
 """
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
 from fast.bandwidth import read_bandwidth
-from fast.decoder import swap_in
+from fast.common import triton
+from fast.cpu import CpuQuantizedLinear, row_decoder
+from fast.decoder import fusible, install_kernels, replace_quantized
+from fast.sampling import fast_accept, fast_choose, fast_propose
+
+
+@dataclass(frozen=True)
+class Fast:
+    """What takes the place of the plain model and of plain functions; None: the plain function stays."""
+    decoder: nn.Module  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
+    choose: Callable | None = None  # as sampling.choose()
+    propose: Callable | None = None  # as speculative.propose()
+    accept: Callable | None = None  # as speculative.accept()
+    # Our own kernels decode: they find the cache slots in use on the device, and a step can be captured as a CUDA graph
+    # by hand, without torch.compile.
+    kernels: bool = False
+    read_bandwidth: Callable | None = None  # model -> bytes/s, or None
+
+
+def optimize(model: nn.Module) -> Fast | None:
+    """Puts fast modules into a Transformer whose setup() is done, and returns what decodes and samples from now on.
+
+    None where nothing here is faster: other devices than CPUs and CUDA GPUs, and models that the kernels cannot serve,
+    which one line on stderr says.
+    Raises ValueError for a model that was optimized before."""
+    weight = model.embed.weight
+    if weight.device.type == "cpu":
+        replace_quantized(model, lambda layer, name: CpuQuantizedLinear(layer))
+        return Fast(row_decoder(model))
+    if weight.device.type != "cuda":
+        return None
+    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    if not nvidia or weight.itemsize != 2 or not fusible(model):
+        print("plain PyTorch decodes: the kernels want Triton, compute capability 8.0, 16-bit activations, and q, k and "
+              "v, or gate and up, all quantized, in one order", file=sys.stderr)
+        return None
+    return Fast(install_kernels(model), fast_choose, fast_propose, fast_accept, kernels=True,
+                read_bandwidth=read_bandwidth)
