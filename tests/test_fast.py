@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from checkpoint import load_model
 from fast.cpu import RowLinear, row_decoder
-from fast.decoder import fast_path
+from fast.decoder import install_kernels
 from generate import Generator
 from quantize import load_model as quantized_model
 from sampling import Sampling
@@ -55,7 +55,7 @@ def test_fast_decoder_equals_the_model(family, device):
         for layer in model.layers:
             layer.attn.k_cache.fill_(3)
             layer.attn.v_cache.fill_(-2)
-    decoder, vocabulary = fast_path(fast), plain.config.vocab_size
+    decoder, vocabulary = install_kernels(fast), plain.config.vocab_size
     prompt = torch.randint(vocabulary, (3, 17), device=device)
     last, positions = torch.tensor([16, 3, 9], device=device), torch.arange(17, device=device)[None]
     ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots[:0], last)
@@ -81,7 +81,7 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, device):
         model.setup(300, 2)
         model.layers[0].attn.wqkv.order = nn.Parameter(order, requires_grad=False)
     plain, fast = models
-    decoder = fast_path(fast)
+    decoder = install_kernels(fast)
     for T in (3, 200):
         prompt, at = torch.randint(plain.config.vocab_size, (2, T), device=device), torch.arange(T, device=device)[None]
         last = torch.tensor([T - 1, T // 2], device=device)
@@ -101,7 +101,7 @@ def test_one_prefill_serves_many_samples():
     plain, fast = (load_model(GOLDEN / "llama3.1", torch.device("cpu"), torch.float32) for _ in range(2))
     for model in (plain, fast):
         model.setup(12, 6)
-    decoder, vocabulary = fast_path(fast), plain.config.vocab_size
+    decoder, vocabulary = install_kernels(fast), plain.config.vocab_size
     tokens, at = torch.randint(vocabulary, (2, 5)), torch.arange(5)[None]
     for model in (plain, fast):
         model(tokens, at)

@@ -1,16 +1,11 @@
-
-from functools import partial
-
+"""Sampling in plain PyTorch against its definition, and the kernels against it."""
 import pytest
 import torch
 
-from fast.sampling import distribute, exponential, fast_accept, fast_choose, plain_sample, sample
+from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, plain_sample, sample
+from helpers import error
 from sampling import Sampling, choose, distribution, draw, probabilities
-from speculative import accept
-
-
-def error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+from speculative import accept, propose
 
 
 def reference_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -42,7 +37,7 @@ def test_choose_draws_from_the_probabilities():
     tokens, logprobs = choose(logits.expand(n, 8), Sampling(temperature=0.7))
     expected = n * (logits / 0.7).softmax(-1)
     assert ((tokens.bincount(minlength=8) - expected) ** 2 / expected).sum() < 40.5
-    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens])  # of the raw logits, whatever the temperature
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens])  # under the raw logits, whatever the temperature
 
 
 def test_temperature_zero_is_argmax():
@@ -56,9 +51,9 @@ def test_temperature_zero_is_argmax():
 def test_sample(V, top_k):
     logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
     logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
-    waits = torch.empty(5, V, device="cuda").exponential_()
-    tokens, logprobs = sample(logits, waits, 0.7, top_k)
-    expected, expected_logprobs = plain_sample(logits, waits, 0.7, top_k)
+    noise = torch.empty(5, V, device="cuda").exponential_()
+    tokens, logprobs = sample(logits, noise, 0.7, top_k)
+    expected, expected_logprobs = plain_sample(logits, noise, 0.7, top_k)
     assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
     tokens, logprobs = sample(logits, None, 0.0, 0)
     assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
@@ -84,31 +79,45 @@ SAMPLINGS = [Sampling(0.2, 0, 0.95), Sampling(1.0, 0, 0.5), Sampling(0.8, 50, 0.
 def test_distribute(V, sampling):
     logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
     logits[0, :30] = logits[0].max()  # ties
-    waits = exponential(logits, sampling)
-    probs, totals, tokens = distribute(logits, waits, sampling.temperature, sampling.top_k, sampling.top_p)
+    noise = exponential(logits, sampling)
+    probs, totals, tokens = distribute(logits, noise, sampling.temperature, sampling.top_k, sampling.top_p)
     expected, expected_totals = distribution(logits, sampling)
     assert error(probs, expected) < 1e-5 and torch.allclose(totals, expected_totals, atol=1e-4)
-    assert tokens.equal((expected if waits is None else expected / waits).argmax(-1))
+    assert tokens.equal((expected if noise is None else expected / noise).argmax(-1))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("draft_vocab", [300, 500, 700])
+def test_fast_propose_equals_propose(draft_vocab, sampling):
+    """A draft with fewer tokens than the target's 500, with as many, and with more."""
+    logits, outs = torch.randn(9, 2, draft_vocab), []
+    for function in (fast_propose, propose):
+        torch.manual_seed(3)
+        outs.append(function(logits, 500, sampling))
+    (tokens, q), (expected, expected_q) = outs
+    assert q.shape == (9, 500) and torch.allclose(q, expected_q, atol=1e-6)
+    if draft_vocab >= 500:  # else propose() draws its noise for tokens that the draft lacks, too
+        assert tokens.equal(expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_fast_accept_equals_accept(sampling):
-    """Drafts near to the target and far from it, fewer that count than there are; the same random numbers."""
-    B, length, V, seen = 6, 4, 5000, set()
+    """Drafts near the target and far from it, of which fewer may count than there are; the same random numbers."""
+    B, k, V, seen = 6, 4, 5000, set()
     for trial in range(30):
-        logits = 2 * torch.randn(B, length + 1, V, device="cuda", dtype=torch.bfloat16)
+        logits = 2 * torch.randn(B, k + 1, V, device="cuda", dtype=torch.bfloat16)
         q, _ = distribution(logits + (trial % 3) * torch.randn_like(logits), sampling)
         q[:, -1] = 0
-        read = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
-        proposed = torch.randint(length + 1, (B,), device="cuda")
+        tokens = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
+        proposed = torch.randint(k + 1, (B,), device="cuda")
         outs = []
-        for piece in (fast_accept, partial(accept, distribution=distribution, draw=draw)):
+        for function in (fast_accept, accept):
             torch.manual_seed(trial)
-            outs.append(piece(logits, read, q, proposed, sampling))
-        (tokens, logprobs, accepted), (expected, expected_logprobs, expected_accepted) = outs
-        text = torch.arange(length + 1, device="cuda") <= accepted[:, None]
-        assert accepted.equal(expected_accepted) and tokens[text].equal(expected[text])
+            outs.append(function(logits, tokens, q, proposed, sampling))
+        (out, logprobs, accepted), (expected, expected_logprobs, expected_accepted) = outs
+        text = torch.arange(k + 1, device="cuda") <= accepted[:, None]
+        assert accepted.equal(expected_accepted) and out[text].equal(expected[text])
         assert torch.allclose(logprobs[text], expected_logprobs[text], atol=1e-3)
         seen |= set(accepted.tolist())
-    assert seen == set(range(length + 1))
+    assert seen == set(range(k + 1))
