@@ -1,8 +1,14 @@
 """
-Reading a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Nothing is unpickled, no code of
-a checkpoint runs, no file outside of its directory is opened. What a user can get wrong is a UserError that says so.
+Reads a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Hugging Face's keys and names stand
+here and in no other file.
+
+Nothing is unpickled, no code of a checkpoint runs, and no path in it leads out of its directory. What a user can get
+wrong is raised as a UserError of one line.
+
+Shapes: as in model.py.
 """
 import json
+import math
 import os
 import re
 from contextlib import contextmanager
@@ -14,34 +20,34 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from model import Config, Transformer
+from model import Config, RopeScaling, Transformer
 
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
              "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
-CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # they end a turn, whether or not generation_config.json knows
+CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # They end a turn, whether or not generation_config.json lists them.
 
 
 class UserError(Exception):
-    """What was wrong, the limit and the remedy, in one line."""
+    """A user's mistake: what was wrong, the limit and the remedy, in one line."""
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
 
 
 @contextmanager
-def blame(path: Path):
-    """What a file makes libraries raise, of whatever kind, is a UserError that names the file."""
+def reading(source: Path | str):
+    """Turns whatever the content of a file makes libraries raise into a UserError that names the file."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-        raise UserError(f"{path}: {kind}{error}") from error
+        raise UserError(f"{source}: {kind}{error}") from error
 
 
 def find_checkpoint(name: str) -> Path:
-    """A directory as it is; a Hub id (owner/name) from the Hub's cache, downloaded into it where needed."""
+    """A directory is taken as it is. A Hub id (owner/name) comes from the Hub's cache and is downloaded if needed."""
     if os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
     from huggingface_hub import snapshot_download
@@ -64,7 +70,7 @@ def read_json(path: Path, default: dict | None = None) -> dict:
         if default is None:
             raise UserError(f"{path}: no such file; a checkpoint is a directory in Hugging Face layout")
         return default
-    with blame(path):
+    with reading(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"want a JSON object, found {type(content).__name__}")
@@ -72,19 +78,99 @@ def read_json(path: Path, default: dict | None = None) -> dict:
 
 
 def load_config(directory: Path) -> Config:
-    with blame(directory / "config.json"):
-        return Config.from_hf(read_json(directory / "config.json"))
+    with reading(directory / "config.json"):
+        return config_from_hf(read_json(directory / "config.json"))
+
+
+def config_from_hf(hf: dict) -> Config:
+    """hf: the content of config.json. ValueError names the key and the value that are not supported."""
+    kind = hf.get("model_type")
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ValueError(f"model_type {kind!r} is not supported: want llama, mistral, qwen2 or qwen3")
+    rope = dict(rope_theta=hf.get("rope_theta", 10000.0))
+    rope |= hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"rope_type {rope_type!r} is not supported: want 'default' or 'llama3'")
+    supported = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
+                     partial_rotary_factor=1.0)
+    for key, want in supported.items():
+        if (found := {**rope, **hf}.get(key, want)) != want:
+            raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
+
+    def number(key: str, default: int | None = None, of: dict = hf, kind: type = int, most: float = 1e12):
+        value = of.get(key) or default
+        if type(value) not in (int, kind) or not 0 < value <= most:
+            raise ValueError(f"{key}={of.get(key)!r}: want {kind.__name__} above 0, up to {most:.0e}")
+        return value
+
+    dim, heads = number("hidden_size"), number("num_attention_heads")
+    kv_heads = number("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    if dim % heads and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    scaling = None
+    if rope_type == "llama3":
+        keys = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        scaling = RopeScaling(*(number(key, of=rope, kind=float) for key in keys))
+    return Config(
+        dim=dim, n_layer=number("num_hidden_layers", most=1e4), n_head=heads, n_kv_head=kv_heads,
+        head_dim=number("head_dim", default=dim // heads),
+        ffn_dim=number("intermediate_size"), vocab_size=number("vocab_size"),
+        context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps", kind=float),
+        rope_theta=number("rope_theta", of=rope, kind=float), rope_scaling=scaling,
+        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
+        window=number("sliding_window") if kind == "mistral" and hf.get("sliding_window") else None,
+        tied=hf.get("tie_word_embeddings", False))
+
+
+def hf_weights(config: Config) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Hugging Face's name of each tensor -> our parameter, the row of it where the tensor starts, the tensor's shape.
+
+    q, k and v are rows of one matrix here, gate and up rows of another."""
+    D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
+    q, kv = config.n_head * E, config.n_kv_head * E
+    layer = {
+        "self_attn.q_proj.weight": ("attn.wqkv.weight", 0, (q, D)),
+        "self_attn.k_proj.weight": ("attn.wqkv.weight", q, (kv, D)),
+        "self_attn.v_proj.weight": ("attn.wqkv.weight", q + kv, (kv, D)),
+        "self_attn.o_proj.weight": ("attn.wo.weight", 0, (D, q)),
+        "mlp.gate_proj.weight": ("ffn.w_gate_up.weight", 0, (F, D)),
+        "mlp.up_proj.weight": ("ffn.w_gate_up.weight", F, (F, D)),
+        "mlp.down_proj.weight": ("ffn.w_down.weight", 0, (D, F)),
+        "input_layernorm.weight": ("attn_norm.weight", 0, (D,)),
+        "post_attention_layernorm.weight": ("ffn_norm.weight", 0, (D,)),
+    }
+    if config.qkv_bias:
+        layer |= {"self_attn.q_proj.bias": ("attn.wqkv.bias", 0, (q,)),
+                  "self_attn.k_proj.bias": ("attn.wqkv.bias", q, (kv,)),
+                  "self_attn.v_proj.bias": ("attn.wqkv.bias", q + kv, (kv,))}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": ("attn.q_norm.weight", 0, (E,)),
+                  "self_attn.k_norm.weight": ("attn.k_norm.weight", 0, (E,))}
+    names = {"model.embed_tokens.weight": ("embed.weight", 0, (V, D)), "model.norm.weight": ("norm.weight", 0, (D,))}
+    if not config.tied:
+        names["lm_head.weight"] = ("head.weight", 0, (V, D))
+    for i in range(config.n_layer):
+        for theirs, (ours, row, shape) in layer.items():
+            names[f"model.layers.{i}.{theirs}"] = (f"layers.{i}.{ours}", row, shape)
+    return names
+
+
+def count_parameters(config: Config) -> int:
+    return sum(math.prod(shape) for _, _, shape in hf_weights(config).values())
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """The safetensors file that holds each tensor; none lies outside of the directory."""
+    """The safetensors file that holds each tensor. UserError where the index leads out of the directory."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not index.exists():
         if not whole.exists():
             raise UserError(f"{directory}: no model.safetensors, nor its index; other formats (*.bin) are not read")
-        with blame(whole), safe_open(whole, framework="pt") as file:
+        with reading(whole), safe_open(whole, framework="pt") as file:
             return dict.fromkeys(file.keys(), whole)
-    with blame(index):
+    with reading(index):
         files = read_json(index)["weight_map"]
         for name, file in files.items():
             if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
@@ -92,43 +178,53 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in files.items()}
 
 
-def read_tensor(files: dict[str, Path], name: str, shape: tuple = None, kinds: str = "BF16 F16 F32 F64",
+def read_tensor(files: dict[str, Path], name: str, shape: tuple | None = None, dtypes: str = "BF16 F16 F32 F64",
                 part: tuple[slice, ...] = ()) -> Tensor:
-    """The tensor, or a part, in the host's memory. Its name leaves `files`: what stays has no place in the model."""
+    """The tensor, or a part of it, in the host's memory.
+
+    Its name is removed from `files`: a name that is still there at the end has no place in the model."""
     if name not in files:
         raise UserError(f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
-                        "the weights are quantized (quantize.load_model reads these)")
-    with blame(path := files.pop(name)), safe_open(path, framework="pt") as file:
+                        "the weights are quantized (quantize.load_checkpoint reads these)")
+    with reading(path := files.pop(name)), safe_open(path, framework="pt") as file:
         found = file.get_slice(name)
-        if found.get_dtype() not in kinds.split() or shape not in (None, tuple(found.get_shape())):
-            raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, want {kinds} {list(shape or ())}")
+        if found.get_dtype() not in dtypes.split() or shape not in (None, tuple(found.get_shape())):
+            raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()}, want {dtypes} {list(shape or ())}")
         return found[part[:len(shape)]] if part else file.get_tensor(name)
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype, progress: bool = False,
-               swap=lambda model, files: None, shard=None) -> Transformer:
-    """The model, its weights read tensor by tensor straight to the device; swap puts in layers that have theirs.
-    shard: the part to read, a tp.Shard."""
+               replace_layers=None, shard=None) -> Transformer:
+    """The model, ready for setup(). Its weights go tensor by tensor from the files to the device.
+
+    replace_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
+    ones. shard: this rank's part of the model, a tp.Shard."""
     from tqdm import tqdm
     config, files = load_config(directory), tensor_files(directory)
     with torch.device("meta"):
         model = shard.model() if shard else Transformer(config)
-    swap(model, files)
+    if replace_layers:
+        replace_layers(model, files)
     weights = {name: nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype), requires_grad=False)
                for name, parameter in model.named_parameters() if parameter.is_meta}
-    places, shapes = model.config.hf_weights(), {name: place[2] for name, place in config.hf_weights().items()}
-    wanted = [(name, *place) for name, place in places.items() if place[0] in weights]
+    whole_shapes = {name: shape for name, (_, _, shape) in hf_weights(config).items()}
+    wanted = [(name, *place) for name, place in hf_weights(model.config).items() if place[0] in weights]
     for name, ours, row, (rows, *_) in tqdm(wanted, "loading", delay=1, leave=False, disable=not progress):
-        tensor = read_tensor(files, name, shapes[name], part=shard.part(name) if shard else ())
+        tensor = read_tensor(files, name, whole_shapes[name], part=shard.part(name) if shard else ())
         weights[ours][row:row + rows].copy_(tensor)
-    for name, path in list(files.items()):
-        if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.config.tied
-                or name.endswith(".bias") and not read_tensor(files, name).any()):
-            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
+    refuse_surplus(files, model.config.tied)
     if model.config.tied:
         weights["head.weight"] = weights["embed.weight"]
     model.load_state_dict(weights, strict=False, assign=True)
     return model.eval()
+
+
+def refuse_surplus(files: dict[str, Path], tied: bool) -> None:
+    """UserError for a tensor that the model has no place for, unless it would change nothing."""
+    for name, path in list(files.items()):
+        unused = name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight"
+        if not unused and not (name.endswith(".bias") and not read_tensor(files, name).any()):
+            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
 
 
 class Tokenizer:
@@ -139,7 +235,7 @@ class Tokenizer:
         config = read_json(directory / "config.json")
         generation = read_json(directory / "generation_config.json", {})
         self.vocab_size, self.add_bos = config.get("vocab_size"), settings.get("add_bos_token")
-        with blame(directory / "tokenizer_config.json, generation_config.json or chat_template.jinja"):
+        with reading(directory / "tokenizer_config.json, generation_config.json or chat_template.jinja"):
             if (directory / "tokenizer.json").exists():
                 self.backend = TokenizerJson(directory / "tokenizer.json")
             elif (directory / "tokenizer.model").exists():
@@ -148,8 +244,8 @@ class Tokenizer:
                 raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
             special = {key: value["content"] if isinstance(value, dict) else value
                        for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
-            self.special_tokens = special  # bos_token, eos_token and the like, which templates write
-            self.token, self.decode = self.backend.token, self.backend.decode  # special tokens show no text
+            self.special_tokens = special  # bos_token, eos_token and the like, which chat templates insert
+            self.token, self.decode = self.backend.token, self.backend.decode  # decode() leaves special tokens out
             self.bos = config.get("bos_token_id")
             if isinstance(self.backend, TokenizerJson) and special.get("bos_token"):
                 self.bos = self.backend.id(special["bos_token"])
@@ -164,10 +260,12 @@ class Tokenizer:
                 self.template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
 
     def encode(self, text: str, rendered: bool = False) -> list[int]:
-        """Who adds a beginning of sequence: tokenizer.json's post-processor, unless add_bos_token says otherwise; with
-        tokenizer.model alone, we, config.json's bos_token_id; nobody, to text that a chat template rendered."""
-        with blame(Path("the text")):
-            text.encode()  # raises what says where a command line's text is not UTF-8
+        """Text -> tokens. rendered: a chat template made the text, and no beginning of sequence is added.
+
+        Otherwise tokenizer.json's post-processor adds it, unless add_bos_token overrides that. With tokenizer.model
+        alone this function adds config.json's bos_token_id."""
+        with reading("the text"):
+            text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
             ids = self.backend.encode(text, post_process=self.add_bos is None and not rendered)
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
@@ -177,7 +275,7 @@ class Tokenizer:
         return ids
 
     def render(self, messages: list[dict]) -> str:
-        """[{"role": ..., "content": ...}, ...] as the model was trained to read it, up to where its answer begins."""
+        """[{"role": ..., "content": ...}, ...] -> the text that the model was trained on, up to where its answer begins."""
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -186,9 +284,9 @@ class Tokenizer:
 
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         env.add_extension("jinja2.ext.loopcontrols")
-        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes for HTML
+        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
         env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
-        with blame(Path("the chat template")):
+        with reading("the chat template"):
             return env.from_string(self.template).render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.special_tokens)
 
@@ -198,7 +296,7 @@ class TokenizerJson:
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
-        with blame(path):
+        with reading(path):
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -212,11 +310,11 @@ class TokenizerJson:
 
 
 class SentencePiece:
-    """tokenizer.model, through sentencepiece, which leaves it to its callers to find special tokens in a text."""
+    """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its callers."""
 
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor
-        with blame(path):
+        with reading(path):
             self.processor = SentencePieceProcessor(model_file=str(path))
         self.size = self.processor.vocab_size()
         self.special = {self.processor.id_to_piece(i): i for i in range(self.size) if self.processor.is_control(i)}

@@ -1,5 +1,5 @@
 """
-What the commands share: options, the device and its memory; and what generate.py reads and reports.
+The command line: what the commands share (errors, device, memory, options), and generate.py's options and report.
 """
 import argparse
 import math
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config
+from checkpoint import Tokenizer, UserError, count_parameters, find_checkpoint, hf_weights, load_config, reading
 from model import Config
 
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
@@ -23,26 +23,27 @@ GIB = 2 ** 30
 
 
 def world_size() -> int:
-    """torchrun's number of processes."""
+    """The number of processes that torchrun started, 1 without it."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def report_errors(main, ranks: bool = False) -> None:
-    """Run a command: a UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
-    ranks: it may be one of several."""
+    """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
+
+    ranks: the command may be one of several processes."""
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
-        if getattr(sys, name) is None:  # closed by whoever started it
+        if getattr(sys, name) is None:  # whoever started the command closed it
             setattr(sys, name, open(os.devnull, mode))
     try:
         if world_size() > 1 and not ranks:
             raise UserError(f"{world_size()} processes, want one: start it without torchrun")
-        if world_size() == 1:  # what is half-written goes; a rank may wait for others, and would not hear of it
+        if world_size() == 1:  # half-written files are removed; tp.end_on_signals() does this for ranks
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever reads, `head` say, has read enough
+    except BrokenPipeError:  # the reader, `head` say, has read enough
         sys.stdout = None
         sys.exit(141)
     except (UserError, OSError) as error:
@@ -52,9 +53,9 @@ def report_errors(main, ranks: bool = False) -> None:
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device, which becomes the current one if it is a GPU: Triton launches there."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
+    available = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    name = name or next(kind for kind, there in available.items() if there)
     kind, _, index = name.partition(":")
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
     if count is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
@@ -68,7 +69,7 @@ def find_device(name: str | None) -> torch.device:
 
 @contextmanager
 def memory_advice(advice: str) -> Iterator[None]:
-    """What to say, as a UserError, where memory runs out."""
+    """Turns running out of memory into a UserError with this advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
@@ -78,8 +79,8 @@ def memory_advice(advice: str) -> Iterator[None]:
 
 
 def check_compiler(compile: bool, device: torch.device) -> None:
-    """UserError where Inductor would fail for want of one."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as Inductor chooses
+    """UserError where Inductor would not find a C++ compiler."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"--compile on a CPU runs {compiler}, which is not here: install it, let CXX name another C++ "
                         "compiler, or leave out --compile")
@@ -92,22 +93,24 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int, device: torch.device,
+def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
                  dtype: torch.dtype, ranks: int = 1) -> str:
-    """What to say when memory runs out later; UserError if weights and caches alone do not fit. models: configs, and of
-    a quantized checkpoint the bits of a weight of its layers, scales not counted; split over the ranks' GPUs."""
+    """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
+
+    models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both."""
     weights, cache, share = 0, 0, ranks if device.type == "cuda" else 1
     for config, bits in models:
-        packed = bits / 8 / dtype.itemsize if bits else 1
-        for name, (_, _, shape) in config.hf_weights().items():
+        packed = bits / 8 / dtype.itemsize if bits else 1  # scales are not counted
+        for name, (_, _, shape) in hf_weights(config).items():
             size = math.prod(shape) * dtype.itemsize * (packed if "_proj." in name else 1)
             weights += size / (1 if "embed" in name else share)
-        cache += dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim * rows * length
+        token = dtype.itemsize * 2 * config.n_layer * config.n_kv_head * config.head_dim
+        cache += token * batch_size * cache_length
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         there, cache = torch.cuda.mem_get_info(device)[0], cache / share
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({rows} rows "
-              f"of {length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype"
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
+              f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or --dtype"
               f"{', or no --draft' if len(models) > 1 else ''}, help")
     if weights + cache > there:
         raise UserError(advice)
@@ -115,22 +118,21 @@ def check_memory(models: list[tuple[Config, int | None]], rows: int, length: int
 
 
 def find_draft(name: str, config: Config, tokenizer: Tokenizer) -> Path:
-    """The draft's directory; UserError if its tokenizer is another."""
+    """The draft's directory. UserError if its tokenizer is not the checkpoint's."""
     directory = find_checkpoint(name)
     theirs, draft = Tokenizer(directory), load_config(directory)
     for i in range(min(config.vocab_size, draft.vocab_size)):
         if None not in (pair := (theirs.token(i), tokenizer.token(i))) and pair[0] != pair[1]:
             raise UserError(f"--draft {name}: token {i} is {pair[0]!r} there and {pair[1]!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or --draft prompt-lookup")
-    sizes = [sum(math.prod(shape) for _, _, shape in of.hf_weights().values()) for of in (draft, config)]
-    if sizes[0] > sizes[1]:
-        print(f"--draft {name} has {sizes[0]:,} parameters, the checkpoint {sizes[1]:,}: this draft costs more than it "
-              "can save", file=sys.stderr)
+    if count_parameters(draft) > count_parameters(config):
+        print(f"--draft {name} has {count_parameters(draft):,} parameters, the checkpoint {count_parameters(config):,}: "
+              "this draft costs more than it can save", file=sys.stderr)
     return directory
 
 
 def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argument's type: a number of that kind from low to high."""
+    """A type for argparse: a number of that kind from low to high."""
     def parse(text: str):
         value = kind(text)
         if not low <= value <= high:
@@ -147,7 +149,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def draft_tokens(text: str) -> str:
-    """An argument's type: how many tokens to draft, or the name of a policy."""
+    """A type for argparse: how many tokens to draft, or the name of a policy."""
     if text not in ("auto", "hf", "bass") and not (text.isdecimal() and 1 <= int(text) <= 32):
         raise argparse.ArgumentTypeError(f"{text!r} is none of 1 to 32, auto, hf and bass")
     return text
@@ -163,7 +165,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def generate_args(description: str, default_checkpoint: str) -> argparse.Namespace:
-    """generate.py's command line."""
+    """generate.py's options, checked against each other."""
     parser = Parser(description)
     add = parser.add_argument
     add("--checkpoint", default=default_checkpoint, help="directory or Hub id (default: the bundled model)")
@@ -208,7 +210,7 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
                          or not args.profile.absolute().parent.is_dir()):
         parser.error(f"--profile {args.profile}: want a file, in a directory that exists")
     if args.prompt_file:
-        with blame(args.prompt_file):
+        with reading(args.prompt_file):
             lines = [line for line in args.prompt_file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         if not lines:
             parser.error(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
@@ -217,25 +219,28 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     return args
 
 
-def ranked(completions: list, samples: int) -> list:
-    """What a time budget gave: of each prompt the finished ones first, the likeliest in front."""
+def rank_completions(completions: list, samples: int) -> list:
+    """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
     def place(completion) -> tuple[bool, bool, float]:
         return completion.finish_reason == "time", not completion.tokens, -completion.mean_logprob()
 
+    ranked = []
     for completion in completions:
         if completion.finish_reason == "time":
             completion.heading = (completion.heading.rstrip("\n") + " [unfinished]\n").lstrip()
-    return [c for at in range(0, len(completions), samples) for c in sorted(completions[at:at + samples], key=place)]
+    for at in range(0, len(completions), samples):
+        ranked += sorted(completions[at:at + samples], key=place)
+    return ranked
 
 
 def show(completions: list) -> Iterator[None]:
-    """Each next() prints what has come: of the first unfinished completion at once, of the others in their turn."""
+    """Each next() prints what is new. The first unfinished completion is streamed, the others follow in their turn."""
     for completion in completions:
         sys.stdout.write(completion.heading)
         shown = 0
         while True:
             text = completion.visible()
-            if completion.heading != completion.prompt:  # the text stands alone: no space before its first word
+            if completion.heading != completion.prompt:  # the text does not follow the prompt: no space at its begin
                 text = text.lstrip(" ")
             sys.stdout.write(text[shown:])
             sys.stdout.flush()
@@ -247,19 +252,23 @@ def show(completions: list) -> Iterator[None]:
 
 
 def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
-    """Whole, or not at all."""
+    """Writes a Chrome trace whole, or not at all."""
     with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.absolute().parent) as directory:
         profiler.export_chrome_trace(str(Path(directory, path.name)))
         Path(directory, path.name).replace(path)
 
 
-def report(generator, runs: list[list], read_bandwidth: Callable | None, **known) -> dict:
-    """generate.py's JSON line, part of which is the table on stderr, of its Generator and Completions; runs: the batch,
-    or each answer of a chat."""
-    model, device = generator.model, generator.device
-    weights = sum(p.nbytes for p in model.parameters())
+def count_read_weights(model) -> int:
+    """Bytes of weights that a decode step reads."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
+    return weights
+
+
+def report(generator, runs: list[list], **known) -> dict:
+    """The object of --json, of generate.Generator and its Completions. runs: the batch, or each answer of a chat."""
+    device, weights = generator.device, count_read_weights(generator.model)
     completions = [completion for run in runs for completion in run]
     decode_steps, speculation = sum(max(c.steps for c in run) - 1 for run in runs), None
     if generator.speculator:
@@ -269,24 +278,27 @@ def report(generator, runs: list[list], read_bandwidth: Callable | None, **known
                            acceptance_rate=n["accepted"] / max(1, n["drafted"]),
                            tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
-    rate = weights * decode_steps / decode_s
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    ceiling = read_bandwidth(model) if read_bandwidth and device.type == "cuda" and weights >= GIB else None
+    rate, read_rate, peak = weights * decode_steps / decode_s, None, None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        if generator.read_bandwidth and weights >= GIB:
+            read_rate = generator.read_bandwidth(generator.model)
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
                     finish_reason=c.finish_reason, seconds=c.seconds,
                     mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
     return known | dict(
-        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), batch=len(completions),
-        samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        device=str(device), dtype=str(generator.model.embed.weight.dtype).removeprefix("torch."),
+        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
-        weights_bytes=weights, bandwidth_gb_s=rate / 1e9,
-        bandwidth_utilization=rate / ceiling if ceiling else None, peak_memory_bytes=peak, speculation=speculation)
+        weights_bytes=weights, bandwidth_gb_s=rate / 1e9, bandwidth_utilization=rate / read_rate if read_rate else None,
+        peak_memory_bytes=peak, speculation=speculation)
 
 
-def table(result: dict) -> str:
+def format_report(result: dict) -> str:
+    """The table on stderr: a line of names and a line of values."""
     share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
     cells = {"load s": f"{result['load_s']:.2f}", "compile s": f"{result['compile_s']:.1f}",
              "first token s": f"{result['first_token_s']:.3f}",

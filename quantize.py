@@ -1,13 +1,14 @@
 """
-int8 and int4 weights: rounding, GPTQ, and checkpoints in the GPTQ layout that the Hub uses; AWQ's are read.
+int8 and int4 weights: the plain quantized layer, rounding, GPTQ, and quantized checkpoints. It writes the GPTQ layout of
+the Hub and reads that and AWQ's.
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
 
-GPTQ chooses the codes column by column, and lets the columns to come make up for each one's error, as measured on the
-inputs that a calibration text gives (Frantar et al. 2022, arXiv 2210.17323).
+GPTQ (Frantar et al. 2022, arXiv 2210.17323) chooses the codes column by column. The columns that are not quantized yet
+make up for each error, as measured on the inputs that a calibration text gives.
 
-A weight is (code - zero) * scale; a group of weights of one row, G of them along K, shares scale and zero.
+A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim.
 """
@@ -16,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -28,16 +29,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checkpoint
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config, read_json, read_tensor, tensor_files
+from checkpoint import (Tokenizer, UserError, find_checkpoint, hf_weights, load_config, load_model, read_json,
+                        read_tensor, reading, tensor_files)
 from cli import DTYPES, GIB, Parser, find_device, find_dtype, memory_advice, report_errors, within
 from model import Transformer
 
-SHRINK = [1 - 0.03 * i for i in range(8)]
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight codes in a word, which of its places holds the first, the second ...
+SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
-PIECE = 8192  # calibration tokens at a time
-SHARD = 4 * GIB
+CHUNK = 8192  # calibration tokens at a time
+SHARD_BYTES = 4 * GIB
+
+
+# The plain quantized layer
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -87,6 +91,9 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
+# Rounding
+
+
 def group_of(K: int, group_size: int) -> int:
     """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
     G = K if group_size == -1 else group_size
@@ -103,9 +110,9 @@ def find_scales(w: Tensor, bits: int, sym: bool, costs: Tensor | None = None,
                 widest: Callable | None = None) -> tuple[Tensor, Tensor]:
     """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
 
-    With costs [G] it is shrunk to the least sum of squared errors times costs (without, that made perplexity worse).
-    Zero points start at 1: "gptq" files store zero - 1, and engines read -1 differently. widest: of low and high those
-    of a group that is not here as a whole."""
+    costs [G]: the range is shrunk to the least sum of squared errors times costs; without costs, shrinking made the
+    perplexity worse. widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
+    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read."""
     top = 2 ** bits - 1
     low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
     if widest:
@@ -138,6 +145,9 @@ def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool,
     return codes.flatten(1), scale.squeeze(-1).half(), None if sym else zero.squeeze(-1).to(torch.uint8)
 
 
+# GPTQ
+
+
 @cache
 def say_once(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
@@ -146,8 +156,8 @@ def say_once(message: str) -> None:
 def inverse_factor(hessian: Tensor) -> Tensor:
     """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
 
-    From the Cholesky factor L of the matrix turned by half: U is the inverse of L turned back, so that no inverse is
-    factored. Inputs that are always 0, with zeros in their rows, need nothing beyond the damping."""
+    L is the Cholesky factor of the matrix turned by half; the inverse of L, turned back, is U. So no inverse has to be
+    factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
     damping, failed = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30), True
     while failed:
         hessian.diagonal().add_(damping)
@@ -161,26 +171,27 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_order: bool,
          drift: Tensor | None = None) -> tuple:
-    """w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], scales, zeros [N, C], order [K] or None, loss.
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
+    fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
-    drift: (Y - X) X^T [K, K] of the inputs Y that the model has before it is quantized. The weights are first moved to
-    where their outputs for X are the nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
+    drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The weights are first moved
+    so that their outputs for X come nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
 
-    arXiv 2210.17323, algorithm 1. A group's scales are found when it begins, from weights that make up for the errors
-    so far, and with what an error costs once the columns after it make up for it. Act-order takes the columns by
-    falling diagonal; order is theirs, and that of the codes. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
+    A group's scales are found when the group begins: from weights that make up for the errors so far, and with what an
+    error costs once the columns after it make up for it. Act-order takes the columns by falling diagonal of the
+    Hessian; g_idx then names each input's group. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
     K = w.shape[1]
     G = group_of(K, group_size)
     if not hessian.isfinite().all():
         raise UserError("the calibration text's activations overflow; --dtype float32 holds more")
-    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
-    columns = slice(None) if order is None else order
+    perm = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
+    columns = slice(None) if perm is None else perm
     w, hessian = w.float()[:, columns], hessian.float()[columns][:, columns].clone()
     U = inverse_factor(hessian)
     if drift is not None:
         w = w + w @ drift.float()[columns][:, columns] @ U.T @ U
     diagonal = U.diagonal()
-    rest = w.T.contiguous()  # [K, N], so that a column lies in one piece; turns into the errors, column by column
+    rest = w.T.contiguous()  # [K, N], so that a column is contiguous; column by column it turns into the errors
     codes, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
     for begin in range(0, K, G):
         group = slice(begin, begin + G)
@@ -198,11 +209,15 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_
             rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
     loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)  # as W - Q is errors^T U
     zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
-    return codes.T.contiguous(), torch.stack(scales, dim=1).half(), zeros, order, loss.item()
+    g_idx = None
+    if perm is not None:
+        back = perm.argsort()
+        codes, g_idx = codes[back], (torch.arange(K, device=codes.device) // G)[back]
+    return codes.T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
 
 
-def linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
-    """The linear layers, the head's too if asked for: the name in the model, the parent, the name there."""
+def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
+    """The linear layers, the head only if asked for: the name in the model, the parent module, the name there."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
     return [(name, model.get_submodule(parent), own) for name, parent, own in split]
@@ -211,26 +226,29 @@ def linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
 @torch.no_grad()
 def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, act_order: bool = False,
                    head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None) -> None:
-    """Put a PackedLinear in the place of each linear layer, one by one: rounded, or by GPTQ with calibration [S, T]."""
-    for name, (ours, row, shape) in model.config.hf_weights().items():
+    """Replaces each linear layer by a QuantizedLinear: rounded or, with calibration tokens [S, T], by GPTQ.
+
+    shard: the tp.Shard whose part of the model this is. UserError for weights that are not finite and for groups that
+    do not divide a layer."""
+    for name, (ours, row, shape) in hf_weights(model.config).items():
         if not model.get_parameter(ours)[row:row + shape[0]].isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
-    found = linears(model, head)
+    found = find_linears(model, head)
     for _, parent, own in found:
         group_of(getattr(parent, own).in_features, group_size)
 
     def replace(parent: nn.Module, own: str, hessian: Tensor | None = None, drift: Tensor | None = None) -> None:
-        linear, order = getattr(parent, own), None
+        linear, g_idx = getattr(parent, own), None
         if hessian is None:
             widest = partial(shard.widest, own) if shard and group_size == -1 else None
             codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym, widest)
         else:
-            codes, scales, zeros, order, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
-        packed = PackedLinear(codes, scales, zeros, bits, linear.bias, order)
-        setattr(parent, own, packed)
+            codes, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
+        quantized = QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx)
+        setattr(parent, own, quantized)
         if progress:
             if hessian is None:
-                error, weight = packed.dequantize(torch.float32) - linear.weight, linear.weight.float()
+                error, weight = quantized.dequantize(torch.float32) - linear.weight, linear.weight.float()
                 loss = (error.square().sum() / weight.square().sum().clamp(min=1e-30)).item()
             bar.set_postfix({own: f"{loss:.1e}"})
         bar.update()
@@ -244,10 +262,11 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
 
 
 def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
-    """replace(parent, name, hessian, drift) for each linear layer in turn, with the inputs that the replaced ones
-    before give, and how far these have drifted from those of the model as it was.
+    """Calls replace(parent, name, hessian, drift) for each linear layer in turn, tokens [S, T].
 
-    tokens [S, T]. With an identity in the place of its second matrix a half of a layer gives that one's inputs."""
+    The hessian is of the inputs that the model gives whose earlier layers are quantized; drift says how far these are
+    from the inputs of the model as it was. To get the inputs of the second matrix of an attention or a feed-forward
+    layer, an identity takes the matrix's place."""
     model.setup(tokens.shape[1])
     block_inputs = []
     hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs))
@@ -255,63 +274,64 @@ def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool)
     model(tokens[:1], positions, last=positions[0, :1])
     hook.remove()
     _, *shared = block_inputs[0]  # positions, cos, sin, mask, rows: the same for each sequence
-    size = max(1, PIECE // tokens.shape[1])
-    pieces, exact = (model.embed(tokens).split(size) for _ in range(2))  # [size, T, D] each
+    size = max(1, CHUNK // tokens.shape[1])
+    chunks, exact = (model.embed(tokens).split(size) for _ in range(2))  # [size, T, D] each
     for layer in model.layers:
         attention = layer.attn, layer.attn_norm, "wqkv", "wo", shared
         feed_forward = layer.ffn, layer.ffn_norm, "w_gate_up", "w_down", ()
         for half, norm, first, second, others in (attention, feed_forward):
             linear = getattr(half, second)
             setattr(half, second, nn.Identity())
-            wanted = [half(norm(piece), *others) for piece in exact]
-            replace(half, first, *grams(map(norm, pieces), map(norm, exact)))
-            inputs = [half(norm(piece), *others) for piece in pieces]
-            for piece, wants in zip(exact, wanted):
-                piece += linear(wants)
+            wanted = [half(norm(chunk), *others) for chunk in exact]
+            replace(half, first, *correlations(map(norm, chunks), map(norm, exact)))
+            inputs = [half(norm(chunk), *others) for chunk in chunks]
+            for chunk, wants in zip(exact, wanted):
+                chunk += linear(wants)
             setattr(half, second, linear)
-            replace(half, second, *grams(inputs, wanted))
-            for piece in pieces:
-                piece += getattr(half, second)(inputs.pop(0))
+            replace(half, second, *correlations(inputs, wanted))
+            for chunk in chunks:
+                chunk += getattr(half, second)(inputs.pop(0))
     if head:
-        replace(model, "head", *grams(map(model.norm, pieces), map(model.norm, exact)))
+        replace(model, "head", *correlations(map(model.norm, chunks), map(model.norm, exact)))
 
 
-def grams(pieces: Iterator[Tensor], exact: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
-    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y [S, T, K] that come in pieces."""
+def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
     hessian = drift = 0
-    for x, y in zip(pieces, exact):
+    for x, y in zip(chunks, exact):
         x, y = x.flatten(0, 1).float(), y.flatten(0, 1).float()
         hessian, drift = hessian + x.T @ x, drift + (y - x).T @ x
     return hessian, drift
 
 
-def hub_tensors(model: Transformer, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """What a GPTQ checkpoint holds, on the host: packed layers as their files' layout has them, others from source."""
+# Writing a checkpoint
+
+
+def gptq_tensors(model: Transformer, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a GPTQ checkpoint, on the host: quantized layers in its layout, the others as source has them."""
     files = tensor_files(source)
-    for name, (ours, row, shape) in model.config.hf_weights().items():
+    for name, (ours, row, shape) in hf_weights(model.config).items():
         module = model.get_submodule(ours.rpartition(".")[0])
-        if not isinstance(module, PackedLinear) or name.endswith(".bias"):
+        if not isinstance(module, QuantizedLinear) or name.endswith(".bias"):
             yield name, read_tensor(files, name, shape)
             continue
         name, rows, K = name.removesuffix("weight"), slice(row, row + shape[0]), shape[1]
-        codes, scales = unpack(module.words[rows], module.bits, K), module.scales[rows]
+        scales, g_idx = module.scales[rows], module.g_idx
         zeros = torch.full_like(scales, 2 ** (module.bits - 1)) if module.zeros is None else module.zeros[rows]
-        group = torch.arange(K, device=codes.device) // (K // scales.shape[1])
-        if module.order is not None:
-            back = module.order.argsort()
-            codes, group = codes[:, back], group[back]
-        yield name + "qweight", pack_rows(codes.T, module.bits).cpu()
-        yield name + "qzeros", pack_rows(zeros - 1, module.bits).T.contiguous().cpu()
+        if g_idx is None:
+            g_idx = torch.arange(K, device=scales.device) // (K // scales.shape[1])
+        yield name + "qweight", module.qweight[rows].T.contiguous().cpu()
+        yield name + "qzeros", pack(zeros.T - 1, module.bits).cpu()
         yield name + "scales", scales.T.contiguous().cpu()
-        yield name + "g_idx", group.int().cpu()
+        yield name + "g_idx", g_idx.int().cpu()
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
-    """Safetensors files of at most SHARD bytes, and an index if there are several; one of them is held at a time."""
+    """Writes safetensors files of at most SHARD_BYTES, one at a time, and an index if there are several."""
     held, shard, size = [], {}, 0  # the names in each file so far; the file to come
     for name, tensor in chain(tensors, [(None, None)]):
-        if shard and (tensor is None or size + tensor.nbytes > SHARD):
-            with blame(path := directory / f"{len(held)}.safetensors"):  # a full disk has an exception of its own
+        if shard and (tensor is None or size + tensor.nbytes > SHARD_BYTES):
+            with reading(path := directory / f"{len(held)}.safetensors"):  # a full disk raises an exception of its own
                 save_file(shard, path, metadata={"format": "pt"})
                 path.chmod(0o644)  # safetensors lets its owner alone read it
             held.append(list(shard))
@@ -332,7 +352,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None
 
 
 def write_checkpoint(model: Transformer, source: Path, directory: Path, quantization_config: dict) -> None:
-    write_shards(hub_tensors(model, source), directory)
+    write_shards(gptq_tensors(model, source), directory)
     for path in source.iterdir():  # the tokenizer's files, the chat template and the like
         if path.is_file() and path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes:
             shutil.copyfile(path, directory / path.name)
@@ -340,79 +360,116 @@ def write_checkpoint(model: Transformer, source: Path, directory: Path, quantiza
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-class Parts(nn.ModuleList):
-    """q, k and v, or gate and up, of which some are not packed or take the inputs in an order of their own."""
+# Reading a checkpoint
+
+
+class SeparateLinears(nn.ModuleList):
+    """q, k and v, or gate and up, as layers of their own: some are not quantized, or their inputs' groups differ."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self], dim=-1)
+        return torch.cat([linear(x) for linear in self], dim=-1)
 
 
-def filled(codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, order: Tensor) -> tuple:
-    """Of groups that differ in size, as a rank has them of an act-order layer's inputs, groups of 32 of the same
-    weights: what is missing to a multiple of 32 is filled up with weights of 0. As read_part, without bias."""
-    counts = g_idx.bincount(minlength=scales.shape[1])  # [C]
-    missing = -counts % 32
-    group = torch.arange(len(counts), device=codes.device).repeat_interleave((counts + missing) // 32)
-    at = torch.arange(len(order), device=codes.device) + (missing.cumsum(0) - missing)[g_idx[order]]
-    wide, wide_order = zeros[:, group].repeat_interleave(32, dim=1), order.new_zeros(32 * len(group))
-    wide[:, at], wide_order[at] = codes[:, order], order
-    return wide_order, wide, scales[:, group], zeros[:, group]
+class QuantizedReader:
+    """Reads the quantized layers of a checkpoint, one by one, to the device. Another format is another method here.
+
+    settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard."""
+
+    def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
+        self.settings, self.bits, self.device, self.dtype, self.shard = settings, settings["bits"], device, dtype, shard
+
+    def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
+        """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
+        self.files = files
+        tensors = {}  # our parameter -> Hugging Face's names, without "weight", and shapes
+        for name, (ours, _, shape) in hf_weights(self.shard.whole if self.shard else model.config).items():
+            tensors.setdefault(ours, []).append((name.removesuffix("weight"), shape))
+        for name, parent, own in find_linears(model, head=not model.config.tied):
+            found, bias = tensors[f"{name}.weight"], getattr(parent, own).bias is not None
+            if any(theirs + "qweight" in files for theirs, _ in found):
+                setattr(parent, own, fuse([self.read_linear(theirs, shape, bias) for theirs, shape in found]))
+
+    def part(self, name: str) -> tuple[slice, slice]:
+        return self.shard.part(name) if self.shard else (slice(None), slice(None))
+
+    def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64",
+             part: tuple[slice, ...] = ()) -> Tensor:
+        return read_tensor(self.files, name, shape, dtypes, part).to(self.device)
+
+    def words(self, codes: slice) -> slice:
+        """Codes from where to where -> the words that hold them."""
+        return codes if codes.stop is None else slice(codes.start * self.bits // 32, codes.stop * self.bits // 32)
+
+    def read_linear(self, name: str, shape: tuple[int, int], bias: bool) -> nn.Module:
+        """Hugging Face's linear layer `name` of that shape, or the rank's part of it; plain where it is not quantized.
+
+        UserError for a g_idx that does not fill all groups alike."""
+        (N, K), (rows, columns) = shape, self.part(name)
+        bias = self.read(name + "bias", (N,), part=(rows,)).to(self.dtype) if bias else None
+        if name + "weight" in self.files and name + "qweight" not in self.files:
+            weight = self.read(name + "weight", shape, part=(rows, columns)).to(self.dtype)
+            linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            return linear
+        C = K // group_of(K, self.settings["group_size"])
+        read_codes = self.read_awq if self.settings["quant_method"] == "awq" else self.read_gptq
+        qweight, zeros = read_codes(name, N, K, C)
+        scales = self.read(name + "scales", (C, N), part=(slice(None), rows)).T
+        neighbours = (torch.arange(K, device=self.device) // (K // C))[columns]
+        if name + "g_idx" not in self.files and not self.settings.get("desc_act"):
+            g_idx = neighbours
+        else:
+            g_idx = self.read(name + "g_idx", (K,), "I32", (columns,)).long()
+            counts = g_idx.clamp(0, C).bincount(minlength=C)
+            if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
+                raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
+        if torch.equal(g_idx, neighbours):  # a rank's columns are whole groups
+            here = slice(int(g_idx[0]), int(g_idx[-1]) + 1)
+            return QuantizedLinear(qweight, scales[:, here], zeros[:, here], self.bits, bias)
+        return QuantizedLinear(qweight, scales, zeros, self.bits, bias, g_idx)
+
+    def read_gptq(self, name: str, N: int, K: int, C: int) -> tuple[Tensor, Tensor]:
+        """qweight int32 [K * bits / 32, N], words along K, and qzeros [C, N * bits / 32] -> qweight, zeros [N, C]."""
+        rows, columns = self.part(name)
+        qweight = self.read(name + "qweight", (K * self.bits // 32, N), "I32", (self.words(columns), rows)).T
+        qzeros = self.read(name + "qzeros", (C, N * self.bits // 32), "I32", (slice(None), self.words(rows)))
+        zeros = unpack(qzeros, self.bits).T
+        if self.settings["checkpoint_format"] == "gptq":  # which stores zero - 1; "gptq_v2" stores zero
+            zeros = zeros + 1 & 2 ** self.bits - 1
+        return qweight, zeros
+
+    def read_awq(self, name: str, N: int, K: int, C: int) -> tuple[Tensor, Tensor]:
+        """AWQ's gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N -> as read_gptq()."""
+        rows, columns = self.part(name)
+        words = (self.read(name + "qweight", (K, N // 8), "I32", (columns, self.words(rows))),
+                 self.read(name + "qzeros", (C, N // 8), "I32", (slice(None), self.words(rows))))
+        codes, zeros = (unpack(t, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T for t in words)
+        return pack(codes, 4), zeros
 
 
-def read_part(read: Callable, names: Collection[str], name: str, shape: tuple[int, int], bias: bool, settings: dict,
-              part: tuple) -> tuple | nn.Linear:
-    """Hugging Face's linear layer `name`, or some of its rows and columns -> order [K], codes [N, K], scales, zeros
-    [N, C], bias [N] or None; an nn.Linear if it is not packed.
-
-    read(name, shape, kinds, part) gives a tensor on the device, if it is among names."""
-    (N, K), bits, (rows, columns) = shape, settings["bits"], part
-    bias = read(name + "bias", (N,), part=(rows,)) if bias else None
-    if name + "weight" in names and name + "qweight" not in names:
-        weight = nn.Parameter(read(name + "weight", shape, part=part), requires_grad=False)
-        linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-        linear.weight, linear.bias = weight, bias if bias is None else nn.Parameter(bias, requires_grad=False)
-        return linear
-    C = K // group_of(K, settings["group_size"])
-
-    def words(codes: slice) -> slice:
-        return codes if codes.stop is None else slice(codes.start * bits // 32, codes.stop * bits // 32)
-
-    awq = settings["quant_method"] == "awq"
-    if awq:  # words along the outputs
-        codes = unpack_rows(read(name + "qweight", (K, N * bits // 32), "I32", (columns, words(rows))).T, bits)
-    else:
-        codes = unpack_rows(read(name + "qweight", (K * bits // 32, N), "I32", (words(columns), rows)), bits).T
-    zeros = unpack_rows(read(name + "qzeros", (C, N * bits // 32), "I32", (slice(None), words(rows))).T, bits)
-    if awq:
-        codes, zeros = (t.unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1) for t in (codes, zeros))
-    elif settings["checkpoint_format"] == "gptq":
-        zeros = zeros + 1 & 2 ** bits - 1
-    g_idx = (torch.arange(K, device=codes.device) // (K // C))[columns]
-    if name + "g_idx" in names or settings.get("desc_act"):
-        g_idx = read(name + "g_idx", (K,), "I32", (columns,)).long()
-    order, scales = g_idx.argsort(stable=True), read(name + "scales", (C, N), part=(slice(None), rows)).T
-    counts = g_idx.clamp(0, C).bincount(minlength=C)
-    if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
-        raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
-    here = counts.nonzero().squeeze(1)
-    if C > 1 and not (counts[here] == K // C).all():
-        return *filled(codes, scales, zeros, g_idx, order), bias
-    return order, codes[:, order], scales[:, here], zeros[:, here], bias
+def fuse(linears: list[nn.Module]) -> nn.Module:
+    """One layer of q, k and v, or of gate and up, where all are quantized and have the same groups."""
+    first = linears[0]
+    for linear in linears:
+        if not isinstance(linear, QuantizedLinear) or not same_groups(first, linear):
+            return linears[0] if len(linears) == 1 else SeparateLinears(fuse([linear]) for linear in linears)
+    qweight, scales, zeros = (torch.cat([getattr(linear, name) for linear in linears])
+                              for name in ("qweight", "scales", "zeros"))
+    bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
+    if (zeros == 2 ** (first.bits - 1)).all():
+        zeros = None
+    return QuantizedLinear(qweight, scales, zeros, first.bits, bias, first.g_idx)
 
 
-def side_by_side(parts: list[tuple | nn.Linear], bits: int) -> nn.Module:
-    """What read_part gave for q, k and v, or for gate and up, as one layer."""
-    if not all(isinstance(part, tuple) and torch.equal(parts[0][0], part[0]) for part in parts):
-        return Parts(side_by_side([part], bits) if isinstance(part, tuple) else part for part in parts)
-    order = parts[0][0]
-    codes, scales, zeros, bias = (None if t[0] is None else torch.cat(t) for t in list(zip(*parts))[1:])
-    zeros = None if (zeros == 2 ** (bits - 1)).all() else zeros
-    order = None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
-    return PackedLinear(codes, scales, zeros, bits, bias, order)
+def same_groups(a: nn.Module, b: nn.Module) -> bool:
+    if not isinstance(a, QuantizedLinear) or (a.g_idx is None) != (b.g_idx is None):
+        return False
+    return a.g_idx is None or torch.equal(a.g_idx, b.g_idx)
 
 
 def read_settings(directory: Path) -> dict:
-    """config.json's quantization_config, if this file can read such a checkpoint; {} where there is none."""
+    """config.json's quantization_config; {} where there is none. UserError for a format that is not read here."""
     settings = read_json(directory / "config.json").get("quantization_config") or {}
     if not settings:
         return {}
@@ -430,27 +487,9 @@ def read_settings(directory: Path) -> dict:
     return settings
 
 
-def swap_in(settings: dict, device: torch.device, dtype: torch.dtype, shard, model: Transformer, files: dict) -> None:
-    """PackedLinears for what a checkpoint holds packed, which leaves files; repacked on the device, one by one."""
-    def read(name: str, *wanted, **part) -> Tensor:
-        tensor = read_tensor(files, name, *wanted, **part).to(device)
-        return tensor.to(dtype) if name.endswith((".bias", ".weight")) else tensor
-
-    def part(name: str) -> tuple[slice, slice]:
-        return shard.part(name) if shard else (slice(None), slice(None))
-
-    parts = {}  # of our layers: Hugging Face's names, less "weight", and shapes
-    for name, (ours, _, shape) in (shard.full if shard else model.config.hf_weights()).items():
-        parts.setdefault(ours, []).append((name.removesuffix("weight"), shape))
-    for name, parent, own in linears(model, head=not model.config.tied):
-        found, bias = parts[f"{name}.weight"], getattr(parent, own).bias is not None
-        if any(theirs + "qweight" in files for theirs, _ in found):
-            layers = [read_part(read, files, theirs, shape, bias, settings, part(theirs)) for theirs, shape in found]
-            setattr(parent, own, side_by_side(layers, settings["bits"]))
-
-
 def default_group(quantize: str | None, group_size: int | None) -> int:
-    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size  # 1: not quantized
+    """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
+    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
@@ -459,27 +498,32 @@ def round_model(model: Transformer, quantize: str, group_size: int | None, shard
     quantize_model(model, bits, default_group(quantize, group_size), sym=bits == 8, shard=shard)
 
 
-def load_model(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
-               group_size: int | None = None, progress: bool = False, split: Callable | None = None) -> Transformer:
-    """As checkpoint.load_model, of GPTQ and AWQ checkpoints too; quantize, "int8" or "int4", rounds the layers'
-    weights. split, tp.splitter()'s: this rank's part."""
+def load_checkpoint(directory: Path, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
+                    group_size: int | None = None, progress: bool = False,
+                    split: Callable | None = None) -> Transformer:
+    """As load_model(), of quantized checkpoints too.
+
+    quantize: "int8" or "int4" rounds the layers' weights. split: tp.splitter()'s, for this rank's part."""
     settings = read_settings(directory)
     if settings and quantize:
         raise UserError(f"--quantize {quantize}: {directory} is quantized already; leave the option out")
     group = settings.get("group_size", default_group(quantize, group_size))
     shard = split(load_config(directory), group) if split else None
-    swap = partial(swap_in, settings, device, dtype, shard) if settings else lambda model, files: None
-    model = checkpoint.load_model(directory, device, dtype, progress, swap, shard)
+    replace_layers = QuantizedReader(settings, device, dtype, shard).replace_layers if settings else None
+    model = load_model(directory, device, dtype, progress, replace_layers, shard)
     if quantize:
         round_model(model, quantize, group_size, shard)
     if shard:
-        shard.wire(model)
+        shard.parallelize(model)
     return model
+
+
+# The command
 
 
 def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int) -> Tensor:
     """The text's first `wanted` tokens, less what is no whole row, in rows of `length`."""
-    with blame(path):
+    with reading(path):
         tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
     if len(tokens) < wanted:
         raise UserError(f"--calibration {path}: {len(tokens)} tokens, {wanted} are wanted: give more text, or lower "
@@ -519,7 +563,7 @@ def main() -> None:
         raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
     if args.head and (config.tied or config.vocab_size % 8):
         raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
-    for name, (_, _, shape) in config.hf_weights().items():
+    for name, (_, _, shape) in hf_weights(config).items():
         if "_proj.weight" in name and shape[0] % 8:
             raise UserError(f"{name} has {shape[0]} rows: GPTQ's layout wants a multiple of 8; --quantize serves it")
     if os.path.lexists(args.out):
@@ -534,7 +578,7 @@ def main() -> None:
     hub = dict(how, desc_act=args.act_order, lm_head=args.head, quant_method="gptq", checkpoint_format="gptq")
     with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=parent) as partial_out:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
-            model = checkpoint.load_model(source, device, dtype, progress=True)
+            model = load_model(source, device, dtype, progress=True)
             quantize_model(model, **how, act_order=args.act_order, head=args.head, calibration=tokens, progress=True)
         made = Path(partial_out, "made")
         made.mkdir()

@@ -1,11 +1,14 @@
 """
 Tensor parallelism: torchrun starts a process, a rank, for each GPU, and each computes with a part of every matrix.
 
-As in Megatron-LM (arXiv 1909.08053, section 3), a rank has some of the heads and of the feed-forward rows: it keeps
-rows of q, k, v, gate and up, whose results are its own, and columns of o and down, whose results the ranks add up; and
-it has a part of the vocabulary of the output head. So each rank has the same residual, logits and, of one seed, tokens.
+As in Megatron-LM (arXiv 1909.08053, section 3), a rank has some of the heads and of the feed-forward rows. Its q, k, v,
+gate and up are column-parallel: some of their outputs, which stay on the rank. Its o and down are row-parallel: some of
+their inputs, and the ranks sum what they give. The output head is column-parallel, and the ranks gather its logits. So
+every rank has the same residual stream, the same logits and, with one seed, draws the same tokens.
 
     torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR --compile
+
+Contents: a rank's slices, the parallel layers, the collectives, how ranks start, agree and end.
 
 Shapes: as in model.py; R ranks.
 """
@@ -27,59 +30,73 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from checkpoint import UserError
+from checkpoint import UserError, count_parameters
 from cli import find_device, report_errors, world_size
 from model import Config, Transformer
 
 
+# A rank's slices
+
+
 def cut(n: int, unit: int, rank: int, ranks: int) -> tuple[int, int]:
-    """From where to where a rank's part of n goes, all of them in multiples of unit and as even as that allows."""
+    """Begin and end of a rank's part of n. All cuts are at multiples of unit, and as even as that allows."""
     each, more = divmod(-(-n // unit), ranks)
     begin, end = (min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1))
     return begin, end
 
 
-class Shard:
-    """What a rank holds of a model; its config is that of the part, but for the vocabulary.
+def part_of(columns: int, ranks: int) -> int:
+    """The logits that each rank has, but for the last ranks: a multiple of 8, for the packed kernels."""
+    return -(-columns // (8 * ranks)) * 8
 
-    group: inputs of a quantized layer that share a scale, -1 for all, 1 if it is not quantized; those of o and down are
-    cut between groups, so that all numbers of ranks have the same quantized weights. UserError if there are too many
-    ranks."""
+
+class Shard:
+    """A rank's part of a model; its config describes that part, but for the vocabulary.
+
+    group: inputs of a quantized layer that share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and
+    down are cut between groups, so that any number of ranks holds the same quantized weights. UserError if there are
+    too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
-        self.whole, self.full = config, config.hf_weights()
-        H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
-        group = 32 if group == -1 else group  # what packed weights want
-        word = 1 if group == 1 else 8  # outputs whose zero points may share a checkpoint's int32
-        # kv heads whose own outputs are whole words, and whose q heads' are whole groups
-        unit = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
-        kv = cut(K, unit, rank, ranks)
-        q = kv[0] * (H // K), kv[1] * (H // K)
-        if ranks > -(-K // unit):
-            if ranks % K or H % ranks or H // ranks * E % group or E % word:
-                groups = f", in groups of {group} quantized weights" if group > 1 else ""
-                raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}; want at most "
-                                f"{-(-K // unit)}, or a multiple of {K} that divides {H}{groups}")
-            kv = rank * K // ranks, rank * K // ranks + 1  # several ranks have the same one
-            q = rank * H // ranks, (rank + 1) * H // ranks
+        self.whole = config
+        group = 32 if group == -1 else group  # packed codes want whole words, kernels multiples of 32
+        q, kv = self.cut_heads(config, group, rank, ranks)
+        F = config.ffn_dim
         unit = math.lcm(group, 32 if F % 32 == 0 else 1)
         if ranks > -(-F // unit):
             raise UserError(f"{ranks} ranks cannot share {F} feed-forward rows in units of {unit}; want at most "
                             f"{-(-F // unit)} ranks")
         ffn, part = cut(F, unit, rank, ranks), part_of(config.vocab_size, ranks)
         vocabulary = min(config.vocab_size, rank * part), min(config.vocab_size, (rank + 1) * part)
-        q_rows, kv_rows = ((begin * E, end * E) for begin, end in (q, kv))
+        q_rows, kv_rows = ((begin * config.head_dim, end * config.head_dim) for begin, end in (q, kv))
         self.rows = dict(q_proj=q_rows, k_proj=kv_rows, v_proj=kv_rows, gate_proj=ffn, up_proj=ffn, lm_head=vocabulary)
         self.columns = dict(o_proj=q_rows, down_proj=ffn)
         self.config = replace(config, n_head=q[1] - q[0], n_kv_head=kv[1] - kv[0], ffn_dim=ffn[1] - ffn[0])
 
+    @staticmethod
+    def cut_heads(config: Config, group: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The rank's q heads and kv heads, from where to where. With more ranks than kv heads, several share one."""
+        H, K, E = config.n_head, config.n_kv_head, config.head_dim
+        word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
+        # kv heads are cut so that their own outputs are whole words, and their q heads' outputs whole groups of o
+        unit = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
+        if ranks <= -(-K // unit):
+            kv = cut(K, unit, rank, ranks)
+            return (kv[0] * (H // K), kv[1] * (H // K)), kv
+        if ranks % K or H % ranks or H // ranks * E % group or E % word:
+            groups = f", in groups of {group} quantized weights" if group > 1 else ""
+            raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}; want at most "
+                            f"{-(-K // unit)}, or a multiple of {K} that divides {H}{groups}")
+        kv = rank * K // ranks, rank * K // ranks + 1
+        return (rank * H // ranks, (rank + 1) * H // ranks), kv
+
     def part(self, name: str) -> tuple[slice, slice]:
-        """Of Hugging Face's tensor, or of its layer if the tensor is packed: the rows and columns to read."""
+        """The rows and columns to read of one of Hugging Face's tensors. A packed tensor is named after its layer."""
         layer = name.split(".")[-2]
         return tuple(slice(*of.get(layer, (None,))) for of in (self.rows, self.columns))
 
     def model(self) -> Transformer:
-        """The rank's part, not yet wired; for the meta device."""
+        """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
         model = Transformer(self.config)
         if not self.whole.tied:
             begin, end = self.rows["lm_head"]
@@ -87,29 +104,48 @@ class Shard:
         return model
 
     def widest(self, name: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The ranges of weights of a layer, "wo" say, some of whose columns each rank has."""
-        if name in ("wo", "w_down"):
+        """The range of the weights of a layer's rows over all ranks. name: as in the model, "wo" say."""
+        if name in ("wo", "w_down"):  # each rank has some columns
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)
             low, high = -ranges[0], ranges[1]
         return low, high
 
-    def wire(self, model: Transformer) -> None:
-        """Put what talks to the other ranks into the model, whose layers are in place."""
-        device = model.embed.weight.device
-        all_reduce(torch.zeros(1, 1, device=device))  # the first one takes seconds
+    def parallelize(self, model: Transformer) -> None:
+        """Puts in what talks to the other ranks, once the model's layers are in place."""
+        all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))  # the first one takes seconds
         for layer in model.layers:
-            layer.attn.wo, layer.ffn.w_down = RowParallel(layer.attn.wo), RowParallel(layer.ffn.w_down)
+            layer.attn.wo, layer.ffn.w_down = RowParallelLinear(layer.attn.wo), RowParallelLinear(layer.ffn.w_down)
         if self.whole.tied:
             begin, end = self.rows["lm_head"]
             model.head = nn.Linear(self.whole.dim, end - begin, bias=False, device="meta")
             model.head.weight = nn.Parameter(model.embed.weight[begin:end], requires_grad=False)
             model.config = replace(model.config, tied=False)
-        model.head = SplitHead(model.head, self.whole.vocab_size)
+        model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
 
 
-class RowParallel(nn.Module):
-    """A linear layer of which each rank has some columns: x [..., K / R] -> [..., N]"""
+def splitter(team: "Team") -> Callable[[Config, int], Shard] | None:
+    """(config, group) -> this rank's Shard, for quantize.load_checkpoint(); None for a rank that is alone."""
+    return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
+
+
+def draft_splitter(team: "Team", config: Config) -> Callable[[Config, int], Shard] | None:
+    """splitter() for a draft of 10 ** 9 parameters or more that can be split; a smaller draft runs whole on each rank.
+
+    A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum (H200) they break even at 0.7
+    to 1.3 billion bf16 parameters, for 16 to 24 layers on two ranks."""
+    if count_parameters(config) >= 1e9:
+        with suppress(UserError):
+            Shard(config, 128, team.rank, team.ranks)
+            return splitter(team)
+    return None
+
+
+# The parallel layers
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank has some inputs: x [..., K / R] -> [..., N], summed over the ranks."""
 
     def __init__(self, linear: nn.Module):
         super().__init__()
@@ -119,25 +155,23 @@ class RowParallel(nn.Module):
         return all_reduce(self.linear(x))
 
 
-class SplitHead(nn.Module):
-    """The output head, of which each rank has some rows: x [..., D] -> logits [..., V]"""
+class ColumnParallelLinear(nn.Module):
+    """The output head, of which each rank has some outputs: x [..., D] -> logits [..., V], gathered from the ranks."""
 
-    def __init__(self, linear: nn.Module, vocabulary: int):
+    def __init__(self, linear: nn.Module, vocab_size: int):
         super().__init__()
-        self.linear, self.vocabulary = linear, vocabulary
+        self.linear, self.vocab_size = linear, vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
-        return all_gather(self.linear(x), self.vocabulary)
+        return all_gather(self.linear(x), self.vocab_size)
 
 
-def part_of(columns: int, ranks: int) -> int:
-    """How many columns each rank has but the last: a multiple of 8, as packed weights want it."""
-    return -(-columns // (8 * ranks)) * 8
+# The collectives
 
 
 @library.custom_op("llama_fast::all_reduce", mutates_args=())
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of all ranks' x; the same bits on all ranks."""
+    """The sum of all ranks' x, with the same bits on all ranks. On CPUs it is summed in fp32."""
     total = (x if x.is_cuda else x.float()).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total.to(x.dtype)
@@ -150,7 +184,7 @@ def _(x):
 
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [..., part_of(columns, R)], side by side: [..., columns]; the last have fewer columns, or none."""
+    """All ranks' x [..., part_of(columns, R)] side by side: [..., columns]. The last ranks have fewer columns, or none."""
     rows, ranks = x.flatten(0, -2), dist.get_world_size()
     part = part_of(columns, ranks)
     parts = [rows.new_empty(len(rows), part) for _ in range(ranks)]
@@ -163,16 +197,19 @@ def _(x, columns):
     return x.new_empty(*x.shape[:-1], columns)
 
 
+# How ranks start, agree and end
+
+
 @dataclass
 class Team:
-    """The ranks of this run, one if torchrun did not start it."""
+    """The ranks of this run: one, unless torchrun started it."""
     rank: int = 0
     ranks: int = 1
     store: dist.Store | None = None
     agreed: int = 0
 
     def agree(self, value):
-        """Rank 0's value, on all ranks; of a function, what it gives there. Anything that JSON holds."""
+        """Broadcasts rank 0's value, or what a function returns there. Anything that JSON holds."""
         if self.rank == 0:
             value = value() if callable(value) else value
         if self.ranks == 1:
@@ -185,7 +222,9 @@ class Team:
 
 
 def join(device: str | None) -> tuple[torch.device, Team]:
-    """This rank's device and its team; --device names the kind."""
+    """This rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
+
+    UserError where torchrun did not start the ranks, or where there are too few GPUs."""
     if (ranks := world_size()) == 1:
         return find_device(device), Team()
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
@@ -213,49 +252,17 @@ def join(device: str | None) -> tuple[torch.device, Team]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """cli.report_errors() for torchrun's ranks: rank 0 speaks, and when one ends, all do, wherever they are."""
-    rank = int(os.environ.get("RANK", 0))
+    """cli.report_errors() for torchrun's ranks: rank 0 speaks, and when one rank ends, all do.
+
+    A rank that ends closes its connections, and torchrun sends SIGTERM to the others."""
     if world_size() == 1:
         return report_errors(main, ranks=True)
-    came, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)  # the main thread may be waiting for a GPU that waits for another
-    for end in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(end, lambda *_: None)
-
-    def end_on_signal() -> None:
-        interrupted = os.read(came, 1)[0] == signal.SIGINT
-        try:
-            if rank == 0:
-                why = "interrupted" if interrupted else "ended from outside, or as another rank did"
-                os.write(2, f"{os.path.basename(sys.argv[0])}: {why}\n".encode())
-        finally:
-            os._exit(130 if interrupted else 143)
-
-    def work() -> None:
-        try:
-            main()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            if dist.is_initialized():
-                dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
-        except (UserError, OSError):
-            time.sleep(2 * (rank > 0))  # by then torchrun has ended this rank if rank 0 failed, too
-            sys.stderr = sys.__stderr__
-            raise
-        except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-                sys.stderr = sys.__stderr__
-                raise
-            time.sleep(5)  # torchrun tells it first
-            raise UserError(f"another rank ended: {error}") from error
-
-    threading.Thread(target=end_on_signal, daemon=True).start()
+    rank, code = int(os.environ.get("RANK", 0)), 1
+    end_on_signals(rank)
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
-    code = 1
     try:
-        report_errors(work, ranks=True)
+        report_errors(partial(run_rank, main, rank), ranks=True)
         code = 0
     except SystemExit as error:
         code = error.code
@@ -264,19 +271,42 @@ def run(main: Callable[[], None]) -> None:
         sys.excepthook(*sys.exc_info())
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
-    os._exit(code)  # what NCCL and CUDA graphs hold would hang on its way out
+    os._exit(code)  # NCCL and CUDA graphs would hang in Python's own clean-up
 
 
-def splitter(team: Team) -> Callable[[Config, int], Shard] | None:
-    """Of a config and a group size this rank's Shard, for quantize.load_model(); None for a rank that is alone."""
-    return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
+def run_rank(main: Callable[[], None], rank: int) -> None:
+    try:
+        main()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
+    except (UserError, OSError):
+        time.sleep(2 * (rank > 0))  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
+        sys.stderr = sys.__stderr__
+        raise
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise UserError(f"another rank ended: {error}") from error
+        raise
 
 
-def draft_splitter(team: Team, config: Config, dtype: torch.dtype) -> Callable[[Config, int], Shard] | None:
-    """splitter() for a draft that can be shared and is then faster, by an H200's figures: 5 us a sum, 4.6 TB/s."""
-    size = dtype.itemsize * sum(math.prod(shape) for _, _, shape in config.hf_weights().values())
-    if size * (1 - 1 / team.ranks) / 4.6e12 > 2 * config.n_layer * 5e-6:
-        with suppress(UserError):
-            Shard(config, 128, team.rank, team.ranks)
-            return splitter(team)
-    return None
+def end_on_signals(rank: int) -> None:
+    """Ends this process on SIGINT and SIGTERM, from a thread: the main thread may wait for another rank, or for a GPU
+    that does, and then runs no Python handler."""
+    came, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)  # C code writes the signal's number there, in whatever thread the signal arrives
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def end() -> None:
+        number = os.read(came, 1)[0]
+        try:
+            if rank == 0:
+                why = "interrupted" if number == signal.SIGINT else "ended from outside, or as another rank did"
+                os.write(2, f"{os.path.basename(sys.argv[0])}: {why}\n".encode())
+        finally:
+            os._exit(128 + number)
+
+    threading.Thread(target=end, daemon=True).start()

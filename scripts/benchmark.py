@@ -1,5 +1,5 @@
 """
-Measure decode and prefill of a public shape, with random weights made on the device, or of a checkpoint.
+Measures decode and prefill of a public shape, with random weights made on the device, or of a checkpoint.
 
     python scripts/benchmark.py llama-2-7b
     python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
@@ -7,10 +7,10 @@ Measure decode and prefill of a public shape, with random weights made on the de
     python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8 --temperature 0.2 --top-p 0.95
-    python scripts/benchmark.py --markdown results.jsonl
 
-A configuration gives one JSON object on one line of stdout; the progress bar is on stderr. All that is compared is
-measured in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against.
+Each configuration is one JSON object on one line of stdout; the progress bar is on stderr. What is compared is measured
+in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against. Without fast/ there is
+no read bandwidth.
 """
 import gc
 import json
@@ -34,31 +34,30 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
-from tp import LIBRARY, Team, all_reduce, join, run  # noqa: E402
-from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft,  # noqa: E402
-                     find_dtype, memory_advice, within)
-from generate import TINY, Generator, Reader  # noqa: E402
-from fast import read_bandwidth, rms_norm  # noqa: E402
-from model import Config, Transformer  # noqa: E402
-from policies import policy  # noqa: E402
-from quantize import default_group, load_model, read_settings, round_model  # noqa: E402
+from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config  # noqa: E402
+from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft, find_dtype,  # noqa: E402
+                 memory_advice, within)
+from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
+from model import Config, RopeScaling, Transformer  # noqa: E402
+from quantize import default_group, load_checkpoint, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
-from tp import Shard, splitter  # noqa: E402
+from speculative import Draft, make_policy  # noqa: E402
+from tp import Shard, Team, all_reduce, join, run, splitter  # noqa: E402
 
-LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA31_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
 SHAPES = {  # dim, layers, heads, kv heads, head dim, ffn dim, vocabulary, context
     "llama-2-7b": Config(4096, 32, 32, 32, 128, 11008, 32000, 4096),
     "llama-2-13b": Config(5120, 40, 40, 40, 128, 13824, 32000, 4096),
     "llama-2-70b": Config(8192, 80, 64, 8, 128, 28672, 32000, 4096),
-    "llama-3.1-8b": Config(4096, 32, 32, 8, 128, 14336, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA3_ROPE),
-    "llama-3.1-70b": Config(8192, 80, 64, 8, 128, 28672, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA3_ROPE),
+    "llama-3.1-8b": Config(4096, 32, 32, 8, 128, 14336, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA31_SCALING),
+    "llama-3.1-70b": Config(8192, 80, 64, 8, 128, 28672, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA31_SCALING),
     "llama-3.2-1b": Config(2048, 16, 32, 8, 64, 8192, 128256, 131072, rope_theta=5e5,
-                           rope_scaling=LLAMA3_ROPE | dict(factor=32.0), tied=True),
+                           rope_scaling=replace(LLAMA31_SCALING, factor=32.0), tied=True),
     "qwen3-8b": Config(4096, 36, 32, 8, 128, 12288, 151936, 40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True),
     "mistral-7b": Config(4096, 32, 32, 8, 128, 14336, 32000, 32768, window=4096),
     "smollm2-135m": Config(576, 30, 9, 3, 64, 1536, 49152, 8192, rope_theta=1e5, tied=True),
@@ -147,7 +146,6 @@ def parse_args() -> Namespace:
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
     add("--device", help="as generate.py's")
     add("--dtype", choices=DTYPES, help="as generate.py's")
-    add("--markdown", nargs="+", type=Path, metavar="FILE", help="print a table and a chart of these saved lines")
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas"]
@@ -162,9 +160,7 @@ def parse_args() -> Namespace:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.ranks > 1 and args.speculate:
         parser.error(f"--ranks {args.ranks}: --speculate measures one GPU")
-    if args.what and args.markdown:
-        parser.error(f"--markdown reads saved lines and measures nothing: leave out {' '.join(args.what)}")
-    if not args.what and not args.markdown:
+    if not args.what:
         parser.error(f"no shape and no checkpoint given: want some of {', '.join(SHAPES)}, or a checkpoint")
     return args
 
@@ -190,35 +186,51 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
     if directory:
-        return load_model(directory, device, dtype, args.quantize, args.group_size, split=split)
+        return load_checkpoint(directory, device, dtype, args.quantize, args.group_size, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard)
     if args.quantize:
         round_model(model, args.quantize, args.group_size, shard)
     if shard:
-        shard.wire(model)
+        shard.parallelize(model)
     torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
     return model
 
 
-def ready(model: Transformer, args: Namespace, team: Team, compile: bool, kernels: bool) -> Generator:
-    length = args.context + args.prompt_length + args.new_tokens
+def find_mode(args: Namespace) -> str:
+    if args.no_compile:
+        return "eager"
+    return "compile" if args.no_kernels else "fast"
+
+
+def ready(model: Transformer, args: Namespace, team: Team, mode: str) -> Generator:
+    max_seq_len = args.context + args.prompt_length + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    return Generator(model, length, sampling, args.batch, 1, compile, kernels, team=team)
+    return Generator(model, max_seq_len, sampling, args.batch, mode=mode, team=team)
 
 
 def all_reduce_us(device: torch.device) -> dict[str, float]:
-    """Of 16 KiB with the residual, by mailboxes, then with a norm after it, and NCCL's; in CUDA graphs of 100."""
-    x, us = torch.randn(1, 8192, device=device, dtype=torch.bfloat16), {}
-    weight = torch.ones_like(x[0])
-    for name, library, norm in (("one_shot", False, False), ("one_shot_norm", False, True), ("nccl", True, False)):
-        def chain() -> None:
-            h = x
-            for i in range(100):
-                h = all_reduce(x, h, LIBRARY if library else i % 2)
-                h = rms_norm(h, weight, 1e-5) if norm else h
-        us[name] = 1e4 * graph_seconds(chain)
-    return us
+    """Microseconds of an all-reduce of 16 KiB with the residual: by fast/'s one-shot kernel, by that and a norm, and by
+    NCCL. Each is timed in a CUDA graph of 100."""
+    from fast.collectives import fused_all_reduce
+    from fast.linear import rms_norm
+    x, weight = torch.randn(1, 8192, device=device, dtype=torch.bfloat16), torch.ones(8192, device=device).bfloat16()
+
+    def one_shot(h: Tensor, i: int) -> Tensor:
+        return fused_all_reduce(x, h, i % 2)
+
+    def one_shot_norm(h: Tensor, i: int) -> Tensor:
+        return rms_norm(one_shot(h, i), weight, 1e-5)
+
+    def nccl(h: Tensor, i: int) -> Tensor:
+        return h + all_reduce(x)
+
+    def chain(step: Callable) -> None:
+        h = x
+        for i in range(100):
+            h = step(h, i)
+
+    return {step.__name__: 1e4 * graph_seconds(partial(chain, step)) for step in (one_shot, one_shot_norm, nccl)}
 
 
 def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
@@ -296,12 +308,12 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     cuda = device.type == "cuda"
     model = build(what, args, device, dtype, team)
     config = model.config
-    layers = sum(math.prod(shape) for name, (_, _, shape) in config.hf_weights().items() if "_proj." in name)
+    layers = sum(math.prod(shape) for name, (_, _, shape) in hf_weights(config).items() if "_proj." in name)
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    generator = ready(model, args, team, not args.no_compile, not args.no_kernels)
+    generator = ready(model, args, team, find_mode(args))
     weights = sum(weight.nbytes for weight in model.parameters())  # as the generator has repacked them
     embedding = 0 if config.tied else model.embed.weight.nbytes
     runs = []
@@ -309,7 +321,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         runs.append(one_run(generator, args))
         bar.update()
     peak = torch.cuda.max_memory_allocated(device) if cuda else None
-    read = read_bandwidth(model) if cuda and weights >= GIB else None  # smaller ones sit in the cache
+    fast = import_fast()
+    read = fast.read_bandwidth(model) if fast and cuda and weights >= GIB else None  # smaller ones sit in the cache
     first, step = (statistics.median(column) for column in zip(*runs))
     steps = sorted(1 / seconds for _, seconds in runs)
     token_kv = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
@@ -330,7 +343,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         against={})
     for name in filter(None, args.against.split(",")):
         model = generator = None  # their memory is needed
-        generator = ready(build(what, args, device, dtype, team), args, team, compile=name == "cublas", kernels=False)
+        mode = "compile" if name == "cublas" else "eager"
+        generator = ready(build(what, args, device, dtype, team), args, team, mode)
         seconds = []
         for _ in range(args.runs):
             seconds.append(one_run(generator, args)[1])
@@ -338,7 +352,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         result["against"][name] = dict(steps_per_s=1 / statistics.median(seconds),
                                        ratio=statistics.median(seconds) / step)
     if team.ranks > 1:
-        result["all_reduce_us"] = all_reduce_us(device) if cuda else None
+        result["all_reduce_us"] = all_reduce_us(device) if cuda and fast else None
     return result
 
 
@@ -362,12 +376,12 @@ def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: in
     return list(ended.values())
 
 
-def forward_ms(reader: Reader, rows: int, T: int) -> float:
+def forward_ms(runner: ModelRunner, rows: int, T: int) -> float:
     """A forward of T tokens a row at position 100, a CUDA graph of its own; the median of 20."""
-    tokens = torch.randint(reader.model.config.vocab_size, (rows, T), device=reader.device)
-    positions = 100 + torch.arange(T, device=reader.device).repeat(rows, 1)
+    tokens = torch.randint(runner.model.config.vocab_size, (rows, T), device=runner.device)
+    positions = 100 + torch.arange(T, device=runner.device).repeat(rows, 1)
     with torch.no_grad():
-        return 1e3 * graph_seconds(lambda: reader.decoder(tokens, positions, reader.slots(200)))
+        return 1e3 * graph_seconds(lambda: runner.decoder(tokens, positions, runner.slots(200)))
 
 
 def busy_share(run: Callable) -> float:
@@ -409,19 +423,19 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
     if args.against and (cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
         raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1 and --temperature 0")
     prompts = [tokenizer.encode(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
-    length = max(map(len, prompts)) + args.new_tokens
+    max_seq_len = max(map(len, prompts)) + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
-    def generator(*draft) -> Generator:
+    def generator(draft: Draft | None = None) -> Generator:
         gc.collect()
         if what in SHAPES:
-            tiny = load_model(directory, torch.device("cpu"), torch.float32)
+            tiny = load_checkpoint(directory, torch.device("cpu"), torch.float32)
             model = widen(tiny, SHAPES[what], device, dtype)
             if args.quantize:
                 round_model(model, args.quantize, args.group_size)
         else:
-            model = load_model(directory, device, dtype, args.quantize, args.group_size)
-        return Generator(model, length, sampling, args.batch, 1, not args.no_compile, not args.no_kernels, *draft)
+            model = load_checkpoint(directory, device, dtype, args.quantize, args.group_size)
+        return Generator(model, max_seq_len, sampling, args.batch, mode=find_mode(args), draft=draft)
 
     def one_run(generator: Generator) -> dict:
         times = until_the_end(generator, prompts, args.new_tokens, tokenizer.stops)
@@ -439,12 +453,13 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         plains, slow = [one_run(slow) for _ in range(args.runs)], None
         torch._dynamo.reset()
     names = args.draft_tokens.split(",")
-    fast = generator(load_model(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
+    draft = Draft(load_checkpoint(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
+    fast = generator(draft)
     speculator = fast.speculator
     for name in names:
         if name.isdecimal() and int(name) not in speculator.seconds:
             raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.seconds)}; give others alone")
-        speculator.policy = policy(name, speculator.seconds)
+        speculator.policy = make_policy(name, speculator.seconds)
         runs, plains = [], plains if cuda else []
         for _ in range(args.runs):
             if slow:  # in turns: a CPU that others use is faster at one time than at another
@@ -455,7 +470,7 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         run, plain, share, busy, verify, drafts = middle(runs), middle(plains), None, None, None, None
         if cuda and name.isdecimal():
             verify = forward_ms(fast, args.batch, int(name) + 1)
-            drafts = forward_ms(fast.draft, args.batch, 2) + (int(name) - 1) * forward_ms(fast.draft, args.batch, 1)
+            drafts = forward_ms(speculator.draft.runner, args.batch, 2) + (int(name) - 1) * forward_ms(speculator.draft.runner, args.batch, 1)
             cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
         if cuda:
@@ -479,76 +494,9 @@ def commit() -> str | None:
     return run.stdout.strip() or None
 
 
-def command_of(line: dict) -> str:
-    """What printed the line, but for options of how often and against what."""
-    defaults = dict(quantize=None, group_size=None, ranks=1, batch=1, context=0, prompt_length=5, new_tokens=200,
-                    temperature=0.8, top_k=200, top_p=1.0, draft_tokens=None)
-    return " ".join([
-        line["what"], *(["--speculate"] if "speed_up" in line else []), *([] if line["gpu"] else ["--device cpu"]),
-        *(f"--{name.replace('_', '-')} {line[name]}" for name, default in defaults.items()
-          if line.get(name, default) != default),
-        *(["--no-compile"] if not line["compile"] else ["--no-kernels"] if not line["kernels"] else [])])
-
-
-def speculation_table(lines: list[dict]) -> str:
-    head = ["options", "plain ms", "ms a token", "speed-up", "tokens a step", "a", "share of the bound", "GPU busy"]
-    rows = [" | ".join([
-        f"`{command_of(line)}`",
-        f"{line['plain_ms_per_token']:.2f}", f"{line['ms_per_token']['mean']:.2f}",
-        f"{line['speed_up']:.2f} ({line['speed_ups'][0]:.2f} to {line['speed_ups'][-1]:.2f})",
-        f"{line['tokens_per_step']:.2f}", f"{line['acceptance']:.0%}",
-        f"{line['share_of_bound']:.0%}" if line["share_of_bound"] else "",
-        f"{line['gpu_busy']:.1%}" if line["gpu_busy"] else ""]) for line in lines]
-    return "\n".join(f"| {row} |" for row in (" | ".join(head), "|".join(["---"] * len(head)), *rows))
-
-
-def markdown(files: list[Path]) -> str:
-    """README's tables and chart; a command in each row."""
-    lines = []
-    for file in files:
-        with blame(file):
-            lines += [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    if not lines:
-        raise UserError(f"--markdown {files[0]}: no line in it; want lines that this script printed")
-    speculated, decoded = ([line for line in lines if ("speed_up" in line) == kind] for kind in (True, False))
-    tables = (decode_table, decoded), (speculation_table, speculated)
-    return "\n\n".join(table(lines) for table, lines in tables if lines)
-
-
-def decode_table(lines: list[dict]) -> str:
-    head = ["`python scripts/benchmark.py`", "tokens/s", "ms a step", "of read bandwidth", "first token s",
-            "prefill, of matrix rate", "compile s, cold / warm", "peak memory over weights + cache"]
-    rows = []
-    for line in lines:
-        peak = line["peak_memory_bytes"] and line["peak_memory_bytes"] / (line["weights_bytes"] + line["cache_bytes"])
-        cells = [f"`{command_of(line)}`", f"{line['tokens_per_s']:,.0f}", f"{line['ms_per_token']:.3f}",
-                 f"{line['share_of_read']:.0%}" if line["share_of_read"] else "-", f"{line['first_token_s']:.3f}",
-                 f"{line['share_of_matrix']:.0%}" if line["share_of_matrix"] and line["prompt_length"] > 500 else "-",
-                 f"{line['compile_cold_s']:.1f} / {line['compile_warm_s']:.1f}" if line["compile_cold_s"] else "-",
-                 f"{peak - 1:+.1%}" if peak else "-"]
-        rows.append("| " + " | ".join(cells) + " |")
-    table = "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows])
-    alone = [line for line in lines if line["batch"] == 1 and line["share_of_read"] and line["prompt_length"] == 5
-             and line["kernels"] and line["ranks"] == 1]
-    if not alone:
-        return table
-    names = ", ".join('"' + " ".join(filter(None, [
-        line["what"], line.get("quantize"), line.get("group_size") and f"g{line['group_size']}",
-        line["context"] and f"at {line['context']}"])) + '"' for line in alone)
-    shares = ", ".join(f"{100 * line['share_of_read']:.0f}" for line in alone)
-    title = f"Batch 1, one {alone[0]['gpu']}: percent of the read bandwidth"
-    chart = ["```mermaid", "xychart-beta", f'    title "{title}"', f"    x-axis [{names}]",
-             '    y-axis "percent" 0 --> 100', f"    bar [{shares}]", "```"]
-    return table + "\n\n" + "\n".join(chart)
-
-
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     args = parse_args()
-    if args.markdown:
-        with blame(args.markdown[0]):
-            print(markdown(args.markdown))
-        return
     if args.ranks > 1 and "WORLD_SIZE" not in os.environ:
         for what in args.what:
             times = cold_start(what, args) if args.cold_start else (None, None)
@@ -560,7 +508,7 @@ def main() -> None:
         if args.only_compile:
             model = build(what, args, device, find_dtype(args.dtype, device), team)
             begun = time.perf_counter()
-            generator = ready(model, args, team, not args.no_compile, not args.no_kernels)
+            generator = ready(model, args, team, find_mode(args))
             one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
             print(time.perf_counter() - begun)
             continue

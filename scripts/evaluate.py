@@ -29,12 +29,11 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, blame, find_checkpoint, load_config  # noqa: E402
-from tp import Team, join, run  # noqa: E402
+from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config, reading  # noqa: E402
 from cli import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
 from model import Transformer  # noqa: E402
-from quantize import default_group, group_of, load_model, read_settings  # noqa: E402
-from tp import splitter  # noqa: E402
+from quantize import default_group, group_of, load_checkpoint, read_settings  # noqa: E402
+from tp import Team, join, run, splitter  # noqa: E402
 
 
 def parse_spec(spec: str) -> dict:
@@ -92,7 +91,7 @@ def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team:
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
     dtype = find_dtype(args.dtype, device)
     with memory_advice(f"{spec['model']}: out of memory on {device}; a smaller --context or dtype helps"):
-        model = load_model(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty(),
+        model = load_checkpoint(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty(),
                            splitter(team))
         model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         begun = time.perf_counter()
@@ -144,7 +143,7 @@ def parse_args() -> Namespace:
 
 def main() -> None:
     args = parse_args()
-    with blame(args.text):
+    with reading(args.text):
         text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]
@@ -156,7 +155,7 @@ def main() -> None:
             continue
         if read_settings(directory):
             raise UserError(f"{spec['model']}: {directory} is quantized already; leave out {spec['quantize']}")
-        for name, (_, _, shape) in config.hf_weights().items():
+        for name, (_, _, shape) in hf_weights(config).items():
             if "_proj.weight" in name:
                 group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))
     args.context = args.context or min(2048, *limits)

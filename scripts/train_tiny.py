@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import Tokenizer, UserError, blame, load_model  # noqa: E402
+from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights, load_model, reading  # noqa: E402
 from cli import Parser, report_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
@@ -38,7 +38,7 @@ BOS, EOS = 1, 2
 
 
 def read_stories(path: Path) -> list[str]:
-    with blame(path):
+    with reading(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
         return [story.strip() for story in text.decode().replace("\r\n", "\n").split("\n\n") if story.strip()]
 
@@ -47,7 +47,7 @@ def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
     """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
     from sentencepiece import SentencePieceTrainer
     paragraphs, model = (line for story in stories[:30000] for line in story.split("\n")), io.BytesIO()
-    with blame(Path("sentencepiece")):
+    with reading("sentencepiece"):
         SentencePieceTrainer.train(
             sentence_iterator=paragraphs, model_writer=model, vocab_size=vocab_size, model_type="bpe",
             byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
@@ -118,7 +118,7 @@ def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> No
     partial.mkdir(parents=True, exist_ok=True)
     ours = dict(model.named_parameters())
     weights = {name: ours[parameter].detach()[row:row + shape[0]].bfloat16().cpu().contiguous()
-               for name, (parameter, row, shape) in model.config.hf_weights().items()}
+               for name, (parameter, row, shape) in hf_weights(model.config).items()}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "tokenizer.model").write_bytes(tokenizer)
     generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
@@ -134,7 +134,7 @@ def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> No
 def measure(directory: Path, text: Path, device: torch.device) -> None:
     """Bits per byte of the first 200 paragraphs of over 100 characters, each alone after the beginning of sequence,
     and on how many of their tokens the draft's greedy choice is the target's."""
-    with blame(text):
+    with reading(text):
         paragraphs = [line for line in text.read_text(encoding="utf-8").split("\n") if len(line) > 100][:200]
     if not paragraphs:
         raise UserError(f"--eval {text}: no line of over 100 characters in it")
@@ -167,7 +167,7 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
     for name, shape in SHAPES.items():
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
-        teacher = train(Config.from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
+        teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
         save(teacher, hf_config, tokenizer, args.out / name)
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 
