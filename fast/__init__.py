@@ -1,14 +1,15 @@
 """
-The speed layer: what makes a step faster than plain PyTorch does. No text depends on it, except where a rounding
-decides between two tokens.
+The speed layer: whatever makes a step faster than plain PyTorch. It changes no text, except where a rounding decides
+between two tokens.
 
 generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(sampling.py, quantize.py, tp.py); of the core, only generate.py imports this folder, and guards the import. Delete the
-folder, and every command still works, slower. Everything here imports without Triton, too.
+(sampling.py, quantize.py, tp.py). Of the core, only generate.py imports this folder, and it guards the import. Delete
+the folder, and every command still works, slower. Everything here imports without Triton.
 
-    decoder.py        swaps modules of a model for fast ones, by their type: the decoder of one row is five launches a layer
+    decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
-    packed_linear.py  the same for int4 and int8 weights, which layout.py puts into the matrix unit's order at load
+    packed_linear.py  the same for int4 and int8 weights; the kernels are packed_gemv.py and packed_gemm.py
+    layout.py         puts int4 and int8 weights into the matrix unit's order, at load
     attention.py      attention with rope and the KV cache's update inside
     sampling.py       temperature, top-k, top-p and speculative acceptance without a sort
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
@@ -18,8 +19,8 @@ folder, and every command still works, slower. Everything here imports without T
     tune.py           the command that writes tuned.json
     common.py         Triton or stand-ins, the GPU's properties, two device functions
 
-decoder.py imports the kernels' files; these import common.py and tuning.py. Each kernel stands beside its plain twin, a
-function of PyTorch operators that computes the same, runs on CPUs, and is what the tests compare the kernel with.
+decoder.py imports the kernels' files, and these import common.py and tuning.py. Beside each kernel stands its plain
+twin: PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare the kernel with it.
 """
 import sys
 from collections.abc import Callable
@@ -42,18 +43,17 @@ class Fast:
     choose: Callable | None = None  # as sampling.choose()
     propose: Callable | None = None  # as speculative.propose()
     accept: Callable | None = None  # as speculative.accept()
-    # Our own kernels decode: they find the cache slots in use on the device, and a step can be captured as a CUDA graph
-    # by hand, without torch.compile.
+    # True where decode runs on this folder's kernels. They find the cache slots in use on the device, and a step can be
+    # captured as a CUDA graph by hand, without torch.compile.
     kernels: bool = False
-    read_bandwidth: Callable | None = None  # model -> bytes/s, or None
 
 
 def optimize(model: nn.Module) -> Fast | None:
     """Puts fast modules into a Transformer whose setup() is done, and returns what decodes and samples from now on.
 
-    None where nothing here is faster: other devices than CPUs and CUDA GPUs, and models that the kernels cannot serve,
-    which one line on stderr says.
-    Raises ValueError for a model that was optimized before."""
+    None where nothing here serves: on other devices than CPUs and CUDA GPUs, and on a CUDA GPU where the kernels cannot
+    serve this GPU or this model, which one line on stderr says. On a CUDA GPU ValueError for a model that was optimized
+    before."""
     weight = model.embed.weight
     if weight.device.type == "cpu":
         replace_quantized(model, lambda layer, name: CpuQuantizedLinear(layer))
@@ -62,8 +62,7 @@ def optimize(model: nn.Module) -> Fast | None:
         return None
     nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
     if not nvidia or weight.itemsize != 2 or not fusible(model):
-        print("plain PyTorch decodes: the kernels want Triton, compute capability 8.0, 16-bit activations, and q, k and "
-              "v, or gate and up, all quantized, in one order", file=sys.stderr)
+        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0, 16-bit activations, and q, k, v, or "
+              "gate and up, all quantized, in one order", file=sys.stderr)
         return None
-    return Fast(install_kernels(model), fast_choose, fast_propose, fast_accept, kernels=True,
-                read_bandwidth=read_bandwidth)
+    return Fast(install_kernels(model), fast_choose, fast_propose, fast_accept, kernels=True)

@@ -1,23 +1,23 @@
 """
 Attention with rope and the KV cache's update inside, beside its plain twin.
 
-The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). Decode splits the cache between programs, which
-are else too few to keep a GPU's memory busy (Flash-Decoding, pytorch.org/blog/flash-decoding).
+The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). A program serves one kv head of one sequence.
+Its rows are pairs: a new token and one of the G query heads that share the kv head. There are T x G of them, token by
+token.
 
-A program serves one kv head of one sequence. Its rows are pairs of a new token and one of the G query heads that share
-the kv head: T x G pairs, G of each token side by side.
-
-Decode and verification (NEW, few pairs): one block holds all pairs, and the cache is split.
+Decode and verification (NEW, few pairs): one block holds all pairs. One program for each kv head would leave most of a
+GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-decoding):
 
         old slots of the cache, those in use               the T new tokens of this step
         |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
-              program 0           program 1           program 2: norms and turns the new keys, stores keys and values
-                  |                   |                   |       in the cache, and attends to them, too
-               part 0              part 1              part 2     row_max, row_sum and acc [T x G, E] of the split
+              program 0           program 1           program 2 also turns the new keys by rope, stores new keys and
+                  |                   |                   |     values in the cache, and attends to them
+               part 0              part 1              part 2   a split's row_max, row_sum [T x G] and acc [T x G, E]
                   '-------------------+-------------------'
              the program that finishes last combines the parts, in the order of the splits
 
-Prefill (many pairs): plain_update() fills the cache first; then each program has a block of BM pairs and all slots.
+Prefill (many pairs): plain_update() stores the new keys and values first. Then each program has a block of BM pairs and
+goes through all slots that these see.
 
 Shapes: B sequences, T new tokens, H query heads, K kv heads, G = H / K, E head dim, L cache length.
 """
@@ -32,9 +32,10 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, la
 
 @jit
 def rope(x, swapped, e, cos, sin, norm, eps, E: constexpr):
-    """Heads x [rows, E] after RMSNorm, if there is a norm [E], and rope; in fp32.
+    """Heads x [rows, E] after RMSNorm, if there is a norm's weight [E], and after rope; in fp32.
 
-    swapped: x with its halves exchanged, as a thread cannot reach another thread's part of x. cos, sin [rows, E]."""
+    swapped: x with its halves exchanged. It is loaded, since a thread cannot read what another has in its registers.
+    cos, sin [rows, E]."""
     x = x.to(tl.float32)
     swapped = swapped.to(tl.float32)
     if norm is not None:
@@ -59,7 +60,8 @@ def load_rope(cos, sin, position, e, mask, E: constexpr):
 
 @jit
 def visible(slot, position, WINDOW: constexpr):
-    """Whether a token at `position` sees `slot`: up to its own, of these the last WINDOW unless that is 0. [rows, slots]"""
+    """Whether tokens at positions [rows] see slots [slots]: those up to their own, the last WINDOW of them unless that
+    is 0 -> [rows, slots]"""
     seen = slot[None, :] <= position[:, None]
     if WINDOW > 0:
         seen = seen & (slot[None, :] > position[:, None] - WINDOW)
@@ -76,9 +78,9 @@ def split_slots(begin, end, split, splits, BL: constexpr):
 
 @jit
 def softmax_tile(q, k, v, seen, scale, row_max, row_sum, acc):
-    """One step of the online softmax: q [BM, E], k [E, BL], v [BL, E] -> row_max, row_sum [BM] and acc [BM, E] anew.
+    """One step of the online softmax: q [BM, E], k [E, BL], v [BL, E] -> the new row_max, row_sum [BM], acc [BM, E].
 
-    scale holds 1 / ln 2, too, so that the softmax takes exp2, the GPU's own instruction."""
+    scale: E ** -0.5 / ln 2, so that exp2, which the GPU has as an instruction, takes the place of exp."""
     scores = tl.where(seen, tl.dot(q, k) * scale, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     p = tl.exp2(scores - new_max[:, None])
@@ -88,7 +90,7 @@ def softmax_tile(q, k, v, seen, scale, row_max, row_sum, acc):
 
 @jit
 def store_part(part_stats, part_accs, part, row_max, row_sum, acc, BR: constexpr, BE: constexpr):
-    """Leaves a split's softmax for combine_parts(): part_stats [parts, BR, 2], part_accs [parts, BR, BE]."""
+    """Stores a split's softmax for combine_parts(): part_stats [parts, BR, 2], part_accs [parts, BR, BE]."""
     i = tl.arange(0, acc.shape[0])
     row = part * BR + i
     tl.store(part_accs + row[:, None] * BE + tl.arange(0, BE)[None, :], acc, mask=(i < BR)[:, None])
@@ -98,9 +100,9 @@ def store_part(part_stats, part_accs, part, row_max, row_sum, acc, BR: constexpr
 
 @jit
 def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: constexpr, BS: constexpr):
-    """The attention of pairs [BR] whose `splits` parts start at part `first`, BS parts at a time -> [BR, BE].
+    """Adds up the `splits` parts from part `first` on, BS at a time -> the attention of pairs [BR]: [BR, BE].
 
-    The parts are added in the same order each time, so the same bits come out."""
+    The order is the same each time, and so are the bits."""
     e = tl.arange(0, BE)
     BR: constexpr = pair.shape[0]
     row_max = tl.full((BR,), -1e30, tl.float32)
@@ -132,8 +134,8 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
 
     NEW: q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values.
     Otherwise q is [B, T, H, E], after rope, and the cache is complete.
-    The program is one function, longer than a screen, as the compiler pipelines the loop with all that it needs in
-    registers; what has a name of its own stands above."""
+    It is longer than a screen because the first pass of the loop must hold all that waits for the kernel before: there
+    the compiler puts the first tiles' loads ahead of the wait."""
     group = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
@@ -150,7 +152,7 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
     pair_mask = (pair < T * G)[:, None] & (e < E)[None, :]
     q_rows = q + (((b * T + t) * HEADS + kv * G + pair % G) * E)[:, None]
 
-    # Positions are older than this step's layers, and old slots than this step: neither waits for the kernel before.
+    # Positions were there before the first layer, and old slots before this step: loading them need not wait.
     positions += b * position_stride
     position = tl.load(positions + t)
     first_position = tl.load(positions + block * BM // G)
@@ -168,7 +170,7 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BL * BL
     splits = tl.minimum(tl.maximum(tl.cdiv(end - begin, SPLIT_SLOTS), 1), SPLITS)  # those that have work
-    if split >= splits:  # before start and stop are computed: after it, prefill takes 236 registers, not 220 (sm_90)
+    if split >= splits:  # not after split_slots(): prefill would take 236 registers instead of 220 (Triton 3.6, sm_90)
         return
     start, stop = split_slots(begin, end, split, splits, BL)
 
@@ -183,12 +185,12 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
                     mask=(slot < stop)[None, :] & (e < E)[:, None], other=0)
         v = tl.load(v_cache + cache_row + slot[:, None] * E + e[None, :],
                     mask=(slot < stop)[:, None] & (e < E)[None, :], other=0)
-        if l0 == start:  # within the loop, so that the compiler puts the first tiles' loads before the wait
+        if l0 == start:
             if PDL:
                 gdc_wait()
             queries = tl.load(q_rows + e[None, :], mask=pair_mask, other=0)
             if NEW:
-                has_new = split == splits - 1  # this program's are the new tokens, too
+                has_new = split == splits - 1  # the last split's program attends to the new tokens, too
                 load_new = new_mask & has_new
                 swapped = tl.load(q_rows + partner[None, :], mask=pair_mask, other=0)
                 new_k = tl.load(new_rows + e[None, :], mask=load_new, other=0)

@@ -3,17 +3,18 @@ All-reduce and all-gather of the ranks of one host, each in one launch, which al
 
 A decode step's messages are a few KB, and what counts is how soon they arrive. So the all-reduce is one-shot: each rank
 writes all of x straight into the memory of every peer (PyTorch's symmetric memory) and sums for itself. The flag is in
-the data, as in Lamport's queue and in TensorRT-LLM's one-shot all-reduce: -0.0 marks a number that is not written yet.
+the data (a Lamport flag, as in TensorRT-LLM's one-shot all-reduce): -0.0 marks a number that is not written yet.
 
-    rank 0: x ---.  .--- x :rank 1          1. push x, its -0.0 as 0.0, to every peer's buffer, into the own place there
-                  \/
-                  /\                        2. poll the own buffer until no -0.0 is left
-    rank 0's <---'  '---> rank 1's          3. sum in the order of the ranks: the same bits on all of them
-    buffer                buffer            4. put -0.0 back, for the next time
+    rank 0                               rank 1
+      x  ----------------------------->    place 0 of the buffer      1. push x, with 0.0 for -0.0, to every peer
+      place 1 of the buffer  <---------    x
+                                                                      2. poll the own buffer until no -0.0 is left
+      x + place 1                          place 0 + x                3. sum in rank order: the same bits everywhere
+      place 1 = -0.0                       place 0 = -0.0             4. reset what was read, for the next time
 
-A rank has three buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the logits. Of two
-exchanges in a row each has its own buffer: a rank that has finished the second has everyone's numbers of it, and everyone
-sent these after having put -0.0 back into the buffer of the first.
+A rank has three buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the logits. Two exchanges
+in a row never share a buffer. So a buffer is always ready: a rank that has finished the second exchange has everyone's
+numbers of it, and everyone put -0.0 back into the buffer of the first before sending them.
 
 tp.py's NCCL serves long messages, GPUs that do not reach each other's memory, and fp32.
 
@@ -32,14 +33,14 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, jit, pdl_opt
 # shots 9.8, NCCL 17.4; for 1 MiB 13.0 and 12.6. Eight took, with a residual, 17.1 us and 28.3, by NCCL 23.0 and 29.4.
 CAPACITY = 2 ** 19
 BUFFERS = 3
-LOGITS = 2  # all_gather()'s buffer
+LOGITS = 2  # fused_all_gather()'s buffer
 NOT_WRITTEN = -32768  # the bits of -0.0 in bf16 and in fp16, as an int16
 
 
 @jit
 def exchange_kernel(x, residual, out, buffers, N, PART, RANK: constexpr, RANKS: constexpr, BUFFER: constexpr,
                     SUM: constexpr, CAPACITY: constexpr, EMPTY: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """Program (block of BLOCK columns, row): SUM: all_reduce(), else all_gather(); the file's steps 1 to 4.
+    """Program (block of BLOCK columns, row): SUM: fused_all_reduce(), else fused_all_gather(); the file's steps 1 to 4.
 
     buffers: each rank's, int16 [BUFFERS, RANKS, CAPACITY]. PART: columns of a rank, N: of the result.
     EMPTY: NOT_WRITTEN."""
@@ -48,7 +49,7 @@ def exchange_kernel(x, residual, out, buffers, N, PART, RANK: constexpr, RANKS: 
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    width = PART if SUM else tl.minimum(PART, N - RANK * PART)  # all_gather(): the last ranks have fewer columns
+    width = PART if SUM else tl.minimum(PART, N - RANK * PART)  # fused_all_gather(): the last ranks have fewer columns
     own = tl.load(x + m * width + c, mask=c < width, other=0).to(tl.int16, bitcast=True)
     own = tl.where(own == EMPTY, 0, own).to(tl.int16)
     at = m * PART + c
@@ -86,7 +87,7 @@ def communication_buffers(device: torch.device) -> tuple[Tensor, ...] | None:
     All ranks call it together, while no CUDA graph is being captured."""
     import torch.distributed._symmetric_memory as symmetric_memory
     shape = (BUFFERS, dist.get_world_size(), CAPACITY)
-    found = torch.zeros(1)  # in the host's memory: gloo's
+    found = torch.zeros(1)  # on the host, so that gloo sums it
     try:
         own = symmetric_memory.empty(shape, dtype=torch.int16, device=device).fill_(NOT_WRITTEN)
         handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
@@ -103,8 +104,8 @@ def communication_buffers(device: torch.device) -> tuple[Tensor, ...] | None:
 
 
 def one_shot(x: Tensor, residual: Tensor | None, columns: int, buffer: int) -> Tensor | None:
-    """x [M, D] on a GPU -> the ranks' sum [M, columns] with the residual or, with LOGITS for a buffer, the ranks' columns
-    side by side [M, columns]. None where the kernel cannot serve, on all ranks alike."""
+    """x [M, D] on a GPU -> the ranks' sum [M, columns] plus the residual or, if buffer is LOGITS, the ranks' columns
+    side by side [M, columns]. None, on all ranks alike, where the kernel cannot serve."""
     M, D = x.shape
     ranks = dist.get_world_size()
     part = tp.part_of(columns, ranks) if buffer == LOGITS else D
@@ -113,7 +114,7 @@ def one_shot(x: Tensor, residual: Tensor | None, columns: int, buffer: int) -> T
     out = x.new_empty(M, columns)
     if residual is not None:
         residual = residual.contiguous()
-    # At least 128, a number for each thread: were a number two threads', one would put -0.0 back before the other reads.
+    # At least 128, one number for each thread: if two threads had the same, one would reset it before the other reads.
     block = max(128, min(1024, triton.next_power_of_2(part)))
     pdl = pdl_options(x.device)
     exchange_kernel[(triton.cdiv(part, block), M)](
@@ -124,7 +125,7 @@ def one_shot(x: Tensor, residual: Tensor | None, columns: int, buffer: int) -> T
 
 
 @library.custom_op("llama_fast::fused_all_reduce", mutates_args=())
-def all_reduce(x: Tensor, residual: Tensor | None, buffer: int) -> Tensor:
+def fused_all_reduce(x: Tensor, residual: Tensor | None, buffer: int) -> Tensor:
     """The sum of all ranks' x [M, D], plus the residual [M, D] if there is one; the same bits on all ranks.
 
     buffer: 0 and 1 in turn."""
@@ -134,19 +135,19 @@ def all_reduce(x: Tensor, residual: Tensor | None, buffer: int) -> Tensor:
     return total if residual is None else residual + total
 
 
-@all_reduce.register_fake
+@fused_all_reduce.register_fake
 def _(x, residual, buffer):
     return x.new_empty(x.shape)
 
 
 @library.custom_op("llama_fast::fused_all_gather", mutates_args=())
-def all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [M, tp.part_of(columns, R)] side by side: [M, columns]; the last ranks have fewer columns, or none."""
+def fused_all_gather(x: Tensor, columns: int) -> Tensor:
+    """All ranks' x [M, tp.part_of(columns, R)] side by side -> [M, columns]; the last have fewer columns, or none."""
     if x.is_cuda and (out := one_shot(x, None, columns, LOGITS)) is not None:
         return out
     return tp.all_gather(x, columns)
 
 
-@all_gather.register_fake
+@fused_all_gather.register_fake
 def _(x, columns):
     return x.new_empty(*x.shape[:-1], columns)

@@ -5,9 +5,9 @@ A decode step of one row is five launches a layer:
 
     wqkv         norm, product, bias               fused_linear
     attention    rope, cache update, attention     update_and_attend
-    wo           product, residual                 fused_linear; with several ranks all_reduce adds the residual
+    wo           product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
     w_gate_up    norm, product, SiLU gate          fused_linear
-    w_down       product, residual                 fused_linear; with several ranks all_reduce adds the residual
+    w_down       product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
 
 With several rows the norms are launches of their own: seven. Prefill keeps the model's own forward, with attention and
 quantized feed-forward layers swapped.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fast.attention import update_and_attend
-from fast.collectives import all_gather, all_reduce, communication_buffers
+from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.linear import linear
 from fast.packed_linear import PackedLinear
 from quantize import QuantizedLinear
@@ -53,10 +53,10 @@ def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
     RowParallelLinear takes nothing but the residual, as sums of parts come first. buffer: see collectives.py."""
     if isinstance(layer, RowParallelLinear):
         partial_sum = fused_linear(layer.linear)
-        return lambda x, residual: all_reduce(partial_sum(x), residual, buffer)
+        return lambda x, residual: fused_all_reduce(partial_sum(x), residual, buffer)
     if isinstance(layer, ColumnParallelLinear):
         part = fused_linear(layer.linear)
-        return lambda x, norm, eps: all_gather(part(x, norm, eps=eps), layer.vocab_size)
+        return lambda x, norm, eps: fused_all_gather(part(x, norm, eps=eps), layer.vocab_size)
     if isinstance(layer, PackedLinear):
         return layer.fused
     return lambda x, norm=None, **options: linear(x, layer.weight, norm, layer.bias, **options)

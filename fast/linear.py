@@ -1,9 +1,9 @@
 """
 Linear layers of 16-bit weights, with RMSNorm, bias, SiLU gate and residual inside, beside their plain twin.
 
-At batch 1 a launch takes 10 to 40 us, and what counts is that memory never idles between two launches. With programmatic
-dependent launch (compute capability 9.0) a kernel starts while the kernel before it drains. Its first weights are on
-their way before it waits for its input.
+At batch 1 a launch takes 10 to 40 us, and what counts is that memory never idles between two launches. With
+programmatic dependent launch (compute capability 9.0) a kernel starts while the kernel before it drains. Its first
+weights are on their way before it waits for its input.
 
     gemv_kernel   one row of x. Each program loads BN whole rows of w at a time and sums in fp32 on the CUDA cores:
 
@@ -189,8 +189,7 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     """residual + rms_norm(x, norm) @ w.T + bias, where each of norm, bias and residual may be None.
 
     x [M, K], w [N, K], norm [K], bias [N], residual [M, N] -> [M, N], all of one 16-bit type.
-    gated: w's first half is the gate, its second half is up, and the result is silu(gate) * up, [M, N / 2], to which the
-    residual is added."""
+    gated: w's first half is the gate, its second half up, and silu(gate) * up [M, N / 2] takes the product's place."""
     M, K = x.shape
     N = len(w)
     choice = kernel_for("16-bit", N, K, M, x.device)

@@ -95,7 +95,7 @@ def test_update_and_attend(device, case):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("T", [3, 50])
 def test_update_and_attend_of_shared_positions_in_a_larger_cache(device, T):
-    """As in prefill: all prompts share one row of positions, and the cache has more rows, for samples of each prompt."""
+    """As in prefill: all prompts share one row of positions, and the cache has more rows, for each prompt's samples."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     qkv, positions, cos, sin, k_cache, v_cache, *_ = inputs(4, T, 4, 2, 64, 200, 0, False, device, dtype)
     positions[:] = torch.arange(90, 90 + T, device=device)
@@ -123,21 +123,24 @@ def test_every_output_is_written():
 
 
 COMPILE_FOR_8 = """
+import sys
+from types import SimpleNamespace
+
 import torch
 import triton
-from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 
-import fast.common
-
-A100_LIKE = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376,
-                            regs_per_multiprocessor=65536)
-fast.common.gpu = lambda device: A100_LIKE  # before the other modules import it
 import fast.attention
 import fast.linear
 import fast.packed_linear
 import fast.sampling
 from quantize import QuantizedLinear, pack
+
+pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376,
+                            regs_per_multiprocessor=65536)
+for name, module in list(sys.modules.items()):
+    if name.startswith("fast.") and hasattr(module, "gpu"):
+        module.gpu = lambda device: pretended
 
 compile, targets = triton.compile, []
 
@@ -180,7 +183,7 @@ assert len(targets) >= 15, len(targets)
 
 @pytest.mark.gpu
 def test_kernels_compile_for_compute_capability_8():
-    """In a process of its own, which takes the GPU for one of 8.0: no programmatic dependent launch, less shared memory."""
+    """In a process that takes the GPU for one of 8.0: no programmatic dependent launch, less shared memory."""
     subprocess.run([sys.executable, "-c", COMPILE_FOR_8], check=True, timeout=300)
 
 
