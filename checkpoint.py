@@ -1,5 +1,5 @@
 """
-Reads a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Hugging Face's keys and names stand
+Reads a checkpoint in Hugging Face layout: config, weights, tokenizer, chat template. Hugging Face's keys and names are
 here and in no other file.
 
 Nothing is unpickled, no code of a checkpoint runs, and no path in it leads out of its directory. What a user can get
@@ -274,8 +274,14 @@ class Tokenizer:
                             f"a vocab_size of {self.vocab_size}")
         return ids
 
+    def encode_messages(self, messages: list[dict]) -> list[int]:
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template."""
+        return self.encode(self.render(messages), rendered=True)
+
     def render(self, messages: list[dict]) -> str:
-        """[{"role": ..., "content": ...}, ...] -> the text that the model was trained on, up to where its answer begins."""
+        """The text that the chat template makes of messages, up to where the answer begins.
+
+        The template runs in jinja2's sandbox. UserError for whatever goes wrong in it."""
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

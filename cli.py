@@ -37,7 +37,7 @@ def report_errors(main, ranks: bool = False) -> None:
     try:
         if world_size() > 1 and not ranks:
             raise UserError(f"{world_size()} processes, want one: start it without torchrun")
-        if world_size() == 1:  # half-written files are removed; tp.end_on_signals() does this for ranks
+        if world_size() == 1:  # half-written files are removed; for ranks see tp.run()
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         main()
         sys.stdout.flush()
@@ -54,10 +54,10 @@ def report_errors(main, ranks: bool = False) -> None:
 
 def find_device(name: str | None) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
-    available = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    name = name or next(kind for kind, there in available.items() if there)
+    counts = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
+    name = name or next(kind for kind, count in counts.items() if count)
     kind, _, index = name.partition(":")
-    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available())).get(kind)
+    count = counts.get(kind)
     if count is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
@@ -126,8 +126,8 @@ def find_draft(name: str, config: Config, tokenizer: Tokenizer) -> Path:
             raise UserError(f"--draft {name}: token {i} is {pair[0]!r} there and {pair[1]!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or --draft prompt-lookup")
     if count_parameters(draft) > count_parameters(config):
-        print(f"--draft {name} has {count_parameters(draft):,} parameters, the checkpoint {count_parameters(config):,}: "
-              "this draft costs more than it can save", file=sys.stderr)
+        print(f"--draft {name} has {count_parameters(draft):,} parameters, the checkpoint {count_parameters(config):,}:"
+              " this draft costs more than it can save", file=sys.stderr)
     return directory
 
 
@@ -224,13 +224,10 @@ def rank_completions(completions: list, samples: int) -> list:
     def place(completion) -> tuple[bool, bool, float]:
         return completion.finish_reason == "time", not completion.tokens, -completion.mean_logprob()
 
-    ranked = []
     for completion in completions:
         if completion.finish_reason == "time":
             completion.heading = (completion.heading.rstrip("\n") + " [unfinished]\n").lstrip()
-    for at in range(0, len(completions), samples):
-        ranked += sorted(completions[at:at + samples], key=place)
-    return ranked
+    return sum((sorted(completions[at:at + samples], key=place) for at in range(0, len(completions), samples)), [])
 
 
 def show(completions: list) -> Iterator[None]:
@@ -258,17 +255,12 @@ def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
         Path(directory, path.name).replace(path)
 
 
-def count_read_weights(model) -> int:
-    """Bytes of weights that a decode step reads."""
+def report(generator, runs: list[list], **known) -> dict:
+    """The object of --json, of generate.Generator and its Completions. runs: the batch, or each answer of a chat."""
+    model, device = generator.model, generator.device
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
-    return weights
-
-
-def report(generator, runs: list[list], **known) -> dict:
-    """The object of --json, of generate.Generator and its Completions. runs: the batch, or each answer of a chat."""
-    device, weights = generator.device, count_read_weights(generator.model)
     completions = [completion for run in runs for completion in run]
     decode_steps, speculation = sum(max(c.steps for c in run) - 1 for run in runs), None
     if generator.speculator:
@@ -278,19 +270,17 @@ def report(generator, runs: list[list], **known) -> dict:
                            acceptance_rate=n["accepted"] / max(1, n["drafted"]),
                            tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
-    rate, read_rate, peak = weights * decode_steps / decode_s, None, None
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        if generator.read_bandwidth and weights >= GIB:
-            read_rate = generator.read_bandwidth(generator.model)
+    rate, cuda = weights * decode_steps / decode_s, device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    read_rate = generator.read_bandwidth(model) if generator.read_bandwidth and cuda and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
     samples = [dict(prompt=c.prompt, text=c.text, prompt_tokens=len(c.prompt_tokens), tokens=c.tokens,
                     finish_reason=c.finish_reason, seconds=c.seconds,
                     mean_logprob=c.mean_logprob() if c.tokens else None) for c in completions]
     return known | dict(
-        device=str(device), dtype=str(generator.model.embed.weight.dtype).removeprefix("torch."),
-        batch=len(completions), samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        device=str(device), dtype=str(model.embed.weight.dtype).removeprefix("torch."), batch=len(completions),
+        samples=samples, first_token_s=sum(run[0].first_s for run in runs) / len(runs),
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9, bandwidth_utilization=rate / read_rate if read_rate else None,

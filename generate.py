@@ -31,7 +31,7 @@ from torch import Tensor
 from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, read_json, reading
 from cli import (check_compiler, check_memory, find_draft, find_dtype, format_report, generate_args, memory_advice,
                  rank_completions, report, save_trace, show)
-from model import Config, Transformer
+from model import Transformer
 from quantize import load_checkpoint, read_settings
 from sampling import Sampling, choose
 from speculative import SLACK, Draft, DraftModel, PromptLookup, Speculator, accept, propose
@@ -60,14 +60,13 @@ def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slot
 
 
 def import_fast():
-    """fast/, the speed layer. None where the folder was deleted and, after a line on stderr, where importing it fails."""
+    """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does not import."""
     try:
         import fast
         return fast
     except Exception as error:  # whatever is wrong with it, the plain path runs
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "fast"):
-            print(f"fast/ cannot be imported, plain PyTorch runs instead: {type(error).__name__}: {error}",
-                  file=sys.stderr)
+        if getattr(error, "name", "") != "fast":
+            print(f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}", file=sys.stderr)
         return None
 
 
@@ -83,8 +82,7 @@ class ModelRunner:
         self.batch_size, self.device = prompts * samples, model.embed.weight.device
         self.prefill, self.decode_one_token, self.decoder = prefill, decode_one_token, model
         self.choose, self.accept, self.propose = choose, accept, propose
-        self.kernels, self.read_bandwidth = False, None
-        self.compiled = mode != "eager"
+        self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
         # +1: a 1-token chunk is padded to 2; +8: slots() never exposes the last 8; rounded up to 8 for SDPA's masks
         model.setup((max_seq_len + 16) // 8 * 8, self.batch_size)
         if self.compiled:
@@ -100,14 +98,10 @@ class ModelRunner:
             layer.compile(dynamic=True, fullgraph=True)
         self.decode_one_token = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
         fast = import_fast()
-        if fast:
-            self.read_bandwidth = fast.read_bandwidth
-        optimized = fast.optimize(self.model) if fast and mode == "fast" else None
-        if optimized:
-            self.decoder, self.kernels = optimized.decoder, optimized.kernels
-            self.choose = optimized.choose or choose
-            self.accept = optimized.accept or accept
-            self.propose = optimized.propose or propose
+        self.read_bandwidth = fast and fast.read_bandwidth
+        if found := fast.optimize(self.model) if fast and mode == "fast" else None:
+            self.decoder, self.kernels = found.decoder, found.kernels
+            self.choose, self.accept, self.propose = found.choose, found.accept, found.propose
 
     def slots(self, n: int) -> Tensor:
         """The cache's first slots, at least the n that are in use. Kernels find these by themselves."""
@@ -185,13 +179,12 @@ class Generator(ModelRunner):
 
     @torch.no_grad()
     def make_speculator(self, draft: Draft, prompts: int, mode: str) -> Speculator:
-        vocab_size = self.model.config.vocab_size
         if draft.model is None:
-            drafter, runners = PromptLookup(vocab_size, self.max_seq_len), [self]
+            drafter, runners = PromptLookup(self), [self]
         else:
             length = min(self.max_seq_len, draft.model.config.context)
             runner = ModelRunner(draft.model, length, self.sampling, prompts, self.samples, mode)
-            drafter, runners = DraftModel(runner, vocab_size), [self, runner]
+            drafter, runners = DraftModel(runner, self.model.config.vocab_size), [self, runner]
             if length < self.max_seq_len - SLACK:
                 print(f"the draft's context is {length} tokens: no token beyond is drafted", file=sys.stderr)
         speculator = Speculator(self, drafter, self.team.agree)
@@ -359,7 +352,7 @@ def fit_messages(messages: list[dict], tokenizer: Tokenizer, max_seq_len: int) -
 
     Without a chat template the messages are one text. UserError where the last message alone is too long."""
     if tokenizer.template:
-        tokens = tokenizer.encode(tokenizer.render(messages), rendered=True)
+        tokens = tokenizer.encode_messages(messages)
     else:
         tokens = tokenizer.encode("".join(message["content"] for message in messages))
     if len(tokens) < max_seq_len:
@@ -390,9 +383,11 @@ def chat(generator: Generator, tokenizer: Tokenizer, max_seq_len: int, args: arg
         limit = min(args.max_new_tokens or max_seq_len, max_seq_len - len(tokens))
         answer = Completion(line, tokens, tokenizer, limit, args.stop)
         printing = show([answer])
-        signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))  # ends after this step
+        if generator.team.ranks == 1:
+            signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))  # after this step
         complete(generator, [answer], printing, start)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if generator.team.ranks == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         answers.append(answer)
         cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
         messages.append(dict(role="assistant", content=answer.text if tokenizer.template else answer.text + "\n"))
@@ -403,13 +398,10 @@ def chat(generator: Generator, tokenizer: Tokenizer, max_seq_len: int, args: arg
 
 def make_completions(args: argparse.Namespace, tokenizer: Tokenizer, max_seq_len: int) -> list[Completion]:
     """A completion for each prompt and sample. UserError where max_seq_len has no room for it."""
-    encoded = []
-    for prompt in args.prompt:
-        if args.chat:
-            rendered = tokenizer.render([dict(role="user", content=prompt)])
-            encoded.append(tokenizer.encode(rendered, rendered=True))
-        else:
-            encoded.append(tokenizer.encode(prompt))
+    if args.chat:
+        encoded = [tokenizer.encode_messages([dict(role="user", content=prompt)]) for prompt in args.prompt]
+    else:
+        encoded = [tokenizer.encode(prompt) for prompt in args.prompt]
     if [] in encoded:
         raise UserError("--prompt: the text is empty, and this tokenizer adds no beginning of sequence; give some text")
     longest = max(map(len, encoded))
@@ -430,19 +422,10 @@ def make_completions(args: argparse.Namespace, tokenizer: Tokenizer, max_seq_len
 def find_sampling(directory: Path, args: argparse.Namespace) -> Sampling:
     """The command line's options, else generation_config.json's, else Sampling's defaults."""
     with reading(directory / "generation_config.json"):
-        found = read_json(directory / "generation_config.json", {}) | {
-            key: value for key, value in vars(args).items() if value is not None}
+        found = read_json(directory / "generation_config.json", {})
+        found |= {key: value for key, value in vars(args).items() if value is not None}
         names = "temperature", "top_k", "top_p"
         return Sampling(**{name: found[name] for name in names if found.get(name) is not None})
-
-
-def find_max_seq_len(args: argparse.Namespace, config: Config) -> int:
-    limit = args.max_seq_length or config.context
-    if limit > config.context:
-        raise UserError(f"--max-seq-length {limit}: the model's context is {config.context}")
-    if args.interactive and not args.max_seq_length:
-        return min(limit, 8192)  # a chat's cache is allocated whole
-    return limit
 
 
 def run_prompts(generator: Generator, completions: list[Completion], args: argparse.Namespace) -> list[Completion]:
@@ -468,38 +451,42 @@ def main() -> None:
     config, tokenizer = load_config(directory), Tokenizer(directory)
     if args.chat and not tokenizer.template:
         raise UserError(f"--chat: {args.checkpoint} has no chat template; without --chat the prompt is continued")
-    sampling, max_seq_len = find_sampling(directory, args), find_max_seq_len(args, config)
-    prompts = 1
+    sampling, prompts, max_seq_len = find_sampling(directory, args), 1, args.max_seq_length or config.context
+    if max_seq_len > config.context:
+        raise UserError(f"--max-seq-length {max_seq_len}: the model's context is {config.context}")
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
+        max_seq_len = args.max_seq_length or min(max_seq_len, 8192)  # a chat's cache is allocated whole
     else:
         completions, prompts = make_completions(args, tokenizer, max_seq_len), len(args.prompt)
         max_seq_len = max(len(c.prompt_tokens) + c.limit for c in completions)
     settings = read_settings(directory)
-    models, draft_model = [(config, settings.get("bits"))], args.draft not in (None, "prompt-lookup")
-    if draft_model:
+    quantized = args.quantize or (f"int{settings['bits']}" if settings else None)
+    models, draft_directory = [(config, settings.get("bits"))], None
+    if args.draft not in (None, "prompt-lookup"):
         draft_directory = find_draft(args.draft, config, tokenizer)
         models.append((load_config(draft_directory), read_settings(draft_directory).get("bits")))
-    quantized = args.quantize or (f"int{settings['bits']}" if settings else None)
     cache_length = max_seq_len + SLACK * bool(args.draft)
     advice = check_memory(models, prompts * args.num_samples, cache_length, device, dtype, team.ranks)
 
     profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
     with memory_advice(advice):
-        model = load_checkpoint(directory, device, dtype, args.quantize, args.group_size, not args.quiet, splitter(team))
-        draft = Draft(policy=args.draft_tokens or "auto") if args.draft else None
-        if draft_model:
+        progress, draft_model = not args.quiet, None
+        model = load_checkpoint(directory, device, dtype, args.quantize, args.group_size, progress, splitter(team))
+        if draft_directory:
             split = draft_splitter(team, models[1][0])
-            draft = Draft(load_checkpoint(draft_directory, device, dtype, args.draft_quantize, None, not args.quiet,
-                                          split), draft.policy)
+            draft_model = load_checkpoint(draft_directory, device, dtype, args.draft_quantize, None, progress, split)
+        draft = Draft(draft_model, args.draft_tokens or "auto") if args.draft else None
         loaded = time.perf_counter()
         if quantized and not args.compile:
             print("without --compile, quantized weights are unpacked at every step: slow", file=sys.stderr)
         if args.compile and not args.quiet:
             print("compiling ...", file=sys.stderr, flush=True)
-        generator = Generator(model, max_seq_len, sampling, prompts, args.num_samples, find_mode(args), draft, team)
+        mode = "compile" if args.no_kernels else "fast"
+        generator = Generator(model, max_seq_len, sampling, prompts, args.num_samples,
+                              mode if args.compile else "eager", draft, team)
         ready = time.perf_counter()
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # torchrun's ranks have handlers of their own
+        if team.ranks == 1:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.manual_seed(team.agree(torch.seed() if args.seed is None else args.seed))
         with profiler:
@@ -517,12 +504,6 @@ def main() -> None:
         print(json.dumps(result))
     if not args.quiet:
         print("\n" + format_report(result), file=sys.stderr)
-
-
-def find_mode(args: argparse.Namespace) -> str:
-    if not args.compile:
-        return "eager"
-    return "compile" if args.no_kernels else "fast"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-A Llama-family decoder (Llama 2 and 3.x, Mistral, Qwen2/2.5, Qwen3, SmolLM2) in plain PyTorch: the model and nothing else.
+A Llama-family decoder (Llama 2 and 3.x, Mistral, Qwen2/2.5, Qwen3, SmolLM2) in plain PyTorch, and nothing else.
 
 One forward serves prefill, decode, speculative verification and ragged batches. They differ only in T and in the
 positions: each token carries its own position, writes its key and value into that slot of the KV cache, and attends to
@@ -77,14 +77,14 @@ class Transformer(nn.Module):
                 layer.attn.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
 
     def repeat_rows(self, n: int) -> None:
-        """Copies the caches of rows 0, 1, ... to n rows each: 0..n-1, n..2n-1, ... One prefill then serves n samples."""
+        """Copies the caches of rows 0, 1, ... to n rows each: 0..n-1, n..2n-1, ... One prefill serves n samples."""
         for layer in self.layers if n > 1 else ():
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
                 cache.copy_(cache[:len(cache) // n].repeat_interleave(n, dim=0))
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
                 last: Tensor | None = None) -> Tensor:
-        """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V]; with last [B], logits [B, V] of those columns.
+        """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
 
         slots: the first part of self.slots, where the caller knows that no position lies beyond it. Attention then
         reads that part of the cache and no more."""

@@ -1,6 +1,6 @@
 """
-int8 and int4 weights: the plain quantized layer, rounding, GPTQ, and quantized checkpoints. It writes the GPTQ layout of
-the Hub and reads that and AWQ's.
+int8 and int4 weights: the plain quantized layer, rounding, GPTQ, and quantized checkpoints. This file writes the Hub's
+GPTQ layout, and it reads that and AWQ's.
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,15 +76,16 @@ class QuantizedLinear(nn.Module):
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
 
+    def groups(self) -> Tensor:
+        """Each input's group [K]."""
+        K, C = self.in_features, self.scales.shape[1]
+        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K]."""
-        codes, scales = unpack(self.qweight, self.bits), self.scales.float()
-        zeros = torch.full_like(scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros.float()
-        if self.g_idx is not None:
-            return ((codes - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
-        C = scales.shape[1]
-        groups = codes.unflatten(1, (C, self.in_features // C))
-        return ((groups - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+        codes, c = unpack(self.qweight, self.bits), self.groups()
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, c]
+        return ((codes.float() - zeros) * self.scales.float()[:, c]).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
@@ -148,11 +149,6 @@ def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool,
 # GPTQ
 
 
-@cache
-def say_once(message: str) -> None:
-    tqdm.write(message, file=sys.stderr)
-
-
 def inverse_factor(hessian: Tensor) -> Tensor:
     """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
 
@@ -164,7 +160,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
         L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         damping *= 10
         if failed:
-            say_once("GPTQ: a Hessian is not positive definite; damped ten times more until it is")
+            tqdm.write("GPTQ: a Hessian is not positive definite; damped ten times more", file=sys.stderr)
     eye = torch.eye(len(L), device=L.device)
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
 
@@ -244,12 +240,8 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
             codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym, widest)
         else:
             codes, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
-        quantized = QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx)
-        setattr(parent, own, quantized)
-        if progress:
-            if hessian is None:
-                error, weight = quantized.dequantize(torch.float32) - linear.weight, linear.weight.float()
-                loss = (error.square().sum() / weight.square().sum().clamp(min=1e-30)).item()
+        setattr(parent, own, QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx))
+        if hessian is not None:
             bar.set_postfix({own: f"{loss:.1e}"})
         bar.update()
 
@@ -315,15 +307,13 @@ def gptq_tensors(model: Transformer, source: Path) -> Iterator[tuple[str, Tensor
         if not isinstance(module, QuantizedLinear) or name.endswith(".bias"):
             yield name, read_tensor(files, name, shape)
             continue
-        name, rows, K = name.removesuffix("weight"), slice(row, row + shape[0]), shape[1]
-        scales, g_idx = module.scales[rows], module.g_idx
+        name, rows = name.removesuffix("weight"), slice(row, row + shape[0])
+        scales = module.scales[rows]
         zeros = torch.full_like(scales, 2 ** (module.bits - 1)) if module.zeros is None else module.zeros[rows]
-        if g_idx is None:
-            g_idx = torch.arange(K, device=scales.device) // (K // scales.shape[1])
         yield name + "qweight", module.qweight[rows].T.contiguous().cpu()
         yield name + "qzeros", pack(zeros.T - 1, module.bits).cpu()
         yield name + "scales", scales.T.contiguous().cpu()
-        yield name + "g_idx", g_idx.int().cpu()
+        yield name + "g_idx", module.groups().int().cpu()
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
@@ -377,6 +367,7 @@ class QuantizedReader:
 
     def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
         self.settings, self.bits, self.device, self.dtype, self.shard = settings, settings["bits"], device, dtype, shard
+        self.part = shard.part if shard else lambda name: (slice(None), slice(None))
 
     def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
@@ -388,9 +379,6 @@ class QuantizedReader:
             found, bias = tensors[f"{name}.weight"], getattr(parent, own).bias is not None
             if any(theirs + "qweight" in files for theirs, _ in found):
                 setattr(parent, own, fuse([self.read_linear(theirs, shape, bias) for theirs, shape in found]))
-
-    def part(self, name: str) -> tuple[slice, slice]:
-        return self.shard.part(name) if self.shard else (slice(None), slice(None))
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64",
              part: tuple[slice, ...] = ()) -> Tensor:
@@ -451,21 +439,14 @@ class QuantizedReader:
 def fuse(linears: list[nn.Module]) -> nn.Module:
     """One layer of q, k and v, or of gate and up, where all are quantized and have the same groups."""
     first = linears[0]
-    for linear in linears:
-        if not isinstance(linear, QuantizedLinear) or not same_groups(first, linear):
-            return linears[0] if len(linears) == 1 else SeparateLinears(fuse([linear]) for linear in linears)
+    quantized = all(isinstance(linear, QuantizedLinear) for linear in linears)
+    if not quantized or not all(torch.equal(linear.groups(), first.groups()) for linear in linears):
+        return SeparateLinears(linears)
     qweight, scales, zeros = (torch.cat([getattr(linear, name) for linear in linears])
                               for name in ("qweight", "scales", "zeros"))
     bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-    if (zeros == 2 ** (first.bits - 1)).all():
-        zeros = None
+    zeros = None if (zeros == 2 ** (first.bits - 1)).all() else zeros
     return QuantizedLinear(qweight, scales, zeros, first.bits, bias, first.g_idx)
-
-
-def same_groups(a: nn.Module, b: nn.Module) -> bool:
-    if not isinstance(a, QuantizedLinear) or (a.g_idx is None) != (b.g_idx is None):
-        return False
-    return a.g_idx is None or torch.equal(a.g_idx, b.g_idx)
 
 
 def read_settings(directory: Path) -> dict:

@@ -62,9 +62,6 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
-    if sampling.greedy:
-        tokens, logsumexp = logits.argmax(-1), logits.float().logsumexp(-1)
-    else:
-        probs, logsumexp = distribution(logits, sampling)
-        tokens = draw(probs, sampling)
+    probs, logsumexp = distribution(logits, sampling)
+    tokens = draw(probs, sampling)
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1).float() - logsumexp

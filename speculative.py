@@ -81,7 +81,8 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor
 
 
 def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Prompt lookup: text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B]: 0 or k.
+    """Prompt lookup: text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B], 0 or
+    k.
 
     The draft is what followed the latest earlier place that matches the end of the text. A longer match goes first, of
     up to NGRAM tokens. Where the end of the text follows that place too soon, the draft repeats it in a circle."""
@@ -99,25 +100,13 @@ def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class PromptLookup:
-    """Drafts from the text's own n-grams; no model, nothing to read."""
+    """Drafts from the text's own n-grams: there is no model, and nothing to read. target: a generate.ModelRunner."""
 
-    def __init__(self, vocab_size: int, max_seq_len: int):
-        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+    def __init__(self, target):
+        self.vocab_size, self.max_seq_len, self.slots = target.model.config.vocab_size, target.max_seq_len, target.slots
+        self.unread = 0
 
-    def begin(self, prompts: list[list[int]], start: int, drafting: bool) -> None:
-        pass
-
-    def prefill(self) -> None:
-        pass
-
-    def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
-        pass
-
-    def missed(self, n: int) -> None:
-        pass
-
-    def slots(self, n: int) -> Tensor:
-        return torch.empty(0)
+    begin = prefill = catch_up = lambda self, *args: None
 
     def propose(self, text: Tensor, last: Tensor, k: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As DraftModel.propose()."""
@@ -128,39 +117,32 @@ class PromptLookup:
 class DraftModel:
     """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text.
 
-    runner: its generate.ModelRunner."""
+    runner: its generate.ModelRunner. vocab_size: the target's."""
 
     def __init__(self, runner, vocab_size: int):
-        self.runner, self.vocab_size, self.max_seq_len = runner, vocab_size, runner.max_seq_len
-        self.slots = runner.slots
+        self.runner, self.max_seq_len, self.slots = runner, runner.max_seq_len, runner.slots
+        self.vocab_size = vocab_size
+        self.last_token = runner.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
         self.unread = 0  # trailing tokens of the text that the cache lacks
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """The draft's logits; it reads tokens that its vocabulary lacks as its last one."""
-        return self.runner.decoder(tokens.clamp(max=self.runner.model.config.vocab_size - 1), positions, slots)
+        return self.runner.decoder(tokens.clamp(max=self.last_token), positions, slots)
 
     def begin(self, prompts: list[list[int]], start: int, drafting: bool) -> None:
-        """New prompts, behind `start` tokens that are cached; each is followed by one more token, from prefill."""
+        """New prompts behind `start` tokens that are cached. One more token follows each, from the target's prefill."""
         width = max(map(len, prompts))
-        self.start, self.prompts = start, None
-        if start < self.max_seq_len and (drafting or width > 256):
-            last_token, room = self.runner.model.config.vocab_size - 1, self.max_seq_len - start
-            self.prompts = [[min(token, last_token) for token in prompt[:room]] for prompt in prompts]
-        # Of a chat's last answer the cache may lack one token, which was drafted.
+        self.prompts, self.start = prompts, start
+        self.reads_prompts = start < self.max_seq_len and (drafting or width > 256)
         if start:
-            self.unread += 1 + width
-        elif self.prompts:
-            self.unread = 0
+            self.unread += 1 + width  # 1: of a chat's last answer the cache may lack a token, which was drafted
         else:
-            self.unread = width
+            self.unread = 0 if self.reads_prompts else width
 
     def prefill(self) -> None:
-        if self.prompts:
-            self.runner.prefill_prompts(self.prompts, self.start)
-
-    def missed(self, n: int) -> None:
-        """The text grew by at most n tokens, and the draft did not read them."""
-        self.unread += n
+        if self.reads_prompts:
+            room = self.max_seq_len - self.start
+            prompts = [[min(token, self.last_token) for token in prompt[:room]] for prompt in self.prompts]
+            self.runner.prefill_prompts(prompts, self.start)
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
         """Reads what the cache lacks of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
@@ -285,13 +267,8 @@ class Auto(Fixed):
 
 def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
     """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
-    if name == "auto":
-        return Auto(seconds)
-    if name == "hf":
-        return Heuristic()
-    if name == "bass":
-        return Bass()
-    return Fixed(int(name))
+    kinds = dict(auto=partial(Auto, seconds), hf=Heuristic, bass=Bass)
+    return kinds[name]() if name in kinds else Fixed(int(name))
 
 
 # The loop
@@ -314,7 +291,7 @@ class Speculator:
         # The lengths of the texts as far as the host knows them. A captured step looks at all slots.
         self.seq_lens = [self.max_seq_len if self.cuda else 2] * rows
         self.limits = [0] * rows  # the lengths at which they end
-        self.step_of, self.seconds = {}, {}  # k -> a step that drafts k tokens; k -> its time, where a policy asks for it
+        self.step_of, self.seconds = {}, {}  # k -> a step that drafts k tokens; k -> its time, if a policy asks for it
         self.launched = deque()  # k of each step that the host has not heard of yet
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
 
@@ -365,7 +342,7 @@ class Speculator:
         self.last.copy_(torch.tensor(self.seq_lens) - 1)
         self.ends.copy_(torch.tensor(self.limits) - 1)
         self.text.scatter_(1, self.last[:, None], tokens[:, None])
-        self.draft.begin(prompts, start, drafting=self.policy.k > 0)
+        self.draft.begin(prompts, start, self.policy.k > 0)
         self.launched.clear()
         self.heard = time.perf_counter()
 
@@ -392,7 +369,7 @@ class Speculator:
             if k:
                 self.draft.catch_up(self.text, self.last, self.reach())
             else:
-                self.draft.missed(1)
+                self.draft.unread += 1
             self.launched.append(k)
             yield self.step_of[k](self.slots_in_use())
 
@@ -414,7 +391,7 @@ class Speculator:
             self.last += n * active
             for b in self.unfinished():
                 self.seq_lens[b] += n
-            self.draft.missed(n)
+            self.draft.unread += n
             self.policy.paused(n)
             self.counts.update(steps=n, row_steps=rows * n)
             self.heard = time.perf_counter()

@@ -17,7 +17,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -184,7 +183,7 @@ def _(x):
 
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [..., part_of(columns, R)] side by side: [..., columns]. The last ranks have fewer columns, or none."""
+    """All ranks' x [..., part_of(columns, R)] side by side: [..., columns]. The last ranks have fewer, or none."""
     rows, ranks = x.flatten(0, -2), dist.get_world_size()
     part = part_of(columns, ranks)
     parts = [rows.new_empty(len(rows), part) for _ in range(ranks)]
@@ -242,10 +241,6 @@ def join(device: str | None) -> tuple[torch.device, Team]:
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     store, _, _ = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(days=365))  # a chat waits for its user
-    store.set(f"torch {rank}", torch.__version__)
-    versions = [store.get(f"torch {r}").decode() for r in range(ranks)]
-    if len(set(versions)) > 1:
-        raise UserError(f"the ranks have PyTorch {', '.join(versions)}: install the same version everywhere")
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=ranks)
     return found, Team(rank, ranks, store)
@@ -254,11 +249,14 @@ def join(device: str | None) -> tuple[torch.device, Team]:
 def run(main: Callable[[], None]) -> None:
     """cli.report_errors() for torchrun's ranks: rank 0 speaks, and when one rank ends, all do.
 
-    A rank that ends closes its connections, and torchrun sends SIGTERM to the others."""
+    torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default action, which ends a
+    process at once. A Python handler would not run while the main thread waits for another rank, or for a GPU that
+    waits for one."""
     if world_size() == 1:
         return report_errors(main, ranks=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     rank, code = int(os.environ.get("RANK", 0)), 1
-    end_on_signals(rank)
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
@@ -289,24 +287,3 @@ def run_rank(main: Callable[[], None], rank: int) -> None:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise UserError(f"another rank ended: {error}") from error
         raise
-
-
-def end_on_signals(rank: int) -> None:
-    """Ends this process on SIGINT and SIGTERM, from a thread: the main thread may wait for another rank, or for a GPU
-    that does, and then runs no Python handler."""
-    came, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)  # C code writes the signal's number there, in whatever thread the signal arrives
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-
-    def end() -> None:
-        number = os.read(came, 1)[0]
-        try:
-            if rank == 0:
-                why = "interrupted" if number == signal.SIGINT else "ended from outside, or as another rank did"
-                os.write(2, f"{os.path.basename(sys.argv[0])}: {why}\n".encode())
-        finally:
-            os._exit(128 + number)
-
-    threading.Thread(target=end, daemon=True).start()

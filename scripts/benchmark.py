@@ -470,7 +470,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         run, plain, share, busy, verify, drafts = middle(runs), middle(plains), None, None, None, None
         if cuda and name.isdecimal():
             verify = forward_ms(fast, args.batch, int(name) + 1)
-            drafts = forward_ms(speculator.draft.runner, args.batch, 2) + (int(name) - 1) * forward_ms(speculator.draft.runner, args.batch, 1)
+            first, other = (forward_ms(speculator.draft.runner, args.batch, T) for T in (2, 1))
+            drafts = first + (int(name) - 1) * other
             cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
         if cuda:
