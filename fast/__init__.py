@@ -34,15 +34,17 @@ from fast.common import triton
 from fast.cpu import CpuQuantizedLinear, row_decoder
 from fast.decoder import fusible, install_kernels, replace_quantized
 from fast.sampling import fast_accept, fast_choose, fast_propose
+from sampling import choose
+from speculative import accept, propose
 
 
 @dataclass(frozen=True)
 class Fast:
-    """What takes the place of the plain model and of plain functions; None: the plain function stays."""
+    """What takes the place of the plain model and, on a GPU, of the plain functions of the same names."""
     decoder: nn.Module  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
-    choose: Callable | None = None  # as sampling.choose()
-    propose: Callable | None = None  # as speculative.propose()
-    accept: Callable | None = None  # as speculative.accept()
+    choose: Callable = choose
+    propose: Callable = propose
+    accept: Callable = accept
     # True where decode runs on this folder's kernels. They find the cache slots in use on the device, and a step can be
     # captured as a CUDA graph by hand, without torch.compile.
     kernels: bool = False
