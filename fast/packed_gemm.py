@@ -138,21 +138,21 @@ def find_slice(whole, slices, S: constexpr):
 
 
 @jit
-def store_slice(acc, at, semaphore, slice, slices):
+def store_slice(acc, at, semaphores, nth, slice, slices):
     """-> how many programs of this tile are still to come. at: the places [BN, BM] of the tile's first slice."""
     missing = slices - 1
     if slices > 1:
         tl.store(at + slice * (acc.shape[0] * acc.shape[1]), acc)
-        missing -= arrive(semaphore)
+        missing -= arrive(semaphores + nth)
     return missing
 
 
 @jit
-def add_slices(acc, at, semaphore, slices):
+def add_slices(acc, at, semaphores, nth, slices):
     """The sum of all slices, always in the same order, so that the same input gives the same bits."""
     # Not last_arriver(): ptxas then gives the loop before other registers (150 became 166, 64 rows of int4, sm_90).
     if slices > 1:
-        tl.store(semaphore, 0)  # for the next launch
+        tl.store(semaphores + nth, 0)  # for the next launch
         acc = tl.zeros((acc.shape[0], acc.shape[1]), tl.float32)
         for slice in range(slices):
             acc += tl.load(at + slice * (acc.shape[0] * acc.shape[1]))
@@ -194,12 +194,13 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
     row_blocks = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
     tile, slice, slices = find_slice(whole, slices, S)
     r = tl.arange(0, BN)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BM)
+    m = tl.program_id(0) * BM + c
     s = tl.arange(0, SPLITS)
-
+    i = tl.arange(0, 16)
     nb = tl.minimum(tile * (BN // 16) + r // 16, row_blocks - 1)
     at_w = qweight + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
-    at_w += (s[:, None] * 256 + tl.arange(0, 16)[None, :])[:, None, :]
+    at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
     # One block wide, x's tile has two dimensions: the matrix unit then reads it where the copy put it.
     ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
     if SPLITS > 1:
@@ -233,8 +234,8 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
 
     if S.sliced:
         nth = (tile - whole) * tl.num_programs(0) + tl.program_id(0)
-        at = partial_sums + (nth * slices * BN + r[:, None]) * BM + tl.arange(0, BM)[None, :]
-        if store_slice(acc, at, semaphores + nth, slice, slices) > 0:
+        at = partial_sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
+        if store_slice(acc, at, semaphores, nth, slice, slices) > 0:
             return
-        acc = add_slices(acc, at, semaphores + nth, slices)
+        acc = add_slices(acc, at, semaphores, nth, slices)
     epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED, S)
