@@ -152,14 +152,7 @@ def column_layout(S, parts):
 
 
 @gluon.jit
-def place(item, S: gl.constexpr):
-    """-> the item's tile of w, and its round of K."""
-    tile = gl.program_id(0) + item // S.rounds * gl.num_programs(0)
-    return tile, gl.program_id(1) * S.rounds + item % S.rounds
-
-
-@gluon.jit
-def fetch_words(rings, qweight, item, items, KB, S: gl.constexpr):
+def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
     """Start the copy of an item's words, DEPTH blocks a warp, to shared memory."""
     WARPS: gl.constexpr = S.warps
     WORDS: gl.constexpr = word_layout(S)
@@ -168,12 +161,13 @@ def fetch_words(rings, qweight, item, items, KB, S: gl.constexpr):
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
     at = block * 256 + row * 16 + word
     if item < items:
-        tile, nth = place(item, S)
         DEPTH: gl.constexpr = S.depth
-        start = nth * (WARPS * DEPTH)
-        qweight += (tile.to(gl.int64) * KB + start) * 256
+        first_tile, step, first_round = start
+        first = (first_round + item % S.rounds) * (WARPS * DEPTH)
+        tile = first_tile + item // S.rounds * step
+        qweight += (tile.to(gl.int64) * KB + first) * 256
         for d in gl.static_range(DEPTH):
-            mask = None if S.full else (start + d * WARPS + block < KB) & (at >= 0)
+            mask = None if S.full else (first + d * WARPS + block < KB) & (at >= 0)
             async_copy.async_copy_global_to_shared(rings[d].index(item % S.stages), qweight + d * WARPS * 256 + at,
                                                    mask=mask, eviction_policy="evict_first")
     async_copy.commit_group()
@@ -231,7 +225,7 @@ def scale_of_x(squares, norm, K, eps):
 
 
 @gluon.jit
-def prepare_x(x, norm, perm, K, eps, S: gl.constexpr, PDL: gl.constexpr):
+def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.constexpr):
     """-> the slice of x in fp16, in shared memory [TURNS, WARPS, CHAINS, BK], minus its sums and, TURNS further, minus
     its sums times the offset of their weights [2 TURNS, WARPS, PARTS], and the factor of scale_of_x()."""
     WARPS: gl.constexpr = S.warps
@@ -248,7 +242,6 @@ def prepare_x(x, norm, perm, K, eps, S: gl.constexpr, PDL: gl.constexpr):
                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS],
                                      gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    first_round = gl.program_id(1) * S.rounds
     k = first_round * (SHARE // S.rounds) + gl.arange(0, CHUNK, layout=FLAT)
     stop = gl.minimum(K, (first_round + S.rounds) * (SHARE // S.rounds))
     weights, chunks = (), ()
@@ -412,8 +405,10 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
     N_OUT = N // 2 if GATED else N
     tiles = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
     first_tile = gl.program_id(0)
-    items = (tiles - first_tile + gl.num_programs(0) - 1) // gl.num_programs(0) * S.rounds
+    step = gl.num_programs(0)
+    items = (tiles - first_tile + step - 1) // step * S.rounds
     first_round = gl.program_id(1) * S.rounds
+    start = first_tile, step, first_round
     if PDL:
         gdc_launch_dependents()
 
@@ -422,25 +417,27 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
         rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 16, 16],
                                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),)
     for item in gl.static_range(STAGES - 1):
-        fetch_words(rings, qweight, item, items, KB, S)
+        fetch_words(rings, qweight, item, items, start, KB, S)
     next_groups = load_groups(scales_and_zeros, first_tile, first_round, C, S)
-    xs, sums, factor = prepare_x(x, norm, perm, K, eps, S, PDL)
+    xs, sums, factor = prepare_x(x, norm, perm, first_round, K, eps, S, PDL)
 
     acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
+    i = gl.arange(0, 16, layout=ROWS)
     for item in range(items):
-        tile, nth = place(item, S)
+        tile = first_tile + item // S.rounds * step
+        turn = item % S.rounds
         async_copy.wait_group(STAGES - 2)
-        fetch_words(rings, qweight, item + STAGES - 1, items, KB, S)
+        fetch_words(rings, qweight, item + STAGES - 1, items, start, KB, S)
         groups = next_groups
-        next_tile, next_nth = place(item + 1, S)
-        next_groups = load_groups(scales_and_zeros, gl.minimum(next_tile, tiles - 1), next_nth, C, S)
-        last_round = item % S.rounds == S.rounds - 1
-        n = tile * 16 + gl.arange(0, 16, layout=ROWS)
+        next_tile = gl.minimum(first_tile + (item + 1) // S.rounds * step, tiles - 1)
+        next_groups = load_groups(scales_and_zeros, next_tile, first_round + (item + 1) % S.rounds, C, S)
+        last_round = turn == S.rounds - 1
+        n = tile * 16 + i
         extra = load_addends(None if GATED else bias, None if GATED else residual, n, N, last_round)
 
         for d in gl.static_range(DEPTH):
-            at = item % S.rounds * DEPTH + d
             w = dequantize(rings[d].index(item % STAGES).load(word_layout(S)), S)
+            at = turn * DEPTH + d
             y = multiply(w, load_x(xs, at, S), S)
             acc += scale(y, groups[0 if S.per_channel else d], sums, at, S)
         if last_round:
