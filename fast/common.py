@@ -35,14 +35,21 @@ def silu_gate(gate, up):
 
 
 @jit
-def last_arriver(semaphore, expected):
-    """Counts this program in; True in the last of `expected` programs, which sees all that the others stored before.
+def arrive(semaphore):
+    """Counts this program in and returns how many came before it. The last one to come sees all that the others stored.
 
-    The last one sets the semaphore back to 0, ready for the next launch. Programs are counted in any order; whoever
-    sums the parts in a fixed order gets the same bits each time."""
+    Programs come in any order; whoever sums their parts in a fixed order gets the same bits each time."""
     tl.debug_barrier()
-    last = tl.atomic_add(semaphore, 1, sem="acq_rel") == expected - 1
+    before = tl.atomic_add(semaphore, 1, sem="acq_rel")
     tl.debug_barrier()
+    return before
+
+
+@jit
+def last_arriver(semaphore, expected):
+    """Counts this program in; True in the last of `expected` programs, which sets the semaphore back to 0 for the next
+    launch."""
+    last = arrive(semaphore) == expected - 1
     if last:
         tl.store(semaphore, 0)
     return last

@@ -1,10 +1,12 @@
-"""Packed weights: the packing, and each kernel against its twin and float64."""
+"""Quantized layers in the speed layer: the kernels' layout, the CPU's layer, each kernel against its twin and float64."""
 import pytest
 import torch
 
-from fast.cpu import ByteLinear
-from fast.packed import KernelLinear, tile, untile
-from quantize import PackedLinear, pack, unpack
+from fast.cpu import CpuQuantizedLinear
+from fast.layout import (block_size, from_mma_order, group_inputs, pack_scales, tile, to_mma_order, unpack_scales,
+                         untile)
+from fast.packed_linear import PackedLinear, plain_packed_linear
+from quantize import QuantizedLinear, pack
 from test_kernels import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -20,40 +22,26 @@ LARGE = [(4096, 11008, 4, 86, False, False, "residual"), (22016, 4096, 4, 32, Tr
          (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias")]
 
 
-def random_packed(N, K, bits, C, zeros, order, dtype, device, bias=False):
+def random_layer(N, K, bits, C, zeros, act_order, dtype, device, bias=False):
     codes = torch.randint(2 ** bits, (N, K), device=device)
     scales = (torch.rand(N, C, device=device) + 0.5) / K ** 0.5 / 2 ** (bits - 2)
     points = torch.randint(1, 2 ** bits, (N, C), device=device) if zeros else None
-    return PackedLinear(codes, scales, points, bits, torch.randn(N, device=device, dtype=dtype) if bias else None,
-                        torch.randperm(K, device=device) if order else None)
-
-
-def plain_weights(codes, scales, zeros, bits):
-    """Element by element, from the definition."""
-    N, K = codes.shape
-    group = torch.arange(K) * scales.shape[1] // K
-    zero = zeros[:, group] if zeros is not None else 2 ** (bits - 1)
-    return (codes - zero) * scales.half().double()[:, group]
+    bias = torch.randn(N, device=device, dtype=dtype) if bias else None
+    g_idx = torch.randperm(K, device=device) // (K // C) if act_order else None
+    return QuantizedLinear(pack(codes, bits), scales, points, bits, bias, g_idx)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("K", [32, 288, 576, 1000])
-def test_packing(bits, K):
-    """Each code where the docstring says, and all of them back."""
-    codes = torch.randint(2 ** bits, (5, K))
-    words, P = pack(codes, bits), 16 // bits
-    assert unpack(words, bits, K).equal(codes.int()) and unpack(words, bits, K).dtype == torch.int32
+def test_each_code_lies_where_the_drawing_has_it(bits, K):
+    codes = torch.randint(2 ** bits, (5, K), dtype=torch.uint8)
+    words, P = to_mma_order(codes, bits), 16 // bits
+    assert words.dtype == torch.int32 and words.shape == (5, 16 * -(-K // block_size(bits)))
+    assert from_mma_order(words, bits, K).equal(codes)
     for k in torch.randint(K, (50,)).tolist():
         block, (c, s, t, e) = k // (32 * P), (k // (8 * P) % 4, k // 8 % P, k // 2 % 4, k % 2)
         shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
         assert (words[:, 16 * block + 4 * t + c] >> shift & 2 ** bits - 1).equal(codes[:, k].int())
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_layer_without_outputs_gives_none(bits):
-    """As a rank has it of a small head."""
-    layer = PackedLinear(torch.zeros(0, 576, dtype=torch.uint8), torch.zeros(0, 9), None, bits)
-    assert layer.dequantize(torch.float32).shape == (0, 576) and layer(torch.randn(3, 576)).shape == (3, 0)
 
 
 @pytest.mark.parametrize("gated, N", [(False, 48), (False, 35), (True, 64), (True, 74)])
@@ -64,24 +52,77 @@ def test_tiles(gated, N):
     assert tiles[1, 2, 3].equal(rows[8 + 3 if gated else 16 + 3, 32:48])
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_scales_and_zeros_come_back(zeros):
+    scales, points = torch.randn(35, 5).half(), torch.randint(256, (35, 5)) if zeros else None
+    packed = pack_scales(scales, points, 8, 2, False)  # 5 groups in blocks of 2: the last block is half full
+    assert packed.shape == (3, 3, 16, 2)
+    got = unpack_scales(packed, 35, 5, False)
+    assert got[0].equal(scales.float()) and got[1].equal(points.int() if zeros else torch.full((35, 5), 128).int())
+
+
+def regrouped_weights(layer):
+    """What group_inputs() gives for a layer, as weights [N, K] in the layer's order; what is filled in must be 0."""
+    codes, scales, zeros, perm = group_inputs(layer)
+    assert codes.dtype == torch.uint8 and codes.shape[1] % scales.shape[1] == 0
+    zeros = torch.full_like(scales, 2 ** (layer.bits - 1)) if zeros is None else zeros
+    w = (codes.double().unflatten(1, (scales.shape[1], -1)) - zeros[:, :, None]) * scales.double()[:, :, None]
+    if perm is None:
+        return w.flatten(1)
+    return torch.zeros(len(codes), layer.in_features).double().index_add(1, perm, w.flatten(1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_inputs_of_a_group_come_side_by_side(bits, zeros):
+    plain, act_order = (random_layer(6, 96, bits, 3, zeros, ordered, None, "cpu") for ordered in (False, True))
+    assert group_inputs(plain)[3] is None and group_inputs(act_order)[0].shape == (6, 96)
+    assert group_inputs(act_order)[3].sort().values.equal(torch.arange(96))
+    for layer in plain, act_order:
+        assert regrouped_weights(layer).equal(layer.dequantize(torch.float64))
+    in_order = QuantizedLinear(plain.qweight, plain.scales, plain.zeros, bits, None, torch.arange(96) // 32)
+    assert group_inputs(in_order)[3] is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_filled_groups_give_the_same_weights(bits, zeros):
+    """A rank's slice of an act-order layer: groups differ in size, and of group 1 no input is here."""
+    for K, C in [(96, 3), (64, 5), (40, 2), (32, 9), (8, 3)]:
+        g_idx = torch.randint(C, (K,))
+        g_idx[g_idx == 1] = 0
+        codes = torch.randint(2 ** bits, (6, K))
+        points = torch.randint(2 ** bits, (6, C)) if zeros else None
+        layer = QuantizedLinear(pack(codes, bits), torch.rand(6, C), points, bits, None, g_idx)
+        regrouped, scales, _, perm = group_inputs(layer)
+        assert len(g_idx.unique()) == 1 or regrouped.shape[1] == len(perm) == 32 * scales.shape[1] < K + 32 * C
+        assert regrouped_weights(layer).equal(layer.dequantize(torch.float64))
+        x = torch.randn(3, K, dtype=torch.float64)
+        torch.testing.assert_close(PackedLinear(layer)(x), layer(x))
+        torch.testing.assert_close(CpuQuantizedLinear(layer)(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_without_outputs_gives_none(bits):
+    """As a rank has it of a small head."""
+    layer = QuantizedLinear(torch.zeros(0, 576 * bits // 32, dtype=torch.int32), torch.zeros(0, 9), None, bits)
+    for one in layer, PackedLinear(layer), CpuQuantizedLinear(layer):
+        assert one(torch.randn(3, 576)).shape == (3, 0)
+
+
 @pytest.mark.parametrize("bits, C, zeros", [(4, 9, True), (4, 1, False), (8, 1, False), (8, 9, True)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_packed_linear_is_its_weights(bits, C, zeros, compiled):
-    """The plain layer, and the one that takes its place on a CPU, compiled, where one row goes another way."""
-    codes, scales = torch.randint(2 ** bits, (40, 576)), torch.rand(40, C)
-    points = torch.randint(2 ** bits, (40, C)) if zeros else None
-    order, bias = torch.randperm(576), torch.randn(40)
-    layer = PackedLinear(codes, scales, points, bits, bias, order)
-    w = plain_weights(codes, scales, points, bits)
-    run = layer
+def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled):
+    """Compiled, few rows go another way."""
+    layer = random_layer(40, 576, bits, C, zeros, True, torch.float32, "cpu", bias=True)
+    run = CpuQuantizedLinear(layer)
     if compiled:
-        run = ByteLinear(layer)
         run.decodes = True
         run = torch.compile(run, fullgraph=True, dynamic=False)
     for rows in (1, 3, 16, 17):
         x = torch.randn(rows, 576)
         with torch.no_grad():
-            assert error(run(x), x.double()[:, order] @ w.T + bias) < 1e-6
+            assert error(run(x), exact_linear(x, layer.dequantize(torch.float64), None, layer.bias, None, False)) < 1e-6
 
 
 @pytest.mark.parametrize("device, dtype, shape", [
@@ -91,24 +132,34 @@ def test_packed_linear_is_its_weights(bits, C, zeros, compiled):
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 40, 128, 200, 520])  # 520: the library's
 def test_packed_kernels(device, dtype, rows, shape):
     """int4 and int8 products equal float64's with the same dequantized weights; x spans six orders of magnitude."""
-    N, K, bits, C, zeros, order, parts = shape
-    packed = random_packed(N, K, bits, C, zeros, order, dtype, device, "bias" in parts)
-    w = packed.dequantize(torch.float64)
+    N, K, bits, C, zeros, act_order, parts = shape
+    layer = random_layer(N, K, bits, C, zeros, act_order, dtype, device, "bias" in parts)
+    w = layer.dequantize(torch.float64)
     x = (torch.randn(rows, K, device=device) * 10 ** torch.empty(rows, 1, device=device).uniform_(-3, 3)).to(dtype)
     norm = torch.rand(K, device=device, dtype=dtype) + 0.5 if "norm" in parts else None
     residual = torch.randn(rows, N, device=device, dtype=dtype) if "residual" in parts else None
-    moved = x if packed.order is None else x[:, packed.order]
-    moved_norm = norm if packed.order is None or norm is None else norm[packed.order]
     gated = "gated" in parts
-    ref = exact_linear(moved, w, moved_norm, packed.bias, residual, gated)
-    layer = KernelLinear(packed, gated)
+    ref = exact_linear(x, w, norm, layer.bias, residual, gated)
+    packed = PackedLinear(layer, gated)
     if device == "cuda":
         torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
-    out = layer.fused(x, norm, residual, gated)
+    out = packed.fused(x, norm, residual, gated)
+    twin = plain_packed_linear(x, packed.qweight, packed.scales_and_zeros, packed.perm, packed.shifts, packed.semaphores,
+                               N, bits, packed.group_size, norm, layer.bias, residual, gated)
     assert out.shape == ref.shape and out.dtype == dtype
-    for one, exact in zip(out, ref):
-        # gated, two products' errors meet; where the library multiplies, PyTorch rounds in between, too
-        assert error(one, exact) < (1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3)
+    floor = 1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3  # gated, the errors of two products meet
+    for one, plain, exact in zip(out, twin, ref):
+        # The twin rounds the normed x, the weights and the output to 16 bits, as the library's product of 520 rows does.
+        # In bf16 the worst of 520 rows of 32 inputs is off by 5.4e-3 then (the median of 200 seeds).
+        assert error(one, exact) < max(1.1 * error(plain, exact), floor)
+
+
+def gemv(*sizes):
+    return dict(zip("kernel warps depth stages programs slices".split(), ("gemv", *sizes)))
+
+
+def gemm(*sizes):
+    return dict(zip("kernel block_n block_m splits stages warps occupancy slices scaled".split(), ("gemm", *sizes)))
 
 
 @pytest.mark.gpu
@@ -117,28 +168,28 @@ def test_packed_kernels(device, dtype, rows, shape):
                                    (17350, 640, 4, 5, True, False, True), (17001, 640, 8, 5, True, True, False)],
                          ids=str)  # the last two: whole tiles first
 @pytest.mark.parametrize("choice, rows", [
-    *((["rows", *sizes, scaled], rows) for scaled in (0, 1) for sizes, rows in [
+    *((gemm(*sizes, scaled), rows) for scaled in (0, 1) for sizes, rows in [
         ((16, 64, 16, 2, 8, 0, 3), 5), ((16, 64, 2, 4, 2, 8, 3), 3), ((16, 64, 4, 5, 4, 8, 2), 11),
         ((32, 64, 2, 4, 2, 12, 4), 8), ((32, 64, 4, 3, 4, 3, 2), 7), ((32, 64, 4, 4, 4, 5, 4), 20),
         ((32, 64, 4, 3, 4, 0, 2), 200), ((64, 64, 1, 4, 4, 3, 8), 150),
         ((128, 64, 1, 3, 8, 2, 2), 256), ((128, 64, 1, 4, 4, 2, 6), 33), ((256, 64, 1, 3, 8, 2, 3), 129),
         ((64, 128, 1, 3, 4, 3, 4), 128), ((128, 128, 1, 3, 4, 2, 1), 70), ((128, 128, 1, 3, 8, 1, 3), 385),
         ((256, 128, 1, 3, 8, 0, 2), 100), ((128, 256, 1, 3, 8, 1, 2), 500), ((256, 64, 1, 3, 8, 2, 1), 512)]),
-    *((["row", *sizes], 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (4, 4, 2, 1, 2), (8, 2, 4, 12, 3),
-                                         (16, 2, 3, 2, 5)])], ids=str)
+    *((gemv(*sizes), 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (4, 4, 2, 1, 2), (8, 2, 4, 12, 3),
+                                      (16, 2, 3, 2, 5)])], ids=str)
 def test_slices_of_k(monkeypatch, choice, rows, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""
     *shape, gated = shape
-    layer = KernelLinear(random_packed(*shape, torch.bfloat16, "cuda", bias=not gated), gated)
+    layer = PackedLinear(random_layer(*shape, torch.bfloat16, "cuda", bias=not gated), gated)
     N, K, *_ = shape
     x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
     residual = None if gated else torch.randn(rows, N, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["library"])
+    monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: {"kernel": "library"})
     ref = layer.fused(x, residual=residual, gated=gated)
-    monkeypatch.setattr("fast.packed.tuned", lambda *_: choice)
+    monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: choice)
     torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
     outs = [layer.fused(x, residual=residual, gated=gated) for _ in range(3)]
-    assert error(outs[0], ref) < (1.5e-2 if gated else 5e-3) and not layer.arrived.any()
+    assert error(outs[0], ref) < (1.5e-2 if gated else 5e-3) and not layer.semaphores.any()
     assert outs[0].equal(outs[1]) and outs[0].equal(outs[2])
 
 
@@ -147,19 +198,19 @@ def test_slices_of_k(monkeypatch, choice, rows, shape):
 def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
     """None is left to be sliced."""
     N = 64 * 3 * waves * torch.cuda.get_device_properties("cuda").multi_processor_count
-    layer = KernelLinear(random_packed(N, 640, 4, 5, True, False, torch.bfloat16, "cuda"))
+    layer = PackedLinear(random_layer(N, 640, 4, 5, True, False, torch.bfloat16, "cuda"))
     x = torch.randn(20, 640, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["library"])
+    monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: {"kernel": "library"})
     ref = layer.fused(x)
-    monkeypatch.setattr("fast.packed.tuned", lambda *_: ["rows", 64, 64, 1, 3, 4, 3, 4, 0])
-    assert error(layer.fused(x), ref) < 5e-3 and not layer.arrived.any()
+    monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: gemm(64, 64, 1, 3, 4, 3, 4, 0))
+    assert error(layer.fused(x), ref) < 5e-3 and not layer.semaphores.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_kernel_linear_in_a_model(device):
+def test_packed_linear_in_a_model(device):
     """[B, T, K] in, as in prefill."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    packed = random_packed(64, 96, 4, 3, True, True, dtype, device)
+    layer = random_layer(64, 96, 4, 3, True, True, dtype, device)
     x = torch.randn(2, 5, 96, device=device, dtype=dtype)
-    ref = packed(x)
-    assert error(KernelLinear(packed)(x), ref) < (1e-6 if device == "cpu" else 5e-3)
+    ref = layer(x)
+    assert error(PackedLinear(layer)(x), ref) < (1e-6 if device == "cpu" else 5e-3)

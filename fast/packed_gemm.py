@@ -1,0 +1,241 @@
+"""
+The product of several rows of x (2 to 512) with packed weights, in Triton: codes become 16-bit weights in registers.
+
+    out [M, N_OUT] = residual + silu gate of (x [M, K] @ w.T + bias), what is None left out;   N_OUT = N, gated N / 2
+
+w is the left operand of the matrix unit, so out is made transposed: a tile is BLOCK_N rows of w by BLOCK_M rows of x.
+
+                         K
+          +------------+------------+-----     A slice of K is what one program takes. It goes through it in steps of
+ BLOCK_N  |  slice 0   |  slice 1   |  ..      SPLITS blocks (see layout.py). With SPLITS > 1 each block of a step has
+ rows     | step step  |            |          its own sum, made by other warps, and these are added up at the end:
+ of w     +------------+------------+-----     few rows of x need many loads in flight, but not a large tile.
+
+As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles, as many as fill the GPU once or more, have
+one slice each. Each of the others is split along K into `slices`, so that they fill the GPU once more. The slices' sums
+meet in memory, and the program that comes last adds them up.
+"""
+from dataclasses import dataclass
+
+from triton.runtime.jit import constexpr_function
+
+from fast.common import arrive, constexpr, gdc_launch_dependents, gdc_wait, jit, silu_gate, tl
+
+
+@dataclass(frozen=True)
+class GemmSizes:
+    """What packed_gemm() is compiled for."""
+    bits: int
+    per_channel: bool  # one group a row
+    group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
+    parts: int  # groups in a block, 1 if they are as large as a block or larger
+    block_n: int  # rows of w in a tile
+    block_m: int  # rows of x in a tile
+    splits: int  # blocks in a step
+    stages: int  # steps whose loads are under way
+    sliced: bool  # some tiles are split along K
+    scaled: bool  # weights are multiplied by their scales, else sums are; see multiply()
+    full: bool  # K ends with a step: loads need no mask
+
+
+@constexpr_function
+def dequantize_asm(bits, half, scaled):
+    """PTX for a pair of weights in fp16 (half) or bf16, and which bits stand for minus the zero point in it.
+
+    The registers: $0 the pair, $1 a word of codes, $3 the bit at which the codes stand, $5 minus the zero point (offset
+    included), $7 the scale. -> the PTX, the bits of minus the offset, and the factor that makes a pair of them."""
+    one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
+    get = "shr.u32 t, $1, $3; "
+    if bits == 4:
+        get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
+    elif half:
+        get += "prmt.b32 t, t, 0x64646464, 0x4140; fma.rn.f16x2 t, t, one, $5;"
+    else:  # bf16 holds 8 bits, too few for 128 + code: through fp32
+        get += """prmt.b32 a, t, 0x4b000000, 0x7440; prmt.b32 b, t, 0x4b000000, 0x7441; mov.b32 f, a; mov.b32 g, b;
+            mov.b32 z, $5; add.rn.f32 f, f, z; add.rn.f32 g, g, z; mov.b32 a, f; mov.b32 b, g;
+            prmt.b32 t, a, b, 0x7632;"""
+    result = f"mov.b32 a, 0x80008000; fma.rn.{kind} $0, t, $7, a;" if scaled else "mov.b32 $0, t;"
+    asm = f"{{ .reg .b32 t, a, b, one; .reg .f32 f, g, z; mov.b32 one, 0x{one}{one}; {get} {result} }}"
+    if bits == 8 and not half:
+        return asm, -0x35000000, 1  # the bits of -2^23
+    return asm, 0xE400 if half else 0xC300, 0x10001  # the bits of -1024, or of -128
+
+
+@jit
+def scale_of(group):
+    """The fp16 scale in the low half of a word of scales_and_zeros."""
+    return (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def dequantize(q, shift, group, xs, S: constexpr):
+    """A step's words q [SPLITS, BN, 16] and groups [SPLITS, BN, PARTS] -> weights [SPLITS, BN, BLOCK] of xs's type:
+    code - zero point and, with S.scaled, times the scale.
+
+    Codes become floats by their exponent, without a conversion, which runs at a quarter of the rate: a code OR-ed into
+    the mantissa of 1024 in fp16, of 128 in bf16 or of 2^23 in fp32, is that number + code. An FMA then takes the number
+    and the zero point away, which is exact. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv
+    2408.11743) does so, too.
+
+    shift is loaded, though it is known when the kernel is compiled: the compiler moves a tile into the matrix unit's
+    layout before it is dequantized, not after, only if all that goes into the dequantization was loaded."""
+    P: constexpr = 16 // S.bits
+    ASM: constexpr = dequantize_asm(S.bits, xs.dtype == tl.float16, S.scaled)
+    SPLITS: constexpr = S.splits
+    BN: constexpr = S.block_n
+    PARTS: constexpr = S.parts
+    shape: constexpr = (SPLITS, BN, 16, P, 2)
+    wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
+    pair = (scale_of(group).to(xs.dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    zero = ((group >> 16) + ASM[1]) * ASM[2]
+    # a part's scale and zero point for each of its words
+    pair = tl.broadcast_to(tl.reshape(pair, (SPLITS, BN, 1, PARTS, 1)), wide)
+    zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 1, PARTS, 1)), wide)
+    pair = tl.broadcast_to(tl.reshape(pair, (SPLITS, BN, 16, 1, 1)), shape)
+    zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 16, 1, 1)), shape)
+    words = tl.broadcast_to(tl.reshape(q, (SPLITS, BN, 16, 1, 1)), shape)
+    shift = tl.broadcast_to(tl.reshape(shift, (1, 1, 1, P, 1)), shape)
+    w = tl.inline_asm_elementwise(ASM[0], "=r,r,r,r,r,r,r,r,r", [words, shift, zero, pair], dtype=xs.dtype, is_pure=True,
+                                  pack=2)
+    w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
+    return tl.reshape(w, (SPLITS, BN, 32 * P))
+
+
+@jit
+def multiply(acc, w, xs, group, S: constexpr):
+    """acc + w @ xs, with the group's scale on the sum unless w has it.
+
+    Scaled weights are rounded to x's type, as dequantized weights are. A scaled sum is exact to fp32, but wants groups
+    of whole blocks."""
+    if S.splits == 1:
+        w = tl.reshape(w, (w.shape[1], w.shape[2]))
+    if S.scaled or S.per_channel:
+        acc = tl.dot(w, xs, acc)
+        if S.splits == 1:
+            # Uses acc, so that the step waits for the product: Triton 3.6 else has it go on while the next step
+            # dequantizes weights into the registers that the product reads.
+            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=True, pack=1)
+    else:
+        scale = scale_of(group)
+        if S.splits == 1:
+            scale = tl.reshape(scale, (scale.shape[1], scale.shape[2]))
+        acc += tl.dot(w, xs) * scale.to(tl.float32)
+    return acc
+
+
+@jit
+def find_slice(whole, slices, S: constexpr):
+    """-> this program's tile of w, its slice of K, and how many slices that tile has.
+
+    Program ids first count the whole tiles, then the others' first slices, then their second slices and so on."""
+    tile, slice = tl.program_id(1), 0
+    if S.sliced:
+        sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)  # with 0, all tiles being whole, 0 / 0
+        slice = tl.maximum(tile - whole, 0) // sliced
+        tile -= slice * sliced
+        slices = tl.where(tile < whole, 1, slices)
+    return tile, slice, slices
+
+
+@jit
+def store_slice(acc, at, semaphores, nth, slice, slices):
+    """-> how many programs of this tile are still to come. at: the places [BN, BM] of the tile's first slice."""
+    missing = slices - 1
+    if slices > 1:
+        tl.store(at + slice * (acc.shape[0] * acc.shape[1]), acc)
+        missing -= arrive(semaphores + nth)
+    return missing
+
+
+@jit
+def add_slices(acc, at, semaphores, nth, slices):
+    """The sum of all slices, always in the same order, so that the same input gives the same bits."""
+    # Not last_arriver(): ptxas then gives the loop before other registers (150 became 166, 64 rows of int4, sm_90).
+    if slices > 1:
+        tl.store(semaphores + nth, 0)  # for the next launch
+        acc = tl.zeros((acc.shape[0], acc.shape[1]), tl.float32)
+        for slice in range(slices):
+            acc += tl.load(at + slice * (acc.shape[0] * acc.shape[1]))
+    return acc
+
+
+@jit
+def epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED: constexpr, S: constexpr):
+    """Store a tile [BN, BM] of out.T, with gate, bias and residual."""
+    BN: constexpr = S.block_n
+    BM: constexpr = S.block_m
+    n = tile * BN + tl.arange(0, BN)
+    if GATED:  # 8 rows of the gate, then 8 of up, in each row block
+        acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
+        acc = silu_gate(gate, up)
+        n = tile * (BN // 2) + tl.arange(0, BN // 2)
+    at = m[None, :] * N_OUT + n[:, None]
+    inside = (n < N_OUT)[:, None] & (m < M)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N_OUT, other=0).to(tl.float32)[:, None]
+    if residual is not None:
+        acc += tl.load(residual + at, mask=inside, other=0)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+# Compiled once for all numbers of rows and slices, or the tuner would time one code and another would run.
+@jit(do_not_specialize=["M", "whole", "slices"])
+def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, partial_sums, semaphores, M, N, K, C, whole,
+                slices, S: constexpr, GATED: constexpr, PDL: constexpr):
+    """One slice of K of one tile. Program (tile of x, tile of w or slice of it). S: GemmSizes."""
+    BLOCK: constexpr = 512 // S.bits
+    SPLITS: constexpr = S.splits
+    STEP: constexpr = SPLITS * BLOCK
+    BN: constexpr = S.block_n
+    BM: constexpr = S.block_m
+    KB = (K + BLOCK - 1) // BLOCK
+    N_OUT = N // 2 if GATED else N
+    row_blocks = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
+    tile, slice, slices = find_slice(whole, slices, S)
+    r = tl.arange(0, BN)
+    c = tl.arange(0, BM)
+    m = tl.program_id(0) * BM + c
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, 16)
+    nb = tl.minimum(tile * (BN // 16) + r // 16, row_blocks - 1)
+    at_w = qweight + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
+    at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
+    # One block wide, x's tile has two dimensions: the matrix unit then reads it where the copy put it.
+    ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
+    if SPLITS > 1:
+        ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
+    at_x = x + ms * K + ks
+    at_s = ((nb * C * 16 + r % 16) * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
+
+    if PDL:
+        gdc_launch_dependents()
+    shift = tl.load(shifts + tl.arange(0, 16 // S.bits) * 2)
+    if PDL:
+        gdc_wait()
+    if SPLITS == 1:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((SPLITS, BN, BM), tl.float32)
+    share = tl.cdiv(tl.cdiv(K, STEP), slices) * STEP
+    first = slice * share
+    for k0 in tl.range(first, tl.minimum(first + share, K), STEP, num_stages=S.stages):
+        q = tl.load(at_w + k0 // BLOCK * 256, mask=S.full | (k0 // BLOCK + s < KB)[:, None, None], other=0,
+                    eviction_policy="evict_first")
+        xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
+        chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
+        group = tl.load(scales_and_zeros + at_s + (chunk * 16 * S.parts)[:, None, None])
+        w = dequantize(q, shift, group, xs, S)
+        acc = multiply(acc, w, xs, group, S)
+    if SPLITS > 1:
+        acc = tl.sum(acc, 0)
+    if S.per_channel:
+        acc *= scale_of(tl.load(scales_and_zeros + nb * 16 + r % 16)).to(tl.float32)[:, None]
+
+    if S.sliced:
+        nth = (tile - whole) * tl.num_programs(0) + tl.program_id(0)
+        at = partial_sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
+        if store_slice(acc, at, semaphores, nth, slice, slices) > 0:
+            return
+        acc = add_slices(acc, at, semaphores, nth, slices)
+    epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED, S)

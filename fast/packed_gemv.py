@@ -1,0 +1,451 @@
+"""
+The product of one row of x with packed weights, in Gluon: as fast as the weights come from memory.
+
+    out [N_OUT] = residual + silu gate of (rms_norm(x) [K] @ w.T + bias), what is None left out;  N_OUT = N, gated N / 2
+
+A program takes tiles of 16 rows of w, and of each its slice of K. It reads the slice in ROUNDS rounds. In a round each
+warp reads DEPTH blocks (see layout.py) of 16 rows, 1 KiB each; the rounds to come are on their way to shared memory:
+
+                +------------------- a slice of K -------------------+--
+                |       round 0        |       round 1        |      |
+    16 rows     |  d = 0   |  d = 1    |  d = 0   |  d = 1    |      |  the next slice: another program
+    of w        | warp 0 1 | warp 0 1  | warp 0 1 | warp 0 1  |      |
+                +----------------------------------------------------+--
+
+mma.m16n8k16 multiplies a warp's 16 rows by 16 inputs. x is the right operand, whose 8 columns are all the same.
+
+Codes come to the matrix unit with an offset, 64 or 1024, and with their zero point (see dequantize()). Both are undone
+on a group's sum, which costs a few instructions for 16 rows:
+
+    sum of (code - zero) x  =  sum of (code + offset) x  -  sum of offset x  -  zero * sum of x
+
+The last two sums are the same for all rows of w. prepare_x() makes them once.
+
+The matrix unit wants fp16. After a norm |x| is at most sqrt(K) times the norm's weight; divided by 16, it fits for
+weights from 1e-4 to 1e4. Without a norm it is scaled by a power of two, so that only numbers below 2^-28 of the slice's
+length are rounded.
+
+Names: S sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block, if it has several; CHAINS sums of a
+block that the matrix unit makes side by side, each of BK inputs; C, KB groups and blocks of a row; an item is one round
+of one tile.
+"""
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from fast.common import gdc_launch_dependents, gdc_wait, last_arriver, silu_gate
+
+
+@dataclass(frozen=True)
+class GemvSizes:
+    """What packed_gemv() is compiled for."""
+    bits: int
+    per_channel: bool  # one group a row
+    group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
+    parts: int  # groups in a block, 1 if they are as large as a block or larger
+    warps: int
+    depth: int  # blocks that a warp reads in a round
+    stages: int  # rounds in shared memory
+    rounds: int  # of a slice
+    slices: int  # of K
+    full: bool  # the last slice's last round is a whole one: loads need no mask
+
+
+# Two codes at a time become fp16: $0 to $7 are the weights of an int4 word $8, $0 to $3 those of an int8 word $4.
+INT4_TO_HALF = gl.constexpr("""{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
+    lop3.b32 a0, $8, 0x000f000f, 0x64006400, 0xea; lop3.b32 a1, $8, 0x00f000f0, 0x54005400, 0xea;
+    lop3.b32 a2, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 a3, t, 0x00f000f0, 0x54005400, 0xea;
+    mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; mov.b32 {$4, $5}, a2; mov.b32 {$6, $7}, a3; }""")
+INT8_TO_HALF = gl.constexpr("""{ .reg .b32 a0, a1; prmt.b32 a0, $4, 0x64646464, 0x4140;
+    prmt.b32 a1, $4, 0x64646464, 0x4342; mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; }""")
+
+
+@gluon.constexpr_function
+def chains(S):
+    """Sums of a block that the matrix unit makes side by side: one for each part, but four for int8, where a layer of
+    Llama-2-7B took 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200)."""
+    return S.parts if S.bits == 4 else 4
+
+
+@gluon.constexpr_function
+def chunk_size(S):
+    """How many numbers of a slice of x are brought into shape at a time, 8 to 32 a thread: the size whose whole chunks
+    exceed the slice least, and of two sizes the larger. It shows: with 32, 8 warps took 11,008 numbers for 16,384, and a
+    layer of Llama-2-7B, int4, 46.9 us; with 16 12,288, and 45.1 us (each tuned, H200, two calls)."""
+    share = S.rounds * S.depth * S.warps * (512 // S.bits)
+    return min((256 * S.warps * n for n in (1, 2, 4)), key=lambda size: (-(-share // size) * size, -size))
+
+
+@gluon.constexpr_function
+def chunk_count(S):
+    return -(-S.rounds * S.depth * S.warps * (512 // S.bits) // chunk_size(S))
+
+
+@gluon.constexpr_function
+def turn_count(S):
+    """Blocks of x for a warp: one for each block of a row of w, and what the last chunk has to spare."""
+    return chunk_count(S) * chunk_size(S) // (S.warps * (512 // S.bits))
+
+
+# Layouts say which register, lane and warp hold which element. All are made so that what the matrix unit takes and
+# gives fits without an exchange between lanes; assert_trivial=True in the code has the compiler check it.
+
+
+@gluon.constexpr_function
+def bases(n, base):
+    """The bases of a layout's dimension with n values: base, 2 base, 4 base ..."""
+    return [[2 ** i * b for b in base] for i in range(n.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def word_layout(S):
+    """Of words [WARPS, 16 rows, 16]: a lane has 4 neighbours of 2 rows, as layout.py draws it."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        bases(S.warps, [1, 0, 0]), [], [S.warps, 16, 16])
+
+
+@gluon.constexpr_function
+def x_layout(S):
+    """Of x [CHAINS, WARPS, BK]: the right operand's, whose 8 columns are all the same."""
+    BK = 512 // S.bits // chains(S)
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 8]] + bases(BK // 16, [0, 0, 16]) + bases(chains(S), [1, 0, 0]),
+        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], bases(S.warps, [0, 1, 0]), [], [chains(S), S.warps, BK])
+
+
+@gluon.constexpr_function
+def x_sum_layout(S):
+    """Of the sums of x [PARTS, WARPS]."""
+    return gl.DistributedLinearLayout(
+        bases(S.parts, [1, 0]), [[0, 0]] * 5, bases(S.warps, [0, 1]), [], [S.parts, S.warps])
+
+
+@gluon.constexpr_function
+def group_layout(S):
+    """Of groups [WARPS, 16 rows, PARTS], which are neighbours in memory."""
+    return gl.DistributedLinearLayout(
+        bases(S.parts, [0, 0, 1]) + [[0, 8, 0]], [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        bases(S.warps, [1, 0, 0]), [], [S.warps, 16, S.parts])
+
+
+@gluon.constexpr_function
+def mma_layout(S):
+    """Of a product [CHAINS or PARTS * WARPS, 16 rows, 8 columns]."""
+    return gl.NVMMADistributedLayout([2, 0], [S.warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def row_layout(S):
+    """Of a product's [CHAINS or PARTS * WARPS, 16 rows]."""
+    return gl.SliceLayout(2, mma_layout(S))
+
+
+@gluon.constexpr_function
+def column_layout(S, parts):
+    """Of every second column of a product [parts * WARPS, 16 rows, 4 columns]."""
+    return gl.DistributedLinearLayout(
+        [[0, 8, 0]] + bases(parts, [S.warps, 0, 0]), [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        bases(S.warps, [1, 0, 0]), [], [parts * S.warps, 16, 4])
+
+
+@gluon.jit
+def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
+    """Start the copy of an item's words, DEPTH blocks a warp, to shared memory."""
+    WARPS: gl.constexpr = S.warps
+    WORDS: gl.constexpr = word_layout(S)
+    block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
+    at = block * 256 + row * 16 + word
+    if item < items:
+        DEPTH: gl.constexpr = S.depth
+        first_tile, step, first_round = start
+        first = (first_round + item % S.rounds) * (WARPS * DEPTH)
+        tile = first_tile + item // S.rounds * step
+        qweight += (tile.to(gl.int64) * KB + first) * 256
+        for d in gl.static_range(DEPTH):
+            mask = None if S.full else (first + d * WARPS + block < KB) & (at >= 0)
+            async_copy.async_copy_global_to_shared(rings[d].index(item % S.stages), qweight + d * WARPS * 256 + at,
+                                                   mask=mask, eviction_policy="evict_first")
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_groups(scales_and_zeros, tile, nth, C, S: gl.constexpr):
+    """The scales and zero points of a tile's nth round: DEPTH times [PARTS * WARPS, 16 rows], or once [1, 16 rows] if
+    all of K is one group."""
+    WARPS: gl.constexpr = S.warps
+    PARTS: gl.constexpr = S.parts
+    ROWS: gl.constexpr = row_layout(S)
+    if S.per_channel:
+        row = gl.arange(0, 16, layout=gl.SliceLayout(0, ROWS))[None, :]
+        part = gl.arange(0, 1, layout=gl.SliceLayout(1, ROWS))[:, None]
+        return (gl.load(scales_and_zeros + tile * 16 + part + row),)
+    else:
+        GROUPS: gl.constexpr = group_layout(S)
+        DEPTH: gl.constexpr = S.depth
+        block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None].to(gl.int64)
+        row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))[None, :, None]
+        part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))[None, None, :]
+        scales_and_zeros += tile * C * 16 * PARTS
+        groups = ()
+        for d in gl.static_range(DEPTH):
+            chunk = ((nth * DEPTH + d) * WARPS + block) * (512 // S.bits) // (S.group * PARTS)
+            at = scales_and_zeros + (chunk * 16 + row) * PARTS + part
+            group = gl.load(at) if S.full else gl.load(at, mask=(chunk < C) & (row + part >= 0), other=0)
+            group = gl.reshape(gl.permute(group, [2, 0, 1]), [PARTS * WARPS, 16])
+            groups = groups + (gl.convert_layout(group, ROWS, assert_trivial=True),)
+        return groups
+
+
+@gluon.jit
+def load_inputs(x, perm, k, stop):
+    """x[perm[k]], 0 from stop on."""
+    source = k
+    if perm is not None:
+        source = gl.load(perm + k, mask=k < stop, other=0)
+    return gl.load(x + source, mask=k < stop, other=0)
+
+
+@gluon.jit
+def scale_of_x(squares, norm, K, eps):
+    """-> what x is to be multiplied by so that it fits fp16, and what the product is to be multiplied by then."""
+    if norm is not None:
+        factor = 16.0
+        unit = gl.rsqrt(squares / K + eps) / factor
+        return unit, factor
+    else:  # no |x| is larger than length; power, its exponent alone, is more than half of it
+        length = gl.sqrt(gl.maximum(squares, 1e-30))
+        power = (length.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        factor = power / 16384
+        return 16384 / power, factor
+
+
+@gluon.jit
+def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.constexpr):
+    """-> the slice of x in fp16, in shared memory [TURNS, WARPS, CHAINS, BK], minus its sums and, TURNS further, minus
+    its sums times the offset of their weights [2 TURNS, WARPS, PARTS], and the factor of scale_of_x()."""
+    WARPS: gl.constexpr = S.warps
+    PARTS: gl.constexpr = S.parts
+    BLOCK: gl.constexpr = 512 // S.bits
+    PART: gl.constexpr = BLOCK // PARTS
+    SHARE: gl.constexpr = S.rounds * S.depth * WARPS * BLOCK
+    CHUNK: gl.constexpr = chunk_size(S)
+    CHUNKS: gl.constexpr = chunk_count(S)
+    TURNS: gl.constexpr = turn_count(S)
+    CHAINS: gl.constexpr = chains(S)
+    FLAT: gl.constexpr = gl.BlockedLayout([CHUNK // (32 * WARPS)], [32], [WARPS], [0])
+    xs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, CHAINS, BLOCK // CHAINS],
+                                   gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS],
+                                     gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    k = first_round * (SHARE // S.rounds) + gl.arange(0, CHUNK, layout=FLAT)
+    stop = gl.minimum(K, (first_round + S.rounds) * (SHARE // S.rounds))
+    weights, chunks = (), ()
+    if norm is not None:
+        for c in gl.static_range(CHUNKS):
+            weights = weights + (load_inputs(norm, perm, c * CHUNK + k, stop),)
+    if PDL:
+        gdc_wait()
+    squares = gl.zeros([CHUNK], gl.float32, FLAT)
+    for c in gl.static_range(CHUNKS):
+        chunks = chunks + (load_inputs(x, perm, c * CHUNK + k, stop),)
+        squares += chunks[c].to(gl.float32) * chunks[c].to(gl.float32)
+    unit, factor = scale_of_x(gl.sum(squares, 0), norm, K, eps)
+    flat = xs._reinterpret(gl.float16, [CHUNKS, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat_sums = sums._reinterpret(gl.float32, [2 * CHUNKS, CHUNK // PART], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for c in gl.static_range(CHUNKS):
+        scaled = chunks[c].to(gl.float32)
+        if norm is not None:
+            scaled *= weights[c].to(gl.float32)
+        scaled *= unit
+        flat.index(c).store(scaled.to(gl.float16))
+        if norm is not None:
+            scaled = scaled.to(gl.float16).to(gl.float32)
+        eights = gl.sum(gl.reshape(scaled, [CHUNK // 8, 8]), 1)
+        flat_sums.index(c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
+        odd = gl.arange(0, CHUNK // 8, layout=eights.type.layout) % 2 == 1
+        eights *= gl.where(odd & (S.bits == 4), 64.0, 1024.0)  # int4's offset depends on bit 3 of k
+        flat_sums.index(CHUNKS + c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
+    return xs, sums, factor
+
+
+@gluon.jit
+def load_sums(sums, at, S: gl.constexpr):
+    """[PARTS * WARPS, 1]: minus the sums of x over each part, of each warp's block."""
+    WARPS: gl.constexpr = S.warps
+    PARTS: gl.constexpr = S.parts
+    found = gl.reshape(sums.index(at).permute([1, 0]).load(x_sum_layout(S)), [PARTS * WARPS])
+    return gl.expand_dims(gl.convert_layout(found, gl.SliceLayout(1, row_layout(S)), assert_trivial=True), 1)
+
+
+@gluon.jit
+def dequantize(words, S: gl.constexpr):
+    """words [WARPS, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
+
+    int4: AND 0x000f000f leaves a pair's codes, OR 0x64006400 makes them fp16's 1024 + code, as the numbers from 1024 on
+    are integers there. AND 0x00f000f0 leaves the pair 4 bits higher; OR 0x54005400 makes it 64 + code. The word 8 bits
+    down gives the other two pairs. int8: prmt puts each byte below the byte 0x64 of 1024. So there is no conversion
+    from integers, which runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin
+    (arXiv 2408.11743) does so, too."""
+    WARPS: gl.constexpr = S.warps
+    CHAINS: gl.constexpr = chains(S)
+    BK: gl.constexpr = 512 // S.bits // CHAINS
+    words = gl.reshape(words, [WARPS, 16, 4, CHAINS, 4 // CHAINS])
+    if S.bits == 4:
+        p = gl.inline_asm_elementwise(INT4_TO_HALF, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 8,
+                                      is_pure=True, pack=1)
+        w = gl.join(gl.join(gl.join(p[0], p[4]), gl.join(p[2], p[6])),
+                    gl.join(gl.join(p[1], p[5]), gl.join(p[3], p[7])))
+    else:
+        p = gl.inline_asm_elementwise(INT8_TO_HALF, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True,
+                                      pack=1)
+        w = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
+    w = gl.reshape(w, [WARPS, 16, 4, CHAINS, 4 // CHAINS, 16 // S.bits, 2])
+    w = gl.reshape(gl.permute(w, [3, 0, 1, 4, 5, 2, 6]), [CHAINS * WARPS, 16, BK])
+    return gl.convert_layout(w, gl.DotOperandLayout(0, mma_layout(S), 2), assert_trivial=True)
+
+
+@gluon.jit
+def load_x(xs, at, S: gl.constexpr):
+    """The right operand [CHAINS * WARPS, BK, 8]: the warps' blocks of x, eight times."""
+    WARPS: gl.constexpr = S.warps
+    CHAINS: gl.constexpr = chains(S)
+    BK: gl.constexpr = 512 // S.bits // CHAINS
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma_layout(S), 2)
+    x = xs.index(at).permute([1, 0, 2]).load(x_layout(S))
+    x = gl.reshape(x, [CHAINS * WARPS, BK])
+    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(2, RIGHT), assert_trivial=True), 2)
+    return gl.convert_layout(x.broadcast_to([CHAINS * WARPS, BK, 8]), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(w, x, S: gl.constexpr):
+    """The parts' products [PARTS * WARPS, 16 rows, 4]: every second of the 8 columns, as a lane holds two."""
+    WARPS: gl.constexpr = S.warps
+    PARTS: gl.constexpr = S.parts
+    CHAINS: gl.constexpr = chains(S)
+    none = gl.zeros([CHAINS * WARPS, 16, 8], gl.float32, mma_layout(S))
+    y, _ = gl.split(gl.reshape(mma_v2(w, x, none), [PARTS, CHAINS // PARTS, WARPS, 16, 4, 2]))
+    y = gl.reshape(gl.sum(y, 1), [PARTS * WARPS, 16, 4])
+    return gl.convert_layout(y, column_layout(S, PARTS), assert_trivial=True)
+
+
+@gluon.jit
+def scale(y, group, sums, at, S: gl.constexpr):
+    """(y - offset's part - zero's part) * scale, summed over the parts: [WARPS, 16 rows, 4]."""
+    WARPS: gl.constexpr = S.warps
+    PARTS: gl.constexpr = S.parts
+    TURNS: gl.constexpr = turn_count(S)
+    COLUMNS: gl.constexpr = column_layout(S, PARTS)
+    zero = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7632;", "=r,r", [group], dtype=gl.int32,
+                                     is_pure=True, pack=1)  # 2^23 and the zero point
+    zero = zero.to(gl.float32, bitcast=True) - 8388608
+    scale = (group & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    offset = load_sums(sums, TURNS + at, S)
+    offset += load_sums(sums, at, S) * zero
+    offset = gl.convert_layout(offset, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
+    scale = gl.convert_layout(scale, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
+    y = (y + gl.expand_dims(offset, 2)) * gl.expand_dims(scale, 2)
+    return gl.convert_layout(gl.sum(gl.reshape(y, [PARTS, WARPS, 16, 4]), 0), column_layout(S, 1),
+                             assert_trivial=True)
+
+
+@gluon.jit
+def load_addends(bias, residual, n, N, last):
+    """bias + residual of 16 rows, 0 where neither is given; loaded with the last round of a tile."""
+    ROWS: gl.constexpr = n.type.layout
+    extra = gl.zeros([16], gl.float32, ROWS)
+    if bias is not None:
+        extra += gl.load(bias + n, mask=(n < N) & last, other=0).to(gl.float32)
+    if residual is not None:
+        extra += gl.load(residual + n, mask=(n < N) & last, other=0).to(gl.float32)
+    return extra
+
+
+@gluon.jit
+def add_slices(total, partial_sums, semaphore, SLICES: gl.constexpr):
+    """-> 16 rows' sums over all slices of K and True, in the program that comes last; False in the others."""
+    ROWS: gl.constexpr = total.type.layout
+    i = gl.arange(0, 16, layout=ROWS)
+    gl.store(partial_sums + gl.program_id(1) * 16 + i, total)
+    last = last_arriver(semaphore, SLICES)
+    total = gl.zeros([16], gl.float32, ROWS)
+    if last:  # always in the same order, so that the same input gives the same bits
+        for slice in gl.static_range(SLICES):
+            total += gl.load(partial_sums + slice * 16 + i)
+    return total, last
+
+
+@gluon.jit
+def store_rows(out, total, extra, tile, n, N_OUT, GATED: gl.constexpr):
+    """Store a tile's 16 sums, or the 8 that 8 gates and 8 ups give."""
+    if GATED:
+        gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
+        product = silu_gate(gate, up)
+        gates = tile * 8 + gl.arange(0, 8, layout=product.type.layout)
+        gl.store(out + gates, product.to(out.dtype.element_ty), mask=gates < N_OUT)
+    else:
+        gl.store(out + n, (total + extra).to(out.dtype.element_ty), mask=n < N_OUT)
+
+
+@gluon.jit
+def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, partial_sums, semaphores, N, K, C, eps,
+                S: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr):
+    """Program (first tile, slice of K). With a norm there is one slice, as the norm needs all of x."""
+    WARPS: gl.constexpr = S.warps
+    ROWS: gl.constexpr = gl.SliceLayout(0, row_layout(S))
+    SUMS: gl.constexpr = column_layout(S, 1)
+    DEPTH: gl.constexpr = S.depth
+    STAGES: gl.constexpr = S.stages
+    KB = (K + 512 // S.bits - 1) // (512 // S.bits)
+    N_OUT = N // 2 if GATED else N
+    tiles = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
+    first_tile = gl.program_id(0)
+    step = gl.num_programs(0)
+    items = (tiles - first_tile + step - 1) // step * S.rounds
+    first_round = gl.program_id(1) * S.rounds
+    start = first_tile, step, first_round
+    if PDL:
+        gdc_launch_dependents()
+
+    rings = ()  # one for each d: of the same one, the compiler would have each copy wait for the one before
+    for d in gl.static_range(DEPTH):
+        rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 16, 16],
+                                                   gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),)
+    for item in gl.static_range(STAGES - 1):
+        fetch_words(rings, qweight, item, items, start, KB, S)
+    next_groups = load_groups(scales_and_zeros, first_tile, first_round, C, S)
+    xs, sums, factor = prepare_x(x, norm, perm, first_round, K, eps, S, PDL)
+
+    acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
+    i = gl.arange(0, 16, layout=ROWS)
+    for item in range(items):
+        tile = first_tile + item // S.rounds * step
+        turn = item % S.rounds
+        async_copy.wait_group(STAGES - 2)
+        fetch_words(rings, qweight, item + STAGES - 1, items, start, KB, S)
+        groups = next_groups
+        next_tile = gl.minimum(first_tile + (item + 1) // S.rounds * step, tiles - 1)
+        next_groups = load_groups(scales_and_zeros, next_tile, first_round + (item + 1) % S.rounds, C, S)
+        last_round = turn == S.rounds - 1
+        n = tile * 16 + i
+        extra = load_addends(None if GATED else bias, None if GATED else residual, n, N, last_round)
+
+        for d in gl.static_range(DEPTH):
+            w = dequantize(rings[d].index(item % STAGES).load(word_layout(S)), S)
+            at = turn * DEPTH + d
+            y = multiply(w, load_x(xs, at, S), S)
+            acc += scale(y, groups[0 if S.per_channel else d], sums, at, S)
+        if last_round:
+            # Four columns are summed, though all are the same: this way no lane's are left out.
+            total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * (factor / 4), ROWS, assert_trivial=True)
+            acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
+            complete = last_round  # true; a constant would not do for a type
+            if S.slices > 1:
+                total, complete = add_slices(total, partial_sums + tile * (S.slices * 16), semaphores + tile, S.slices)
+            if complete:
+                store_rows(out, total, extra, tile, n, N_OUT, GATED)

@@ -1,0 +1,250 @@
+"""
+A linear layer with int4 or int8 weights for a GPU: its custom operator, and the choice between three ways to multiply.
+
+    one row of x        packed_gemv.py
+    2 to 512 rows       packed_gemm.py
+    more rows           the weights are dequantized into memory, and cuBLAS multiplies
+
+tuning.py says where one ends and the next begins. The plain twin is plain_packed_linear().
+
+Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, library, nn
+
+from fast.common import constexpr, gpu, jit, pdl_options, tl, triton
+from fast.layout import block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order, untile, \
+    unpack_scales
+from fast.linear import plain_linear, rms_norm
+from fast.tuning import kernel_for
+from quantize import QuantizedLinear
+
+if triton:
+    from fast.packed_gemm import GemmSizes, packed_gemm, scale_of
+    from fast.packed_gemv import GemvSizes, packed_gemv
+
+MAX_ROWS = 512  # of x for packed_gemm(), each of whose tiles of x dequantizes the weights once more
+MIN_BLOCK_M = 64  # rows of x in a tile of it, unless x has fewer
+
+
+class Weights(NamedTuple):
+    """A PackedLinear as its operator gets it."""
+    qweight: Tensor
+    scales_and_zeros: Tensor
+    perm: Tensor | None
+    shifts: Tensor
+    semaphores: Tensor
+    N: int
+    K: int
+    bits: int
+    group_size: int
+    gated: bool
+
+    @property
+    def per_channel(self) -> bool:
+        return self.group_size >= self.K
+
+    @property
+    def sizes(self) -> dict:
+        """The fields that GemvSizes and GemmSizes have in common."""
+        return dict(bits=self.bits, per_channel=self.per_channel, parts=self.scales_and_zeros.shape[3],
+                    group=2 ** 30 if self.per_channel else self.group_size)
+
+    def new_output(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x), self.N // 2 if self.gated else self.N)
+
+
+def choose(w: Weights, M: int, device: torch.device) -> dict:
+    """kernel_for()'s choice for M rows of x; cuBLAS where no kernel fits."""
+    parts = w.scales_and_zeros.shape[3]
+    whole_blocks = w.per_channel or w.group_size % block_size(w.bits) == 0
+    if M > MAX_ROWS or not (whole_blocks or parts > 1):
+        return {"kernel": "library"}
+    format = f"int{w.bits}" + (f"-{w.group_size}" if parts > 1 else "")
+    return kernel_for(format, w.N, w.K, M, device)
+
+
+def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: Tensor | None,
+                residual: Tensor | None, eps: float) -> Tensor:
+    """One row of x, with norm."""
+    row_blocks, blocks = len(w.qweight), triton.cdiv(w.K, block_size(w.bits))
+    warps, depth = choice["warps"], choice["depth"]
+    # Slices shorten what each program does to x: int4 [14336, 21504] took an H200 58.0 us with one, 49.1 with four.
+    # A norm needs all of x, and so has one slice.
+    slices = 1 if norm is not None else choice["slices"]
+    rounds = triton.cdiv(blocks, warps * depth * slices)
+    slices = triton.cdiv(blocks, warps * depth * rounds)  # without those that nothing is left for
+    programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
+    sizes = GemvSizes(**w.sizes, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds, slices=slices,
+                      full=blocks * block_size(w.bits) == w.K and blocks == rounds * slices * warps * depth)
+    out = w.new_output(x)
+    partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
+    pdl = pdl_options(x.device)
+    packed_gemv[(programs, slices)](
+        x, w.qweight, w.scales_and_zeros, w.perm, norm, bias, residual, out, partial_sums, w.semaphores, w.N, w.K,
+        w.scales_and_zeros.shape[1], eps, sizes, w.gated, bool(pdl), num_warps=warps, **pdl)
+    return out
+
+
+def launch_gemm(x: Tensor, w: Weights, choice: dict, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """2 to 512 rows of x, normed and in the codes' order."""
+    M, block, parts = len(x), block_size(w.bits), w.scales_and_zeros.shape[3]
+    block_n, block_m, splits, warps = choice["block_n"], choice["block_m"], choice["splits"], choice["warps"]
+    slices, occupancy = choice["slices"], choice["occupancy"]
+    # Beside a wide tile's sums there is no room for those of a group.
+    scaled = not w.per_channel and (parts > 1 or block_m > MIN_BLOCK_M or bool(choice["scaled"]))
+    block_m = min(block_m, max(8, triton.next_power_of_2(M)))
+    tiles_m, tiles_n = triton.cdiv(M, block_m), triton.cdiv(len(w.qweight) * 16, block_n)
+    # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
+    # 81 with four.
+    whole = 0
+    if occupancy and slices > 1:
+        # As many tiles as fill the GPU stay whole, once or more; the rest, sliced, fill it once more: 512 rows of x and
+        # int4 weights [10240, 8192] took an H200 209 us with four slices of every tile, 175 so.
+        wave = max(1, occupancy * gpu(x.device).multi_processor_count // tiles_m)  # tiles of w
+        whole = tiles_n // wave * wave
+    # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
+    full = block_m >= 64 and w.K % (splits * block) == 0
+    sizes = GemmSizes(**w.sizes, block_n=block_n, block_m=block_m, splits=splits, stages=choice["stages"],
+                      sliced=slices > 1, scaled=scaled, full=full)
+    out = w.new_output(x)
+    split_tiles = tiles_m * (tiles_n - whole)
+    partial_sums = x.new_empty(split_tiles * slices * block_n * block_m if slices > 1 else 0, dtype=torch.float32)
+    options = pdl_options(x.device) | register_limit(occupancy, warps, x.device)
+    packed_gemm[(tiles_m, whole + (tiles_n - whole) * slices)](
+        x, w.qweight, w.scales_and_zeros, w.shifts, bias, residual, out, partial_sums, w.semaphores, M, w.N, w.K,
+        w.scales_and_zeros.shape[1], whole, slices, sizes, w.gated, "launch_pdl" in options, num_warps=warps, **options)
+    return out
+
+
+def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
+    """The launch option that leaves each of `occupancy` programs a multiprocessor its share of registers.
+
+    Registers are handed out by eights: with 102 a thread, which count as 104, the last of ten programs has no place. 4
+    rows of int4 weights [12288, 4096] took an H200 5% less time with the limit rounded down to 96 (each way tuned; 16
+    products 0.4% less on average)."""
+    if occupancy * warps <= 8:  # all programs find room without a limit
+        return {}
+    return dict(maxnreg=gpu(device).regs_per_multiprocessor // (32 * warps * occupancy) // 8 * 8)
+
+
+@jit
+def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr, BITS: constexpr,
+                      GATED: constexpr, SPAN: constexpr):
+    """Program (row block, SPAN blocks along K) -> their weights in out [N, K], rows in the order of the layer's."""
+    BLOCK: constexpr = 512 // BITS
+    P: constexpr = 16 // BITS
+    KB = (K + BLOCK - 1) // BLOCK
+    nb = tl.program_id(0)
+    r = tl.arange(0, 16)
+    kb = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    at = (nb.to(tl.int64) * KB + kb)[None, :, None] * 256 + r[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    q = tl.load(qweight + at, mask=(kb < KB)[None, :, None], other=0)
+    j = tl.arange(0, 2 * P)  # s and e
+    shift = j // 2 * 4 + j % 2 * 16 if BITS == 4 else j * 8
+    codes = (tl.reshape(q, (16, SPAN * 16))[:, :, None] >> shift[None, None, :]) & (2 ** BITS - 1)
+    codes = tl.permute(tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
+    codes = tl.reshape(codes, (16, SPAN * BLOCK))
+
+    k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
+    chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
+    group = tl.load(scales_and_zeros + ((nb * C + chunk) * 16 + r[:, None]) * PARTS + (k // G % PARTS)[None, :])
+    scale = scale_of(group).to(tl.float32)
+    # OR-ed into 2^23, integers are floats without a conversion, which runs at a quarter of the rate (see packed_gemm.py)
+    w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
+    w *= scale
+    if GATED:
+        n = nb * 8 + r % 8 + r // 8 * (N // 2)
+        inside = nb * 8 + r % 8 < N // 2
+    else:
+        n = nb * 16 + r
+        inside = n < N
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty),
+             mask=inside[:, None] & (k < K)[None, :])
+
+
+def dequantize(x: Tensor, w: Weights) -> Tensor:
+    """The weights [N, K] in x's type."""
+    out = x.new_empty(w.N, w.K)
+    # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
+    grid = len(w.qweight), triton.cdiv(w.K, 4 * block_size(w.bits))
+    sizes = w.sizes
+    dequantize_kernel[grid](w.qweight, w.scales_and_zeros, out, w.N, w.K, w.scales_and_zeros.shape[1], sizes["group"],
+                            sizes["parts"], w.bits, w.gated, 4, num_warps=2)
+    return out
+
+
+def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, bits, group_size, norm=None,
+                        bias=None, residual=None, gated=False, eps=1e-5) -> Tensor:
+    """The plain twin of packed_linear()."""
+    K = x.shape[1] if perm is None else len(perm)
+    scales, zeros = unpack_scales(scales_and_zeros, N, K // group_size, gated)
+    codes = from_mma_order(untile(qweight, N, gated), bits, K).view(N, K // group_size, group_size)
+    w = ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
+    if perm is not None:
+        x, norm = x[:, perm], None if norm is None else norm[perm]
+    return plain_linear(x, w, norm, bias, residual, gated, eps)
+
+
+# Nothing is mutated: when the kernels are done, semaphores is as it was.
+@library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
+def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
+                  semaphores: Tensor, N: int, bits: int, group_size: int, norm: Tensor | None = None,
+                  bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
+                  eps: float = 1e-5) -> Tensor:
+    """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
+
+    gated: w's first half is the gate, its second half up, and the result silu(gate) * up, [M, N / 2]. The other tensors
+    are a PackedLinear's; semaphores are int32 zeros, one for each tile, and zeros again when the kernel is done."""
+    K = x.shape[1] if perm is None else len(perm)
+    w = Weights(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, bits, group_size, gated)
+    choice = choose(w, len(x), x.device)
+    x = x.contiguous()
+    if choice["kernel"] == "gemv":
+        return launch_gemv(x, w, choice, norm, bias, residual, eps)
+    if norm is not None:
+        x = rms_norm(x, norm, eps)  # before perm: rms_norm()'s kernel may read norm while norm[perm] is being made
+    if perm is not None:
+        x = x[:, perm]
+    if choice["kernel"] == "library":
+        return plain_linear(x, dequantize(x, w), None, bias, residual, gated)
+    return launch_gemm(x, w, choice, bias, residual)
+
+
+packed_linear.register_kernel("cpu")(plain_packed_linear)
+
+
+@packed_linear.register_fake
+def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, bits, group_size, norm=None, bias=None, residual=None,
+      gated=False, eps=1e-5):
+    return x.new_empty(len(x), N // 2 if gated else N)
+
+
+class PackedLinear(nn.Module):
+    """A QuantizedLinear with its codes in the kernels' order; gated: its rows are gates, then as many ups."""
+
+    def __init__(self, layer: QuantizedLinear, gated: bool = False):
+        super().__init__()
+        codes, scales, zeros, perm = group_inputs(layer)
+        (self.N, K), C, block = codes.shape, scales.shape[1], block_size(layer.bits)
+        self.bits, self.group_size, self.gated, self.bias = layer.bits, K // C, gated, layer.bias
+        parts = block // self.group_size if C > 1 and block % self.group_size == 0 else 1
+        qweight = tile(to_mma_order(codes, self.bits), 16, gated)
+        self.qweight = nn.Parameter(qweight, requires_grad=False)
+        self.scales_and_zeros = nn.Parameter(pack_scales(scales, zeros, self.bits, parts, gated), requires_grad=False)
+        semaphores = torch.zeros(MAX_ROWS // MIN_BLOCK_M * len(qweight), dtype=torch.int32, device=qweight.device)
+        buffers = dict(perm=perm, shifts=shifts(self.bits, qweight.device).flatten(), semaphores=semaphores)
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
+              eps: float = 1e-5) -> Tensor:
+        """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
+        return packed_linear(x, self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores, self.N,
+                             self.bits, self.group_size, norm, self.bias, residual, gated, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]; gated: [..., N / 2]"""
+        return self.fused(x.flatten(0, -2), gated=self.gated).unflatten(0, x.shape[:-1])
