@@ -1,4 +1,4 @@
-"""What several test files share: paths, tiny models and checkpoints, running a generator, a command or torchrun's ranks."""
+"""What several test files share: paths, tiny models and checkpoints, and running a generator, a command or ranks."""
 import json
 import os
 import subprocess
