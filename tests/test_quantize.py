@@ -3,6 +3,7 @@ Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what
 """
 import json
 import signal
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -301,6 +302,7 @@ def test_parts_with_groups_of_their_own_load_side_by_side(tmp_path):
 @pytest.mark.parametrize("act_order", [False, True])
 def test_some_of_q_k_and_v_may_be_left_as_they_were(tmp_path, kept, act_order):
     """Biases included; with what fast/ makes of them too: on a CPU codes become bytes."""
+    import fast
     theirs = make(tmp_path / "in", "qwen2")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order)
     held = load_file(tmp_path / "out" / "model.safetensors")
@@ -328,7 +330,7 @@ def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):
     change(tmp_path / "out", **gone, **{K + "weight": theirs[K + "weight"]})
     x = torch.randn(3, 64, dtype=torch.float64)
     whole = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
-    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 2))
+    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=partial(Shard, rank=rank, ranks=2))
              .layers[1].attn.wqkv for rank in (0, 1)]
     for index, part in enumerate(whole):
         torch.testing.assert_close(torch.cat([wqkv[index](x) for wqkv in ranks], dim=-1), part(x))
@@ -341,7 +343,7 @@ def test_ranks_cut_between_words_where_a_row_is_one_group(tmp_path, monkeypatch,
     make(tmp_path / "in", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=20)
     write(tmp_path / "in", tmp_path / "out", 4, -1, False)
     whole = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn
-    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 3))
+    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=partial(Shard, rank=rank, ranks=3))
              for rank in range(3)]
     x, y = torch.randn(3, 64, dtype=torch.float64), torch.randn(3, heads * 20, dtype=torch.float64)
     sizes = [(rank.config.n_head * 20, rank.config.n_kv_head * 20, rank.config.n_kv_head * 20) for rank in ranks]

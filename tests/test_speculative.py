@@ -13,7 +13,7 @@ from checkpoint import Tokenizer
 from generate import Completion, Generator, complete, one_behind
 from helpers import DEVICES, DRAFT, GREEDY, TINY, random_model, run, tiny
 from sampling import Sampling, distribution, draw, probabilities
-from speculative import DRAFT_LENGTHS, Auto, Bass, Draft, Fixed, Heuristic, accept, lookup, propose
+from speculative import DRAFT_LENGTHS, Auto, Bass, Draft, Fixed, Heuristic, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -35,9 +35,15 @@ class Pausing(Fixed):
 
 
 def spy(speculator) -> list[list[int]]:
-    """The first position of each row, of each call of the target to come."""
+    """The first position of each row, of each verification to come. It reads several tokens, plain decoding one."""
     seen, decoder = [], speculator.target.decoder
-    speculator.target.decoder = lambda *args: seen.append(args[1][:, 0].tolist()) or decoder(*args)
+
+    def watch(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        if tokens.shape[1] > 1:
+            seen.append(positions[:, 0].tolist())
+        return decoder(tokens, positions, slots)
+
+    speculator.target.decoder = watch
     return seen
 
 
