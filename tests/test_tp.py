@@ -250,7 +250,7 @@ def test_a_draft_is_split_where_that_pays():
                                    num_key_value_heads=8, intermediate_size=8192, vocab_size=128256,
                                    max_position_embeddings=8192, rms_norm_eps=1e-5))
     assert draft_splitter(Team(1, 4), llama_1b)
-    assert not draft_splitter(Team(1, 4), replace(llama_1b, ffn_dim=4096))  # 0.9e9 parameters
+    assert not draft_splitter(Team(1, 4), replace(llama_1b, ffn_dim=2048))  # 0.9e9 parameters
     assert not draft_splitter(Team(1, 4), load_config(Path(DRAFT)))
     assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2))  # 5 is no multiple of 2
 

@@ -1,5 +1,5 @@
 """
-What test_without_fast.py does in one process, in a copy of the repository without fast/, which is the current directory:
+What test_without_fast.py does in one process. The current directory is a copy of the repository without fast/.
 
     python without_fast_worker.py DEVICE OUT [OPTION ...]
 
