@@ -1,11 +1,35 @@
-"""What several test files compare with."""
+"""What several test files share: paths, tiny models and checkpoints, and running a generator, a command or ranks."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+import checkpoint
+import quantize
+from checkpoint import UserError, config_from_hf, hf_weights
+from generate import Generator
+from model import Config, Transformer
+from quantize import QuantizedLinear
+from sampling import Sampling
+
+ROOT = Path(__file__).parents[1]
+TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
+GOLDEN = ROOT / "tests" / "golden"
+CPU, F32 = torch.device("cpu"), torch.float32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GREEDY = Sampling(temperature=0)
 
 
 def error(out: Tensor, ref: Tensor) -> float:
-    """The relative error in the Frobenius norm."""
+    """How far out is from ref, relative to ref's norm."""
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
@@ -18,3 +42,107 @@ def exact_linear(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None,
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     return y if residual is None else residual + y
+
+
+def refusal(function, *args) -> str:
+    """The message of the UserError that the call raises; each is one line."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def absent(words: str, text: str) -> list[str]:
+    return [word for word in words.split() if word not in text]
+
+
+# Models
+
+
+def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
+    return checkpoint.load_model(directory, torch.device(device), F32)
+
+
+def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
+    """Of one head and 512 positions; its distributions are neither flat nor certain."""
+    model = Transformer(Config(dim, layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocab_size,
+                               context=512))
+    random = torch.Generator().manual_seed(seed)
+    for p in (p for p in model.parameters() if p.dim() == 2):
+        p.data = torch.randn(p.shape, generator=random) * (1.2 if p is model.head.weight else 2) / p.shape[1] ** 0.5
+    return model
+
+
+def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
+    """The new tokens of each row."""
+    steps = generator.generate(prompts, new_tokens, start)
+    return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
+
+
+# Checkpoints
+
+
+SHAPE = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+             vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, hidden_act="silu", eos_token_id=2)
+
+
+def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
+    """A checkpoint with random bf16 weights, and biases for qwen2."""
+    directory.mkdir(exist_ok=True)
+    config = SHAPE | dict(model_type=kind) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {name: (torch.randn(shape) / 8).bfloat16()
+               for name, (_, _, shape) in hf_weights(config_from_hf(config)).items()}
+    save_file(weights, directory / "model.safetensors")
+    return weights
+
+
+def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,
+          head: bool = False) -> Transformer:
+    """A quantized checkpoint as the command writes it; the model of which it was written."""
+    model = checkpoint.load_model(directory, CPU, F32)
+    tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
+    quantize.quantize_model(model, bits, group_size, sym, act_order, head, tokens)
+    out.mkdir()
+    hub = dict(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, quant_method="gptq",
+               checkpoint_format="gptq", lm_head=head)
+    quantize.write_checkpoint(model, directory, out, hub)
+    return model
+
+
+def change(directory: Path, config: dict = {}, **tensors) -> None:
+    """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
+    held = load_file(directory / "model.safetensors") | tensors
+    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    whole = json.loads((directory / "config.json").read_text())
+    whole["quantization_config"] |= config
+    (directory / "config.json").write_text(json.dumps(whole))
+
+
+def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+# Processes
+
+
+def torchrun(*args, ranks: int = 2) -> list[str]:
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
+    return [sys.executable, *map(str, (*command, *args))]
+
+
+def ended(command: list, seconds: float, typed: str = "", cwd: Path = ROOT,
+          **environment: str) -> subprocess.CompletedProcess:
+    """A command that is over, in any case after so many seconds, and all that it started with it."""
+    process = subprocess.Popen([*map(str, command)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd,
+                               env=os.environ | dict(OMP_NUM_THREADS="1") | environment)
+    try:
+        out, errors = process.communicate(typed, timeout=seconds)
+    finally:
+        process.terminate()  # which torchrun passes on
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
+    """The lines of the program's own on stderr; torchrun has many."""
+    return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]

@@ -21,10 +21,9 @@ import torch
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
 
-from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, load_model
-from model import Config
+from checkpoint import Tokenizer, config_from_hf, find_checkpoint, hf_weights, load_config, load_model
+from helpers import ROOT, TINY, absent, refusal
 
-ROOT = Path(__file__).parent.parent
 LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, intermediate_size=48, vocab_size=64, max_position_embeddings=128,
              rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
@@ -41,7 +40,7 @@ def write(path: Path, content) -> None:
 def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Tensor]:
     """config.json, and tensors that go with it, not saved yet."""
     write(directory / "config.json", LLAMA | changes)
-    weights = Config.from_hf(LLAMA | changes).hf_weights()
+    weights = hf_weights(config_from_hf(LLAMA | changes))
     return {name: torch.randn(shape).to(dtype) for name, (_, _, shape) in weights.items()}
 
 
@@ -56,18 +55,6 @@ def save(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 0) -> 
 
 def load(directory: Path, dtype=torch.float32) -> torch.nn.Module:
     return load_model(directory, torch.device("cpu"), dtype)
-
-
-def refusal(function, *args) -> str:
-    """The message of the UserError that the call raises; each is one line."""
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def absent(words: str, text: str) -> list[str]:
-    return [word for word in words.split() if word not in text]
 
 
 ROWS = {"attn.wqkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "attn.wo": ["self_attn.o_proj"],
@@ -194,24 +181,24 @@ def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, changes, wo
                                  "vocab_size", "max_position_embeddings", "rms_norm_eps", *list(ROPE)[1:]])
 def test_a_missing_key_is_refused_by_name(key):
     whole = LLAMA | dict(rope_scaling=dict(ROPE))
-    Config.from_hf(whole)
+    config_from_hf(whole)
     (whole if key in whole else whole["rope_scaling"]).pop(key)
     with pytest.raises(ValueError, match=key):
-        Config.from_hf(whole)
+        config_from_hf(whole)
 
 
 def test_every_spelling_of_rope_is_one_config():
     old = {"type" if key == "rope_type" else key: value for key, value in ROPE.items()}
     new = dict(rope_parameters=dict(rope_theta=5e5, **ROPE))
     spellings = [dict(rope_theta=5e5, rope_scaling=ROPE), dict(rope_theta=5e5, rope_scaling=old), new]
-    one, *others = [Config.from_hf(LLAMA | spelling) for spelling in spellings]
+    one, *others = [config_from_hf(LLAMA | spelling) for spelling in spellings]
     assert others == [one, one]
-    assert one.rope_theta == 5e5 and one.rope_scaling["factor"] == 8.0
+    assert one.rope_theta == 5e5 and one.rope_scaling.factor == 8.0
 
 
 @pytest.mark.parametrize("kind, window", [("mistral", 16), ("llama", None), ("qwen2", None), ("qwen3", None)])
 def test_only_mistral_has_a_sliding_window(kind, window):
-    assert Config.from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).window == window
+    assert config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).window == window
 
 
 BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
@@ -232,7 +219,7 @@ def with_json(directory: Path, config: dict | None = None, post_process: bool = 
 
 
 def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
-    shutil.copy(ROOT / "checkpoints" / "tiny" / "tokenizer.model", directory)
+    shutil.copy(TINY / "tokenizer.model", directory)
     write(directory / "config.json", LLAMA | dict(vocab_size=2048) | (config or {}))
     write(directory / "tokenizer_config.json", settings)
     return Tokenizer(directory)

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import generate
 import quantize
-
-ROOT = Path(generate.__file__).parent
-TINY = ROOT / "checkpoints" / "tiny"
-DRAFT = ROOT / "checkpoints" / "tiny-draft"
+from helpers import DRAFT, ROOT, TINY, tiny
 
 
 @pytest.fixture
@@ -57,8 +53,7 @@ def test_json_is_one_line_with_every_key(cli):
         assert sample["finish_reason"] in ("stop", "length") and len(sample["tokens"]) <= 9
         assert sample["mean_logprob"] < 0 < sample["seconds"]
     assert set(result["per_token_ms"]) == {"first", "last", "all"}
-    model = generate.load_model(TINY, torch.device("cpu"), torch.float32)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in tiny().parameters())
     assert result["weights_bytes"] == 4 * parameters  # tied: the head reads the whole embedding
 
 
@@ -297,7 +292,7 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     def burst(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(generate, "load_model", burst)
+    monkeypatch.setattr(generate, "load_checkpoint", burst)
     code, out, err = cli("--max-new-tokens", "9")
     assert (code, out, err.count("\n")) == (2, "", 1) and "GiB of cache" in err
 

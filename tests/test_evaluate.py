@@ -14,18 +14,17 @@ from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Tokenizer, UserError, load_model
-from tp import Team
+from helpers import CPU, F32, GOLDEN, ROOT, TINY
 from scripts import evaluate
+from tp import Team
 
-ROOT = Path(__file__).parents[1]
-TINY = ROOT / "checkpoints" / "tiny"
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
 TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
 
 
 def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
     """Nats of ids[first:] in float64: each token alone, after its part of the first window that predicts it."""
-    model = load_model(directory, torch.device("cpu"), torch.float64)
+    model = load_model(directory, CPU, torch.float64)
     model.setup(context)
     nats = 0.0
     for at in range(first, len(ids)):
@@ -39,14 +38,14 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
 
 
 def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
-    model = load_model(directory, torch.device("cpu"), torch.float32)
+    model = load_model(directory, CPU, F32)
     return evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
 
 
 @pytest.mark.parametrize("context, stride", [(8, 8), (8, 4), (8, 3), (5, 1), (1, 1), (39, 20), (40, 9), (90, 45)])
 @pytest.mark.parametrize("name", ["llama3.1", "mistral"])  # mistral's window is of 5
 def test_each_token_counts_once_after_its_context(monkeypatch, name, context, stride):
-    directory, ids = ROOT / "tests" / "golden" / name, torch.randint(96, (41,)).tolist()
+    directory, ids = GOLDEN / name, torch.randint(96, (41,)).tolist()
     for first in (1, 4):
         want = naive(directory, ids, first, context, stride)
         assert score(directory, ids, first, context, stride) == pytest.approx(want, rel=1e-5)
@@ -110,12 +109,12 @@ def test_a_cut_text_is_the_longest_that_its_tokens_hold_and_ends_with_a_whole_ch
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
 def test_what_nothing_predicts_is_neither_scored_nor_counted(monkeypatch, tmp_path, text, size, words):
     checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
-    model = load_model(ROOT / "tests" / "golden" / "llama2", torch.device("cpu"), torch.float32)
+    model = load_model(GOLDEN / "llama2", CPU, F32)
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
-    monkeypatch.setattr(evaluate, "load_model", lambda *_: model)
+    monkeypatch.setattr(evaluate, "load_checkpoint", lambda *_: model)
     args = Namespace(dtype=None, context=3, stride=2)
-    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, torch.device("cpu"), Team(), args)
+    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, CPU, Team(), args)
     assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
     assert line["bits_per_byte"] == pytest.approx(math.log2(600))
     assert line["token_perplexity"] == pytest.approx(600)

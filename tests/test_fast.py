@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fast import optimize
-from fast.cpu import RowLinear, row_decoder
+from fast.cpu import CpuLinear, row_decoder
 from fast.decoder import fusible, install_kernels
 from generate import Generator
 from helpers import error
@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
-    compiled = torch.compile(RowLinear(linear), fullgraph=True)
+    compiled = torch.compile(CpuLinear(linear), fullgraph=True)
     for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (9, 577)]:
         x = torch.randn(shape, dtype=dtype)
         b = linear.bias.double() if bias else None
@@ -39,7 +39,7 @@ def test_the_decoder_of_a_cpu_has_the_same_weights():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
     x, before = torch.randn(2, 3), dict(model.named_parameters())
     ref, decoder = model(x), row_decoder(model)
-    assert isinstance(decoder[0], RowLinear) and isinstance(decoder[1][0], RowLinear)
+    assert isinstance(decoder[0], CpuLinear) and isinstance(decoder[1][0], CpuLinear)
     assert type(model[0]) is type(model[1][0]) is nn.Linear
     assert all(before[name] is parameter for name, parameter in decoder.named_parameters())
     assert decoder(x).equal(ref)

@@ -5,84 +5,76 @@ import subprocess
 import sys
 from argparse import Namespace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
-import generate
 from checkpoint import Tokenizer, load_model
-from generate import TINY, Completion, Generator, chat, complete, show
+from generate import Completion, Generator, chat, complete, show
+from helpers import DEVICES, GOLDEN, GREEDY, ROOT, TINY, random_model, run, tiny
 from sampling import Sampling
-
-GOLDEN = Path(__file__).parent / "golden"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-GREEDY = Sampling(temperature=0)
-
-
-def tiny(device: str = "cpu"):
-    return load_model(Path(TINY), torch.device(device), torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(Path(TINY))
+    return Tokenizer(TINY)
 
 
-def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
-    """The new tokens of each row."""
-    steps = generator.generate(prompts, new_tokens, start)
-    return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
+COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU, where compiling takes 10 s, the first of them
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family, compile", [
-    *((path.name, False) for path in sorted(GOLDEN.iterdir())), ("llama3.1", True), ("mistral", True), ("qwen3", True)])
-def test_greedy_ragged_batch_equals_transformers(family, compile, device):
+@pytest.mark.parametrize("family, mode, device", [
+    *((path.name, "eager", "cpu") for path in sorted(GOLDEN.iterdir())), (COMPILED[0], "fast", "cpu"),
+    *(pytest.param(path.name, "eager", "cuda", marks=pytest.mark.gpu) for path in sorted(GOLDEN.iterdir())),
+    *(pytest.param(name, mode, "cuda", marks=pytest.mark.gpu) for name in COMPILED for mode in ("compile", "fast"))])
+def test_greedy_ragged_batch_equals_transformers(family, mode, device):
     values = load_file(GOLDEN / family / "golden.safetensors")
     rows, lengths = [values[f"tokens.{i}"].tolist() for i in range(3)], (13, 1, 6)
     model = load_model(GOLDEN / family, torch.device(device), torch.float32)
-    generator = Generator(model, 13 + 24, GREEDY, prompts=3, compile=compile)
+    generator = Generator(model, 13 + 24, GREEDY, prompts=3, mode=mode)
     out = run(generator, [row[:n] for row, n in zip(rows, lengths)], 24)
     assert out == [row[n:] for row, n in zip(rows, lengths)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_once_for_all_prompts_and_equal_to_eager(device):
-    """Lengths 1 and 2, both sides of 256 slots in use, a cached start: two graphs, made up front, serve them all."""
+def test_compiled_once_for_all_prompts_and_equal_to_eager(device, monkeypatch):
+    """Lengths 1 and 2, both sides of 256 slots in use, a cached start: two graphs, made up front, serve them all. They
+    also serve prompts that are read in chunks of 4 columns, with lengths on both sides of the chunks' edges."""
     model = tiny(device)
-    eager = Generator(model, 400, GREEDY, prompts=2)
-    cases = [[[5 + i] * n, [9] * 3] for i, n in enumerate((1, 2, 7, 250, 390))]
-    expected = [run(eager, prompts, 10) for prompts in cases]
+    eager = Generator(model, 400, GREEDY, prompts=2, samples=2)
+    cases = [([[5 + i] * n, [9] * 3], 0) for i, n in enumerate((1, 2, 7, 250, 390))] + [([[1, 2], [3]], 4)]
+    expected = [run(eager, prompts, 10, start) for prompts, start in cases]
+    chunked_cases, chunked_expected = chunk_cases(), [run(eager, prompts, 6, start) for prompts, start in chunk_cases()]
     counters.clear()
-    compiled = Generator(model, 400, GREEDY, prompts=2, compile=True)
+    compiled = Generator(model, 400, GREEDY, prompts=2, samples=2, mode="fast")
     assert counters["stats"]["unique_graphs"] == 2
-    assert [run(compiled, prompts, 10) for prompts in cases] == expected
-    run(compiled, [[1, 2], [3]], 5, start=4)
-    assert counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_prompt_in_pieces_gives_what_it_gives_whole(device, compile, monkeypatch):
-    """Pieces of 4 columns for 2 prompts: lengths on both sides of the edges, samples, a cached start; no graph more."""
-    cases = [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13) for start in (0, 6)]
-    whole = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
-    expected = [run(whole, prompts, 6, start) for prompts, start in cases]
-    counters.clear()
-    pieces = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2, compile=compile)
+    assert [run(compiled, prompts, 10, start) for prompts, start in cases] == expected
     monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
-    assert [run(pieces, prompts, 6, start) for prompts, start in cases] == expected
-    assert counters["stats"]["unique_graphs"] == 2 * compile
+    assert [run(compiled, prompts, 6, start) for prompts, start in chunked_cases] == chunked_expected
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def chunk_cases() -> list[tuple[list[list[int]], int]]:
+    """Prompts, and how many tokens are cached, for chunks of 4 columns."""
+    return [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13) for start in (0, 6)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, monkeypatch):
+    """Compiled, the test above shows it."""
+    generator = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
+    expected = [run(generator, prompts, 6, start) for prompts, start in chunk_cases()]
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
+    assert [run(generator, prompts, 6, start) for prompts, start in chunk_cases()] == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_seed_draws_the_same_compiled_or_not(device):
-    model, out = tiny(device), {}
-    for compile in (False, True):
-        generator = Generator(model, 64, Sampling(0.9, 50, 0.95), samples=3, compile=compile)
+    model, out = random_model(1, vocab_size=512).to(device), {}
+    for mode in ("eager", "fast"):
+        generator = Generator(model, 64, Sampling(0.9, 50, 0.95), samples=3, mode=mode)
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
             out.setdefault(seed, []).append(run(generator, [[1, 300, 500]], 40))
@@ -231,7 +223,7 @@ def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300
 
 @pytest.fixture
 def chatty() -> Tokenizer:
-    tokenizer = Tokenizer(Path(TINY))
+    tokenizer = Tokenizer(TINY)
     tokenizer.template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     return tokenizer
 
@@ -283,6 +275,5 @@ def test_a_stop_text_does_not_end_the_story_that_is_continued(monkeypatch, capsy
 def test_importing_generate_imports_no_library_ahead_of_its_use():
     late = {"huggingface_hub", "tokenizers", "sentencepiece", "jinja2", "torch._dynamo"}
     code = "import torch, sys; before = set(sys.modules); import generate; print(*(set(sys.modules) - before))"
-    root = Path(generate.__file__).parent
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert "checkpoint" in out.split() and not late & set(out.split())

@@ -6,14 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import load_model
-from model import rope_tables
+from helpers import CPU, DEVICES, GOLDEN, error
+from model import Config, Transformer, rope_tables
 
-GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/config.json"))
-CPU = torch.device("cpu")
-
-
-def error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
 
 
 def golden(family: Path):
@@ -22,26 +18,26 @@ def golden(family: Path):
     return [values[f"tokens.{i}"] for i in rows], [values[f"logits.{i}"] for i in rows]
 
 
-@pytest.fixture(params=GOLDEN, ids=lambda path: path.name)
+@pytest.fixture(params=FAMILIES, ids=lambda path: path.name)
 def family(request) -> Path:
     return request.param
 
 
 def test_eight_families_have_golden_values():
-    assert len(GOLDEN) == 8
+    assert len(FAMILIES) == 8
 
 
 def test_logits_equal_transformers(family):
     model = load_model(family, CPU, torch.float32)
     for tokens, logits in zip(*golden(family)):
-        model.setup(length=64, batch=1)
+        model.setup(max_seq_len=64, batch_size=1)
         assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
 
 
-def test_token_by_token_equals_one_piece(family):
+def test_token_by_token_equals_one_chunk(family):
     model = load_model(family, CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
-    model.setup(length=64, batch=1)
+    model.setup(max_seq_len=64, batch_size=1)
     steps = [model(token[None, None], torch.tensor([[i]])) for i, token in enumerate(tokens)]
     assert error(torch.cat(steps, dim=1)[0], logits) < 1e-5
 
@@ -49,7 +45,7 @@ def test_token_by_token_equals_one_piece(family):
 def test_without_a_cache_as_with_one(family):
     model = load_model(family, CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
-    model.setup(length=64)
+    model.setup(max_seq_len=64)
     assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
 
 
@@ -58,7 +54,7 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
     model = load_model(family, CPU, torch.float32)
     all_tokens, all_logits = golden(family)
     lengths = torch.tensor([17, 2, 9])
-    model.setup(length=64, batch=3)
+    model.setup(max_seq_len=64, batch_size=3)
     for layer in model.layers:
         layer.attn.k_cache.normal_(std=9)
         layer.attn.v_cache.normal_(std=9)
@@ -76,15 +72,15 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
 def test_slots_in_use_suffice(family):
     model = load_model(family, CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
-    model.setup(length=128, batch=1)
+    model.setup(max_seq_len=128, batch_size=1)
     out = model(tokens[None], torch.arange(len(tokens))[None], slots=model.slots[:len(tokens)])
     assert error(out[0], logits) < 1e-5
 
 
 def test_repeated_rows_continue_as_their_source():
-    model = load_model(GOLDEN[0], CPU, torch.float32)
-    all_tokens, all_logits = golden(GOLDEN[0])
-    model.setup(length=64, batch=4)
+    model = load_model(FAMILIES[0], CPU, torch.float32)
+    all_tokens, all_logits = golden(FAMILIES[0])
+    model.setup(max_seq_len=64, batch_size=4)
     prompts = torch.stack([all_tokens[0][:5], all_tokens[2][:5]])
     model(prompts, torch.arange(5)[None])
     model.repeat_rows(2)
@@ -95,8 +91,8 @@ def test_repeated_rows_continue_as_their_source():
 
 
 def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
-    model = load_model(GOLDEN[0], CPU, torch.bfloat16)
-    model.setup(length=128, batch=1)
+    model = load_model(FAMILIES[0], CPU, torch.bfloat16)
+    model.setup(max_seq_len=128, batch_size=1)
     assert model.cos.dtype == model.sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
@@ -104,12 +100,15 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    model = load_model(GOLDEN[0].parent / "qwen3", torch.device(device), torch.float32).requires_grad_(True)
-    model.setup(length=32)
-    tokens = torch.randint(0, model.config.vocab_size, (4, 32), device=device)
+    config = Config(dim=32, n_layer=2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96, context=32)
+    model = Transformer(config).to(device)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
+    model.setup(max_seq_len=32)
+    tokens = torch.randint(0, config.vocab_size, (4, 32), device=device)
 
     def loss() -> torch.Tensor:
         logits = model(tokens[:, :-1], torch.arange(31, device=device)[None])

@@ -3,7 +3,8 @@ Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what
 """
 import json
 import signal
-from pathlib import Path
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,38 +13,13 @@ from torch import Tensor
 
 import checkpoint
 import quantize
-from checkpoint import UserError
+from checkpoint import UserError, hf_weights
 from cli import report_errors
-from fast import swap_in
-from model import Config
-from quantize import PackedLinear, gptq, load_model, quantize_model, round_to_nearest
+from helpers import CPU, F32, ROOT, TINY, change, error, make, quantized_layers, refusal, write
+from quantize import QuantizedLinear, gptq, load_checkpoint, quantize_model, round_to_nearest
 from tp import Shard
 
-ROOT = Path(__file__).parents[1]
-TINY, CPU, F32 = ROOT / "checkpoints" / "tiny", torch.device("cpu"), torch.float32
-SHAPE = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-             vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, hidden_act="silu", eos_token_id=2)
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
-
-
-def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
-    """A checkpoint with random bf16 weights, and biases for qwen2."""
-    directory.mkdir(exist_ok=True)
-    config = SHAPE | dict(model_type=kind) | changes
-    (directory / "config.json").write_text(json.dumps(config))
-    weights = {name: (torch.randn(shape) / 8).bfloat16()
-               for name, (_, _, shape) in Config.from_hf(config).hf_weights().items()}
-    save_file(weights, directory / "model.safetensors")
-    return weights
-
-
-def change(directory: Path, config: dict = {}, **tensors) -> None:
-    """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
-    held = load_file(directory / "model.safetensors") | tensors
-    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
-    whole = json.loads((directory / "config.json").read_text())
-    whole["quantization_config"] |= config
-    (directory / "config.json").write_text(json.dumps(whole))
 
 
 def run(monkeypatch, *options) -> None:
@@ -51,33 +27,8 @@ def run(monkeypatch, *options) -> None:
     quantize.main()
 
 
-def refusal(function, *args) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False, head=False):
-    """A quantized checkpoint as the command writes it; the model of which it was written."""
-    model = checkpoint.load_model(directory, CPU, F32)
-    tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
-    quantize_model(model, bits, group_size, sym, act_order, head, tokens)
-    out.mkdir()
-    hub = dict(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, quant_method="gptq",
-               checkpoint_format="gptq", lm_head=head)
-    quantize.write_checkpoint(model, directory, out, hub)
-    return model
-
-
-def dense(module: PackedLinear) -> Tensor:
-    """Its weights, columns in the order of the inputs."""
-    w = module.dequantize(torch.float64)
-    return w if module.order is None else w[:, module.order.argsort()]
-
-
-def packed_layers(model) -> dict[str, PackedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+def dense(module: QuantizedLinear) -> Tensor:
+    return module.dequantize(torch.float64)
 
 
 def decode_by_hand(held: dict[str, Tensor], name: str, bits: int, offset: int = 1) -> Tensor:
@@ -93,12 +44,12 @@ def decode_by_hand(held: dict[str, Tensor], name: str, bits: int, offset: int = 
     return w
 
 
-def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor | None = None) -> Tensor:
-    """codes, as round_to_nearest and gptq give them -> weights [N, K], fp64, in the order of the inputs."""
+def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, g_idx: Tensor | None = None) -> Tensor:
+    """codes, as round_to_nearest and gptq give them -> weights [N, K], fp64."""
     zeros = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
-    G = codes.shape[1] // scales.shape[1]
-    w = (codes.double() - zeros.double().repeat_interleave(G, 1)) * scales.double().repeat_interleave(G, 1)
-    return w if order is None else w[:, order.argsort()]
+    if g_idx is None:
+        g_idx = torch.arange(codes.shape[1]) // (codes.shape[1] // scales.shape[1])
+    return (codes.double() - zeros.double()[:, g_idx]) * scales.double()[:, g_idx]
 
 
 @pytest.mark.parametrize("bits, group_size, sym", [(4, 32, True), (4, 64, False), (8, -1, True), (8, 32, False)])
@@ -147,19 +98,22 @@ def correlated(K: int, rank: int = 24) -> Tensor:
 def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size, act_order, sym):
     w, x = torch.randn(N, K), correlated(K)
     hessian = x.T @ x
-    *quantized, order, loss = gptq(w, hessian, bits, group_size, sym, act_order)
+    *quantized, loss = gptq(w, hessian, bits, group_size, sym, act_order)
+    g_idx = quantized[-1]
     exact = w.double() @ x.double().T
 
     def relative(q: Tensor) -> float:
         return ((w.double() - q) @ x.double().T).square().sum() / exact.square().sum()
 
-    q = values(*quantized, bits, order)
+    q = values(*quantized[:3], bits, g_idx)
     assert relative(q) < 0.7 * relative(values(*round_to_nearest(w, bits, group_size, sym), bits))
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(K)
     weighted = [((t @ damped) * t).sum() for t in (w.double() - q, w.double())]
     assert loss == pytest.approx((weighted[0] / weighted[1]).item(), rel=0.02)
-    assert (order is None) != act_order
-    assert order is None or (hessian.diagonal()[order].diff() <= 0).all()
+    assert (g_idx is None) != act_order
+    if act_order:  # each group's inputs are larger than the next one's
+        sizes = [hessian.diagonal()[g_idx == c] for c in range(K // (K if group_size == -1 else group_size))]
+        assert all(a.min() >= b.max() for a, b in pairwise(sizes)) and len({len(size) for size in sizes}) == 1
 
 
 @pytest.mark.parametrize("sym", [False, True])
@@ -177,8 +131,8 @@ def test_a_dead_input_is_rounded_and_disturbs_no_other():
     x[:, 7] = 0
     codes, scales, zeros, _, _ = gptq(w, x.T @ x, 8, -1, False, False)
     assert (values(codes, scales, zeros, 8)[:, 7] - w[:, 7]).abs().max() <= scales.max()
-    *quantized, _, loss = gptq(w, torch.zeros(64, 64), 4, 32, True, True)
-    assert torch.isfinite(values(*quantized, 4)).all() and loss == loss
+    codes, scales, zeros, g_idx, loss = gptq(w, torch.zeros(64, 64), 4, 32, True, True)
+    assert torch.isfinite(values(codes, scales, zeros, 4, g_idx)).all() and loss == loss
 
 
 def test_a_hessian_that_is_not_positive_definite_is_damped_and_said_so_once(capsys):
@@ -186,8 +140,8 @@ def test_a_hessian_that_is_not_positive_definite_is_damped_and_said_so_once(caps
     hessian = torch.eye(64) - 0.5 * torch.ones(64, 64).roll(1, 0)
     hessian = hessian + hessian.T
     for _ in range(2):
-        *quantized, _, _ = gptq(torch.randn(4, 64), hessian, 4, 32, False, True)
-        assert torch.isfinite(values(*quantized, 4)).all()
+        codes, scales, zeros, g_idx, _ = gptq(torch.randn(4, 64), hessian, 4, 32, False, True)
+        assert torch.isfinite(values(codes, scales, zeros, 4, g_idx)).all()
     assert capsys.readouterr().err.count("not positive definite") == 1
     assert "overflow" in refusal(gptq, torch.randn(4, 64), hessian * float("inf"), 4, 32, False, True)
 
@@ -208,12 +162,12 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
     hessian, drift = x.T @ x, (before - x).T @ x
     outputs = []
     for given in (None, drift):
-        *quantized, order, _ = gptq(w, hessian, 8, 32, False, act_order, given)
-        outputs.append(x.double() @ values(*quantized, 8, order).T)
+        codes, scales, zeros, g_idx, _ = gptq(w, hessian, 8, 32, False, act_order, given)
+        outputs.append(x.double() @ values(codes, scales, zeros, 8, g_idx).T)
     wanted = before.double() @ w.double().T
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(64)
     best = w.double() + w.double() @ drift.double() @ damped.inverse()
-    plain, moved, least = (distance(out, wanted) for out in (*outputs, x.double() @ best.T))
+    plain, moved, least = (error(out, wanted) for out in (*outputs, x.double() @ best.T))
     assert moved < 0.95 * plain and moved == pytest.approx(least, rel=0.01)
 
 
@@ -221,7 +175,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
     from the inputs in the model before."""
     model, seen = checkpoint.load_model(TINY, CPU, F32), []
-    monkeypatch.setattr(quantize, "PIECE", 64)  # several pieces
+    monkeypatch.setattr(quantize, "CHUNK", 64)  # several chunks
     plain = quantize.gptq
     monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or
                         plain(w, hessian, *how))
@@ -238,9 +192,9 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
         return found
 
     model.setup(32)
-    before = inputs(getattr(parent, own) for _, parent, own in quantize.linears(model, head=False))
+    before = inputs(getattr(parent, own) for _, parent, own in quantize.find_linears(model, head=False))
     quantize_model(model, 4, 128, False, act_order=True, calibration=tokens)
-    after = inputs(packed_layers(model).values())
+    after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
     for (hessian, drift), y, x in zip(seen, before, after):
         torch.testing.assert_close(hessian, x.T @ x, rtol=1e-4, atol=1e-3 * hessian.abs().max().item())
@@ -255,13 +209,13 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_order):
     theirs = make(tmp_path / "in", "qwen2")
     made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, head=True)
-    held, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_model(tmp_path / "out", CPU, F32)
-    want, got = packed_layers(made), packed_layers(loaded)
+    held, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_checkpoint(tmp_path / "out", CPU, F32)
+    want, got = quantized_layers(made), quantized_layers(loaded)
     assert want.keys() == got.keys() and len(want) == 2 * 4 + 1
     for name in want:
         assert torch.equal(dense(want[name]), dense(got[name])), name
         assert (got[name].zeros is None) == sym
-    for name, (ours, row, (N, *_)) in made.config.hf_weights().items():
+    for name, (ours, row, (N, *_)) in hf_weights(made.config).items():
         if name in held:
             assert torch.equal(held[name], theirs[name]), name  # as it was, its dtype too
         elif name.startswith("model.layers.1.self_attn") or name == "lm_head.weight":
@@ -290,7 +244,7 @@ def test_a_file_made_by_hand_loads(tmp_path, form, offset, bits):
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         del config["quantization_config"]["checkpoint_format"]
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    wqkv = load_model(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
+    wqkv = load_checkpoint(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
     assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, bits, offset) for part in (Q, K, V)]))
 
 
@@ -299,10 +253,10 @@ def test_a_file_without_g_idx_has_its_groups_side_by_side(tmp_path):
     write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     held = load_file(tmp_path / "out" / "model.safetensors")
     change(tmp_path / "out", **{name: None for name in held if name.endswith("g_idx")})
-    wqkv = load_model(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
+    wqkv = load_checkpoint(tmp_path / "out", CPU, F32).layers[1].attn.wqkv
     assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, 4) for part in (Q, K, V)]))
     change(tmp_path / "out", dict(desc_act=True))
-    assert "g_idx is missing" in refusal(load_model, tmp_path / "out", CPU, F32)
+    assert "g_idx is missing" in refusal(load_checkpoint, tmp_path / "out", CPU, F32)
 
 
 def test_an_awq_file_made_by_hand_loads(tmp_path):
@@ -324,58 +278,59 @@ def test_an_awq_file_made_by_hand_loads(tmp_path):
         tensors[name + "g_idx"] = None
     awq = dict(quant_method="awq", version="gemm", zero_point=True)
     change(tmp_path / "out", awq, **tensors)
-    model = load_model(tmp_path / "out", CPU, F32)
+    model = load_checkpoint(tmp_path / "out", CPU, F32)
     assert torch.equal(dense(model.layers[1].attn.wqkv), torch.cat([want[part] for part in (Q, K, V)]))
     assert torch.equal(dense(model.layers[0].ffn.w_down), want["model.layers.0.mlp.down_proj."])
     change(tmp_path / "out", dict(version="gemv"))
-    assert "gemv" in refusal(load_model, tmp_path / "out", CPU, F32)
+    assert "gemv" in refusal(load_checkpoint, tmp_path / "out", CPU, F32)
 
 
-def test_parts_with_orders_of_their_own_load_side_by_side(tmp_path):
+def test_parts_with_groups_of_their_own_load_side_by_side(tmp_path):
     make(tmp_path / "in", "qwen2")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order=True)
     held = load_file(tmp_path / "out" / "model.safetensors")
     change(tmp_path / "out", **{V + "g_idx": held[V + "g_idx"].flip(0)})
     held[V + "g_idx"] = held[V + "g_idx"].flip(0)
-    wqkv = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
+    wqkv = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
     x = torch.randn(3, 64, dtype=torch.float64)
     want = torch.cat([x @ decode_by_hand(held, part, 4).T + held[part + "bias"] for part in (Q, K, V)], dim=-1)
     torch.testing.assert_close(wqkv(x), want)
-    assert not isinstance(wqkv, PackedLinear)
+    assert not isinstance(wqkv, QuantizedLinear)
 
 
 @pytest.mark.parametrize("kept", [(Q,), (K, V), (V,)])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_some_of_q_k_and_v_may_be_left_as_they_were(tmp_path, kept, act_order):
-    """Biases included; in generate.py on a CPU too, where codes become bytes and rows are compiled."""
+    """Biases included; with what fast/ makes of them too: on a CPU codes become bytes."""
+    import fast
     theirs = make(tmp_path / "in", "qwen2")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order)
     held = load_file(tmp_path / "out" / "model.safetensors")
     gone = {name + kind: None for name in kept for kind in ("qweight", "qzeros", "scales", "g_idx")}
     change(tmp_path / "out", **gone, **{name + "weight": theirs[name + "weight"] for name in kept})
-    model = load_model(tmp_path / "out", CPU, torch.float64)
+    model = load_checkpoint(tmp_path / "out", CPU, torch.float64)
     x = torch.randn(3, 64, dtype=torch.float64)
     weights = [theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
                for name in (Q, K, V)]
     want = torch.cat([x @ w.T + held[name + "bias"] for w, name in zip(weights, (Q, K, V))], dim=-1)
     torch.testing.assert_close(model.layers[1].attn.wqkv(x), want)
     tokens, positions = torch.randint(64, (1, 9)), torch.arange(9)[None]
-    model = load_model(tmp_path / "out", CPU, F32)
-    model.setup(16)
+    model = load_checkpoint(tmp_path / "out", CPU, F32)
+    model.setup(16, 1)
     with torch.no_grad():
         plain = model(tokens, positions)
-        torch.testing.assert_close(swap_in(model).decoder(tokens, positions), plain)
+        torch.testing.assert_close(fast.optimize(model).decoder(tokens, positions), plain)
 
 
 def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shard, "wire", lambda self, model: None)  # which wants the other rank
+    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other rank
     theirs = make(tmp_path / "in", "qwen2")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False, act_order=True)
     gone = {K + kind: None for kind in ("qweight", "qzeros", "scales", "g_idx")}
     change(tmp_path / "out", **gone, **{K + "weight": theirs[K + "weight"]})
     x = torch.randn(3, 64, dtype=torch.float64)
-    whole = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
-    ranks = [load_model(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 2))
+    whole = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn.wqkv
+    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=partial(Shard, rank=rank, ranks=2))
              .layers[1].attn.wqkv for rank in (0, 1)]
     for index, part in enumerate(whole):
         torch.testing.assert_close(torch.cat([wqkv[index](x) for wqkv in ranks], dim=-1), part(x))
@@ -384,11 +339,11 @@ def test_a_ranks_part_of_q_k_and_v_left_as_they_were(tmp_path, monkeypatch):
 @pytest.mark.parametrize("heads, kv_heads", [(32, 32), (64, 8)])
 def test_ranks_cut_between_words_where_a_row_is_one_group(tmp_path, monkeypatch, heads, kv_heads):
     """A head of 20 ends inside of one."""
-    monkeypatch.setattr(Shard, "wire", lambda self, model: None)  # which wants the other ranks
+    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other ranks
     make(tmp_path / "in", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=20)
     write(tmp_path / "in", tmp_path / "out", 4, -1, False)
-    whole = load_model(tmp_path / "out", CPU, torch.float64).layers[1].attn
-    ranks = [load_model(tmp_path / "out", CPU, torch.float64, split=lambda config, group: Shard(config, group, rank, 3))
+    whole = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn
+    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=partial(Shard, rank=rank, ranks=3))
              for rank in range(3)]
     x, y = torch.randn(3, 64, dtype=torch.float64), torch.randn(3, heads * 20, dtype=torch.float64)
     sizes = [(rank.config.n_head * 20, rank.config.n_kv_head * 20, rank.config.n_kv_head * 20) for rank in ranks]
@@ -411,9 +366,9 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     gone = dict.fromkeys([name + kind for kind in ("qweight", "qzeros", "scales", "g_idx")])
     zero_bias = {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}  # AutoGPTQ writes them
     change(tmp_path / "out", **gone, **zero_bias, **{name + "weight": theirs[name + "weight"]})
-    model = load_model(tmp_path / "out", CPU, F32)
+    model = load_checkpoint(tmp_path / "out", CPU, F32)
     assert torch.equal(model.layers[0].ffn.w_down.weight, theirs[name + "weight"].float())
-    assert len(packed_layers(model)) == 7
+    assert len(quantized_layers(model)) == 7
 
 
 @pytest.mark.parametrize("config, tensors, words", [
@@ -431,7 +386,7 @@ def test_what_disagrees_with_the_configuration_is_refused_by_name(tmp_path, conf
     make(tmp_path / "in")
     write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     change(tmp_path / "out", config, **tensors)
-    message = refusal(load_model, tmp_path / "out", CPU, F32)
+    message = refusal(load_checkpoint, tmp_path / "out", CPU, F32)
     assert [word for word in words.split() if word not in message] == []
 
 
@@ -441,18 +396,14 @@ def logits_of(model) -> Tensor:
         return model(torch.arange(100, 140)[None], torch.arange(40)[None])
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 def test_rounding_while_loading_stays_near_the_exact_weights():
     exact = logits_of(checkpoint.load_model(TINY, CPU, F32))
-    int8, int4, int4_coarse = (distance(logits_of(load_model(TINY, CPU, F32, *how)), exact)
+    int8, int4, int4_coarse = (error(logits_of(load_checkpoint(TINY, CPU, F32, *how)), exact)
                                for how in (("int8",), ("int4",), ("int4", 128)))
     assert int8 < 0.02 < int4 < int4_coarse < 0.3
-    model = load_model(TINY, CPU, F32, "int4")
-    assert {type(module).__name__ for module in packed_layers(model).values()} == {"PackedLinear"}
-    assert len(packed_layers(model)) == 5 * 4
+    model = load_checkpoint(TINY, CPU, F32, "int4")
+    assert {type(module).__name__ for module in quantized_layers(model).values()} == {"QuantizedLinear"}
+    assert len(quantized_layers(model)) == 5 * 4
 
 
 def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monkeypatch):
@@ -466,10 +417,10 @@ def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monk
         run(monkeypatch, "--checkpoint", TINY, "--out", tmp_path / out, "--group-size", 128, *options)
         names = {path.name for path in (tmp_path / out).iterdir()}
         assert {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"} <= names
-        assert "quantized already" in refusal(load_model, tmp_path / out, CPU, F32, "int8")
+        assert "quantized already" in refusal(load_checkpoint, tmp_path / out, CPU, F32, "int8")
         with torch.no_grad():
             logits = []
-            for model in (exact, load_model(tmp_path / out, CPU, F32)):
+            for model in (exact, load_checkpoint(tmp_path / out, CPU, F32)):
                 model.setup(400)
                 logits.append(model(tokens, torch.arange(400)[None])[0].log_softmax(-1))
         losses.append(torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="batchmean").item())
@@ -482,12 +433,12 @@ def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monk
 
 def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     make(tmp_path / "in")
-    monkeypatch.setattr(quantize, "SHARD", 20_000)
+    monkeypatch.setattr(quantize, "SHARD_BYTES", 20_000)
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert max(sum(t.nbytes for t in load_file(file).values()) for file in files) <= 20_000
-    assert torch.equal(logits_of_small(load_model(tmp_path / "out", CPU, F32)), logits_of_small(made))
+    assert torch.equal(logits_of_small(load_checkpoint(tmp_path / "out", CPU, F32)), logits_of_small(made))
     assert {file.stat().st_mode & 0o777 for file in files} == {0o644}
 
 
@@ -496,12 +447,12 @@ def test_a_source_in_shards_leaves_no_index_behind(tmp_path, monkeypatch):
     (tmp_path / "in" / "model.safetensors").unlink()
     (tmp_path / "in" / "gone.json").symlink_to(tmp_path / "nowhere")  # nor what is not there
     with monkeypatch.context() as small:
-        small.setattr(quantize, "SHARD", 20_000)
+        small.setattr(quantize, "SHARD_BYTES", 20_000)
         quantize.write_shards(iter(weights.items()), tmp_path / "in")
     assert (tmp_path / "in" / "model.safetensors.index.json").exists()
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    assert torch.equal(logits_of_small(load_model(tmp_path / "out", CPU, F32)), logits_of_small(made))
+    assert torch.equal(logits_of_small(load_checkpoint(tmp_path / "out", CPU, F32)), logits_of_small(made))
 
 
 def logits_of_small(model) -> Tensor:
@@ -561,7 +512,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, where):
         return plain(*args, **more)
 
     monkeypatch.setattr(quantize, where, fail_later)
-    monkeypatch.setattr(quantize, "SHARD", 20_000)
+    monkeypatch.setattr(quantize, "SHARD_BYTES", 20_000)
     with pytest.raises((KeyboardInterrupt, UserError, OSError)):
         run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
     assert len(calls) == 2 and [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -1,46 +1,32 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import islice
 from math import ceil
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from checkpoint import Tokenizer, load_model
-from generate import TINY, Completion, Generator, complete
-from model import Config, Transformer
-from policies import LENGTHS, Auto, Bass, Fixed, Heuristic
+from checkpoint import Tokenizer
+from generate import Completion, Generator, complete, one_behind
+from helpers import DEVICES, DRAFT, GREEDY, TINY, random_model, run, tiny
 from sampling import Sampling, distribution, draw, probabilities
-from speculative import accept, lookup
-from test_generate import GREEDY, run
+from speculative import DRAFT_LENGTHS, Auto, Bass, Draft, Fixed, Heuristic, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 SAMPLES = 20_000
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def tiny(name: str = "tiny") -> Transformer:
-    return load_model(Path(TINY).with_name(name), torch.device("cpu"), torch.float32)
-
-
-def random_model(seed: int, vocabulary: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
-    model = Transformer(Config(dim, layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocabulary,
-                               context=512))
-    random = torch.Generator().manual_seed(seed)
-    for p in (p for p in model.parameters() if p.dim() == 2):
-        p.data = torch.randn(p.shape, generator=random) * (1.2 if p is model.head.weight else 2) / p.shape[1] ** 0.5
-    return model
-
-
-def drafter(name: str) -> Transformer | str:
-    """A draft for random_model(1), drawn apart from it; tiny's; or the name of what needs no model."""
+def draft_of(name: str, policy: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
+    """For random_model(1) a smaller model, drawn apart from it; tiny's draft; or what needs no model."""
     sizes = {"model": 8, "fewer tokens": 6, "padded": 11}
-    return random_model(2, sizes[name], 8, 1) if name in sizes else tiny(name) if name == "tiny-draft" else name
+    if name == "prompt-lookup":
+        return Draft(None, policy)
+    model = random_model(2, sizes[name], 8, 1) if name in sizes else tiny(directory=DRAFT)
+    return Draft(model.to(device, dtype), policy)
 
 
 class Pausing(Fixed):
@@ -49,9 +35,15 @@ class Pausing(Fixed):
 
 
 def spy(speculator) -> list[list[int]]:
-    """The first position of each row, of each call of the target to come."""
-    seen, target = [], speculator.target
-    speculator.target = lambda *args: seen.append(args[1][:, 0].tolist()) or target(*args)
+    """The first position of each row, of each verification to come. It reads several tokens, plain decoding one."""
+    seen, decoder = [], speculator.target.decoder
+
+    def watch(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        if tokens.shape[1] > 1:
+            seen.append(positions[:, 0].tolist())
+        return decoder(tokens, positions, slots)
+
+    speculator.target.decoder = watch
     return seen
 
 
@@ -81,9 +73,8 @@ def exact(sampling: Sampling, moved: float = 0.0) -> Tensor:
 def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Tensor:
     """[512]: how often speculation, two tokens a step, gave them; the first token is prefill's, none of the others."""
     dtype = torch.float32 if device == "cpu" else torch.float16  # of which there are kernels
-    model, draft = (m if isinstance(m, str) else m.to(device, dtype) for m in (random_model(1), drafter(name)))
-    generator = Generator(model, len(PROMPT) + 4, sampling, samples=SAMPLES, compile=device == "cuda", draft=draft,
-                          draft_tokens="2")
+    generator = Generator(random_model(1).to(device, dtype), len(PROMPT) + 4, sampling, samples=SAMPLES,
+                          mode="fast" if device == "cuda" else "eager", draft=draft_of(name, "2", device, dtype))
     torch.manual_seed(1)
     rows = torch.tensor(run(generator, [PROMPT], 4))
     assert min(generator.speculator.counts[name] for name in ("accepted", "rejecting_steps")) > SAMPLES / 10
@@ -107,8 +98,8 @@ def test_two_percent_moved_are_seen(sampling):
 
 
 def test_a_rejection_that_draws_from_all_of_the_target_is_seen(monkeypatch):
-    def wrong(logits, read, q, proposed, sampling, distribution, draw):
-        tokens, logprobs, accepted = accept(logits, read, q, proposed, sampling, distribution, draw)
+    def wrong(logits, read, q, proposed, sampling):
+        tokens, logprobs, accepted = accept(logits, read, q, proposed, sampling)
         drawn = draw(distribution(logits, sampling)[0], sampling).gather(1, accepted[:, None])
         return tokens.scatter(1, accepted[:, None], drawn), logprobs, accepted
 
@@ -119,7 +110,7 @@ def test_a_rejection_that_draws_from_all_of_the_target_is_seen(monkeypatch):
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Of 40, 1, 17, 3 and 9 tokens."""
-    story = Tokenizer(Path(TINY)).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went "
+    story = Tokenizer(TINY).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went "
                                          "to the park. There he saw a dog. The dog wanted to play with the red ball.")
     return [story[:n] for n in (40, 1, 17, 3, 9)]
 
@@ -135,23 +126,23 @@ def same_greedy(prompts: list[list[int]], rows: list[list[int]]) -> None:
             assert (a - b).abs() < 1e-4 * a.abs(), f"token {at} is {row[at]}, not {expected[at]}"
 
 
-@pytest.mark.parametrize("name, draft_tokens, compile", [
-    *(("tiny-draft", n, False) for n in ("1", "4", "7", "auto", "hf", "bass")),
-    *(("prompt-lookup", n, False) for n in ("4", "auto", "bass")), ("tiny-draft", "2", True)])
-def test_greedy_speculation_is_greedy_decoding(prompts, name, draft_tokens, compile):
+@pytest.mark.parametrize("name, policy, mode", [
+    *(("tiny-draft", n, "eager") for n in ("1", "4", "7", "auto", "hf", "bass")),
+    *(("prompt-lookup", n, "eager") for n in ("4", "auto", "bass")), ("tiny-draft", "2", "fast")])
+def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
     """Up to the last token of the context; compiled, no graph more than those made up front."""
-    generator = Generator(tiny(), 40 + 60, GREEDY, compile=compile, draft=drafter(name), draft_tokens=draft_tokens)
+    generator = Generator(tiny(), 40 + 60, GREEDY, mode=mode, draft=draft_of(name, policy))
     graphs, counts = counters["stats"]["unique_graphs"], generator.speculator.counts
     assert not any(counts.values())  # what compilation ran is no result
     [row] = run(generator, prompts[:1], 60)
     same_greedy(prompts[:1], [row])
     assert len(row) == 60 and counters["stats"]["unique_graphs"] == graphs
-    assert draft_tokens == "auto" or 0 < counts["accepted"] < counts["drafted"]
+    assert policy == "auto" or 0 < counts["accepted"] < counts["drafted"]
 
 
 @pytest.mark.parametrize("name", ["tiny-draft", "prompt-lookup"])
 def test_a_ragged_batch_is_its_rows_alone(prompts, name):
-    batch, alone = (Generator(tiny(), 40 + 50, GREEDY, rows, draft=drafter(name), draft_tokens="4") for rows in (5, 1))
+    batch, alone = (Generator(tiny(), 40 + 50, GREEDY, rows, draft=draft_of(name, "4")) for rows in (5, 1))
     out = run(batch, prompts, 50)
     same_greedy(prompts, out)
     assert out == [run(alone, [prompt], 50)[0] for prompt in prompts]
@@ -159,7 +150,7 @@ def test_a_ragged_batch_is_its_rows_alone(prompts, name):
 
 def test_log_probabilities_are_those_of_the_raw_logits(prompts):
     model, prompt = tiny(), prompts[2]
-    generator = Generator(model, 80, Sampling(temperature=0.5, top_p=0.9), draft=tiny("tiny-draft"), draft_tokens="3")
+    generator = Generator(model, 80, Sampling(temperature=0.5, top_p=0.9), draft=draft_of("tiny-draft", "3"))
     pairs = [pair for [row] in generator.generate([prompt], 50) for pair in row]
     assert generator.speculator.counts["accepted"] and generator.speculator.counts["rejecting_steps"]
     tokens, logprobs = zip(*pairs)
@@ -182,7 +173,7 @@ def test_accept(p, q, drafted, proposed, expected):
     """Many equal rows; expected: how likely so many are accepted, and the distribution of the token behind them."""
     read, logits = torch.tensor([0, *drafted]).expand(SAMPLES, -1), (torch.tensor(p).log() + 3).expand(SAMPLES, -1, -1)
     tokens, logprobs, accepted = accept(logits, read, torch.tensor([*q, [0.0] * 4]).expand(SAMPLES, -1, -1),
-                                        torch.full((SAMPLES,), proposed), PLAIN, distribution, draw)
+                                        torch.full((SAMPLES,), proposed), PLAIN)
     assert set(accepted.tolist()) == set(expected)
     for n, (share, after) in expected.items():
         assert abs((accepted == n).float().mean() - share) < 0.02
@@ -195,11 +186,11 @@ def test_accept(p, q, drafted, proposed, expected):
 
 def test_a_text_ends_inside_an_accepted_run():
     """At a stop text of the 12th and 13th token, whose step gave the 10th to the 17th; at a limit of 13."""
-    prompt, tokenizer, handed = "Once upon a time", Tokenizer(Path(TINY)), []
+    prompt, tokenizer, handed = "Once upon a time", Tokenizer(TINY), []
 
     def tell(limit: int, *stops: str) -> Completion:
         completion = Completion(prompt, tokenizer.encode(prompt), tokenizer, limit, list(stops))
-        generator = Generator(tiny(), 60, GREEDY, draft=tiny(), draft_tokens="7")  # its own draft: all are kept
+        generator = Generator(tiny(), 60, GREEDY, draft=Draft(tiny(), "7"))  # its own draft: all are kept
         generate = generator.generate
         generator.generate = lambda *args: (handed.append(len(rows[0])) or rows for rows in generate(*args))
         complete(generator, [completion], iter(()))
@@ -219,11 +210,11 @@ def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; on a GPU another step is launched before the host learns of it."""
     prompts, model = [PROMPT[:10 - b] for b in range(rows)], random_model(1)
     expected = run(Generator(model, 10 + 35, GREEDY, rows), prompts, 35)
-    generator = Generator(model, 10 + 35, GREEDY, rows, draft=random_model(1), draft_tokens="32")
+    generator = Generator(model, 10 + 35, GREEDY, rows, draft=Draft(random_model(1), "32"))
     assert run(generator, prompts, 35) == expected and generator.speculator.counts["accepted"] == 64 * rows
     with torch.no_grad():
-        ahead = pairwise(chain(map(Tensor.clone, generator.steps(prompts, 35, 0)), [None]))
-        first, *steps = (step if step.dim() == 2 else generator.speculator.learn(step.tolist()) for step, _ in ahead)
+        ahead = one_behind(map(Tensor.clone, generator.steps(prompts, 35, 0)))
+        first, *steps = (step if step.dim() == 2 else generator.speculator.learn(step.tolist()) for step in ahead)
     assert [len(step[0]) for step in steps] == [33, 33, 0]
     rest = [[token for step in steps for token, _ in step[b]][:34] for b in range(rows)]
     assert [[int(token), *row] for token, row in zip(first[0], rest)] == expected
@@ -231,33 +222,33 @@ def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
 
 def test_beyond_a_drafts_context_nothing_is_drafted(prompts, capsys):
     """A context of 32: one row's prompt is longer, one's text grows beyond it."""
-    draft, reached, both = tiny("tiny-draft"), [], [prompts[0], prompts[2]]
+    draft, reached, both = tiny(directory=DRAFT), [], [prompts[0], prompts[2]]
     draft.config = replace(draft.config, context=32)
-    generator = Generator(tiny(), 40 + 40, GREEDY, prompts=2, draft=draft, draft_tokens="4")
+    generator = Generator(tiny(), 40 + 40, GREEDY, prompts=2, draft=Draft(draft, "4"))
     assert "32 tokens" in capsys.readouterr().err
-    step, seen = generator.speculator.draft, spy(generator.speculator)
-    generator.speculator.draft = lambda tokens, at, slots: reached.append(int(at.max())) or step(tokens, at, slots)
+    runner, seen = generator.speculator.draft.runner, spy(generator.speculator)
+    decoder = runner.decoder
+    runner.decoder = lambda tokens, at, slots: reached.append(int(at.max())) or decoder(tokens, at, slots)
     same_greedy(both, run(generator, both, 40))
     assert max(reached) < 32 and max(second for _, second in seen) < 32 and generator.speculator.counts["accepted"]
 
 
-@pytest.mark.parametrize("draft_tokens, times", [("hf", False), ("bass", False), ("4", False), ("auto", True)])
-def test_only_auto_waits_for_times(draft_tokens, times):
-    forwards = []
-    draft = tiny("tiny-draft")
-    draft.register_forward_pre_hook(lambda *_: forwards.append(None))
-    generator = Generator(tiny(), 40 + 40, GREEDY, draft=draft, draft_tokens=draft_tokens)
+@pytest.mark.parametrize("policy, times", [("hf", False), ("bass", False), ("4", False), ("auto", True)])
+def test_only_auto_waits_for_times(policy, times):
+    forwards, draft = [], draft_of("tiny-draft", policy)
+    draft.model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    generator = Generator(tiny(), 40 + 40, GREEDY, draft=draft)
     assert bool(forwards) == bool(generator.speculator.seconds) == times
 
 
 def test_a_chat_goes_on_after_a_pause_that_ended_early(prompts):
     """The target as its own draft: once it has read what it missed, all is accepted."""
-    generator = Generator(tiny(), 200, GREEDY, draft=tiny(), draft_tokens="6")
+    generator = Generator(tiny(), 200, GREEDY, draft=Draft(tiny(), "6"))
     speculator, drafting = generator.speculator, generator.speculator.policy
-    speculator.policy, speculator.runs[0] = Pausing(), None
+    speculator.policy, speculator.step_of[0] = Pausing(), None
     text = prompts[0] + [row[0][0] for row, in islice(generator.generate(prompts[:1], 60), 20)]
-    assert speculator.text[0, :len(text)].tolist() == text and speculator.unread == len(text) - 1
-    del speculator.runs[0]
+    assert speculator.text[0, :len(text)].tolist() == text and speculator.draft.unread == len(text) - 1
+    del speculator.step_of[0]
     speculator.policy = drafting
     assert len(list(generator.generate([[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
     assert speculator.counts["accepted"] == speculator.counts["drafted"] == 30
@@ -267,38 +258,38 @@ def test_a_draft_reads_what_came_while_it_paused():
     """The target as its own draft errs only where it has not read the text: after pauses of many lengths."""
     pauses, model, prompts = [1, 2, 31, 40, 5, 70], random_model(1), [PROMPT, PROMPT[3:7]]
     expected = run(Generator(model, 10 + 200, GREEDY, prompts=2), prompts, 200)
-    generator = Generator(model, 10 + 200, GREEDY, prompts=2, draft=random_model(1), draft_tokens="4")
+    generator = Generator(model, 10 + 200, GREEDY, prompts=2, draft=Draft(random_model(1), "4"))
     speculator = generator.speculator
-    policy, speculator.runs[0] = speculator.policy, None
-    policy.update = lambda *_: setattr(policy, "length", 0 if pauses else 4)
-    policy.pause = lambda: setattr(policy, "length", 4) or pauses.pop(0)
+    policy, speculator.step_of[0] = speculator.policy, None
+    policy.update = lambda *_: setattr(policy, "k", 0 if pauses else 4)
+    policy.pause = lambda: setattr(policy, "k", 4) or pauses.pop(0)
     assert run(generator, prompts, 200) == expected and not pauses
     assert speculator.counts["accepted"] == speculator.counts["drafted"] > 0
 
 
-def heuristic(length: int, s: int, accepted: list[int], drafted: int) -> tuple[int, int]:
-    return (length + 2, 0) if drafted in accepted else (max(1, length - 1), 0)
+def heuristic(k: int, s: int, accepted: list[int], drafted: int) -> tuple[int, int]:
+    return (k + 2, 0) if drafted in accepted else (max(1, k - 1), 0)
 
 
-def bass(length: int, s: int, accepted: list[int], drafted: int) -> tuple[int, int]:
+def bass(k: int, s: int, accepted: list[int], drafted: int) -> tuple[int, int]:
     """Algorithm 1 of arXiv 2404.15778, with l_incre = 2, l_mod = 10, l_limit = 32; l0 = 7."""
     if any(n == drafted for n in accepted):
-        return min(length + 2, 32), 0
-    return max(1, length - ceil(length / 10) - s, max(accepted)), 1
+        return min(k + 2, 32), 0
+    return max(1, k - ceil(k / 10) - s, max(accepted)), 1
 
 
 @pytest.mark.parametrize("kind, reference, start", [(Heuristic, heuristic, 5), (Bass, bass, 7)])
 def test_heuristic_and_bass(kind, reference, start):
-    """300 steps of three rows, of the lengths that are run; the draft is good and bad by turns."""
-    policy, length, s, seen = kind(), start, 0, set()
+    """300 steps of three rows, of the k that are run; the draft is good and bad by turns."""
+    policy, k, s, seen = kind(), start, 0, set()
     for step in range(300):
-        assert policy.length == length
-        drafted = max(n for n in LENGTHS if n <= length)
+        assert policy.k == k
+        drafted = max(n for n in DRAFT_LENGTHS if n <= k)
         kept = torch.rand(3, drafted) < (0.99 if step // 50 % 2 else 0.3)
         accepted = kept.long().cumprod(1).sum(1).tolist()
         policy.update(accepted, drafted, 1.0)
-        length, s = reference(length, s, accepted, drafted)
-        seen.add(length)
+        k, s = reference(k, s, accepted, drafted)
+        seen.add(k)
     assert 1 in seen and max(seen) >= 32 and len(seen) > 9
 
 
@@ -306,31 +297,31 @@ TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
 def simulate(matches: Callable, cuda: bool, times: dict[int, float] = TIMES) -> tuple[int, float, int]:
-    """2,000 tokens of a draft whose tokens match or do not, as steps() runs it -> the last length, how long they took,
-    by `times`, and the last token that followed drafted ones."""
+    """2,000 tokens of a draft whose tokens match or do not, as steps() runs it -> the last k, how long they took, by
+    `times`, and the last token that followed drafted ones."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0
     while n < 2000:
-        length, steps, accepted = policy.length, 1, 0
-        if length == 0 and not cuda:
+        k, steps, accepted = policy.k, 1, 0
+        if k == 0 and not cuda:
             steps = min(policy.pause(), 2000 - n)
             policy.paused(steps)
         else:
-            accepted, tried = (length, n) if length and matches(n) else (0, n if length else tried)
-            policy.update([accepted], length, times[length])
-        clock, n = clock + steps * times[length], n + steps + accepted
-    return policy.length, clock, tried
+            accepted, tried = (k, n) if k and matches(n) else (0, n if k else tried)
+            policy.update([accepted], k, times[k])
+        clock, n = clock + steps * times[k], n + steps + accepted
+    return policy.k, clock, tried
 
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_auto(cuda):
-    length, clock, _ = simulate(lambda n: True, cuda)
-    assert length == 8 and clock < 1.05 * 2000 / 9 * 1.8
-    length, clock, _ = simulate(lambda n: True, cuda, TIMES | {8: 4.0})
-    assert length == 4 and clock < 1.05 * 2000 / 5 * 1.4  # 8 would not pay
-    length, clock, tried = simulate(lambda n: False, cuda)
+    k, clock, _ = simulate(lambda n: True, cuda)
+    assert k == 8 and clock < 1.05 * 2000 / 9 * 1.8
+    k, clock, _ = simulate(lambda n: True, cuda, TIMES | {8: 4.0})
+    assert k == 4 and clock < 1.05 * 2000 / 5 * 1.4  # 8 would not pay
+    k, clock, tried = simulate(lambda n: False, cuda)
     assert clock < 1.05 * 2000 and tried > 1500  # it goes on trying
-    length, clock, _ = simulate(lambda n: n > 500, cuda)
-    assert length == 8 and clock < 1.05 * 500 + 1500 / 2
+    k, clock, _ = simulate(lambda n: n > 500, cuda)
+    assert k == 8 and clock < 1.05 * 500 + 1500 / 2
 
 
 def test_auto_loses_little_over_many_short_answers():
@@ -339,23 +330,23 @@ def test_auto_loses_little_over_many_short_answers():
     for _ in range(100):
         left = 20
         while left > 0:
-            if length := policy.length:
-                policy.update([0], length, TIMES[length])
+            if k := policy.k:
+                policy.update([0], k, TIMES[k])
             else:
                 policy.paused(min(policy.pause(), left))
-            step = 1 if length else left
-            clock, tokens, left = clock + step * TIMES[length], tokens + step, left - step
+            step = 1 if k else left
+            clock, tokens, left = clock + step * TIMES[k], tokens + step, left - step
     assert tokens == 2000 and clock < 1.05 * tokens
 
 
-def looked_up(text: list[int], length: int) -> list[int]:
+def looked_up(text: list[int], k: int) -> list[int]:
     """What follows the latest earlier place that ends as the text does, in three tokens or else in two or one; where
     the text ends, what was found goes on."""
     for n in (3, 2, 1):
         for end in reversed(range(n, len(text))):
             if text[end - n:end] == text[-n:]:
                 found = list(text)
-                for at in range(end, end + length):
+                for at in range(end, end + k):
                     found.append(found[at])
                 return found[len(text):]
     return []
@@ -364,9 +355,9 @@ def looked_up(text: list[int], length: int) -> list[int]:
 @pytest.mark.parametrize("alphabet", [2, 4, 30])
 def test_lookup(alphabet):
     text, last, hits = torch.randint(alphabet, (200, 24)), torch.randint(1, 24, (200,)), 0
-    for length in (1, 2, 5, 12):
-        for row, end, tokens, proposed in zip(*(t.tolist() for t in (text, last, *lookup(text, last, length)))):
-            expected = looked_up(row[:end + 1], length)
+    for k in (1, 2, 5, 12):
+        for row, end, tokens, proposed in zip(*(t.tolist() for t in (text, last, *lookup(text, last, k)))):
+            expected = looked_up(row[:end + 1], k)
             assert proposed == len(expected) and (tokens == expected or not expected)
             hits += bool(expected)
     assert 0 < hits < 800
@@ -376,7 +367,7 @@ def test_lookup(alphabet):
 
 
 def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
-    generator = Generator(tiny(), 40 + 40, GREEDY, prompts=3, draft=tiny("tiny-draft"), draft_tokens="4")
+    generator = Generator(tiny(), 40 + 40, GREEDY, prompts=3, draft=draft_of("tiny-draft", "4"))
     expected, seen, rows = run(generator, prompts[:3], 40), spy(generator.speculator), [[], [], []]
     for n, step in enumerate(generator.generate(prompts[:3], 40)):
         for row, new in zip(rows, step):
@@ -390,19 +381,19 @@ def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
 
 def test_one_row_alone_keeps_its_place_when_it_is_done(prompts):
     """In a chat the cache serves the next line; a GPU may have a step in flight when an answer ends."""
-    generator = Generator(tiny(), 40 + 40, GREEDY, draft="prompt-lookup", draft_tokens="4")
+    generator = Generator(tiny(), 40 + 40, GREEDY, draft=Draft(None, "4"))
     speculator, tokens = generator.speculator, run(generator, prompts[:1], 20)[0]
     last, seen = int(speculator.last), spy(speculator)
     generator.finish(0)
     with torch.no_grad():
-        out = speculator.run(4, speculator.slots_in_use())
+        out = speculator.step(4, speculator.slots_in_use())
     assert seen == [[last]] and last >= 59 and speculator.last == last and (out[:, 0] == -1).all()
     assert speculator.text[0, :60].tolist() == prompts[0] + tokens
 
 
 @pytest.mark.parametrize("name", ["tiny-draft", "prompt-lookup"])
 def test_a_seed_repeats_a_speculated_text(prompts, name):
-    generator = Generator(tiny(), 100, Sampling(0.9, 50, 0.95), samples=2, draft=drafter(name), draft_tokens="3")
+    generator = Generator(tiny(), 100, Sampling(0.9, 50, 0.95), samples=2, draft=draft_of(name, "3"))
     out = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -411,18 +402,17 @@ def test_a_seed_repeats_a_speculated_text(prompts, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, draft_tokens", [
+@pytest.mark.parametrize("name, policy", [
     ("tiny-draft", "1"), ("tiny-draft", "5"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf")])
-def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, draft_tokens):
+def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
     """bf16, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
-    def text(*draft) -> list[list[int]]:
-        models = (m if isinstance(m, str) else m.to("cuda", torch.bfloat16) for m in (tiny(), *draft[:1]))
-        generator = Generator(next(models), 40 + 64, GREEDY, 5, 1, True, True, *models, *draft[1:])
-        return run(generator, prompts[:5], 64)
+    def text(draft: Draft | None = None) -> list[list[int]]:
+        model = tiny().to("cuda", torch.bfloat16)
+        return run(Generator(model, 40 + 64, GREEDY, prompts=5, mode="fast", draft=draft), prompts, 64)
 
-    exact = tiny()
+    draft, exact = draft_of(name, policy, "cuda", torch.bfloat16), tiny()
     exact.setup(40 + 64)
-    for prompt, plain, fast in zip(prompts, text(), text(drafter(name), draft_tokens)):
+    for prompt, plain, fast in zip(prompts, text(), text(draft)):
         same = next((i for i, (a, b) in enumerate(zip(plain, fast)) if a != b), None)
         if same is not None:
             tokens = torch.tensor([[*prompt, *plain[:same]]])

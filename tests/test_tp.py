@@ -20,22 +20,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import tp
 import generate
-import quantize
 import tp
 import tp_worker
-from checkpoint import UserError
-from tp import Team, join
+from checkpoint import UserError, config_from_hf, hf_weights, load_config
 from cli import report_errors
+from helpers import CPU, DRAFT, ROOT, SHAPE, TINY, change, ended, error, make, told, torchrun, write
 from model import Config
-from packed import PackedLinear
-from test_quantize import SHAPE, change, make, write
-from tp import Shard, cut, draft_splitter
+from tp import Shard, Team, cut, draft_splitter, join
 
-ROOT = Path(generate.__file__).parent
-TINY, DRAFT = (str(ROOT / "checkpoints" / name) for name in ("tiny", "tiny-draft"))
-CPU = torch.device("cpu")
+TINY, DRAFT = str(TINY), str(DRAFT)  # as cases.json has them
 
 # Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
 UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
@@ -55,49 +49,33 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "awq")} |
     "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4")}
 WEIGHTS_CASES = {f"{name}, weights": LOGITS_CASES[name] for name in (
     "int8", "int4", "int4, a row", "bias, int8", "tied, int4", "gptq-4-32", "gptq-8--1", "awq")}
-SELF = dict(draft=TINY, draft_tokens="3", split_draft=True)  # which the ranks share as they share the target
+SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
-    "draft 3": dict(draft=DRAFT, draft_tokens="3"), "draft auto": dict(draft=DRAFT, draft_tokens="auto"),
-    "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", draft_tokens="4"),
-    "compiled": dict(compile=True, quantize="int4")}
+    "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
+    "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
+    "compiled": dict(mode="fast", quantize="int4")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
          | {name: ("weights", case) for name, case in WEIGHTS_CASES.items()}
          | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
-    "draft split": SELF, "auto": dict(draft=DRAFT, draft_tokens="auto"),
+    "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
     "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
 PAIRED = [name for name in GPU_TOKENS if "wide" not in name]  # which the bundled model's heads are too few for
-GPU_CASES = {name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", compile=True, new=48) | case)
+GPU_CASES = {name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", mode="fast", new=48) | case)
              for name, case in GPU_TOKENS.items()}
-# What the ranks tell each other: of tp_worker.py the function, the dtype, whether the library takes it.
-EXCHANGES = [("sums", "float32", True), ("sums", "bfloat16", False), ("gathers", "float32", True)]
-GPU_EXCHANGES = [(function, dtype, library) for function in ("sums", "gathers") for dtype in ("bfloat16", "float16")
-                 for library in (False, True)]
+# The collectives: of tp_worker.py the function, the dtype, whether fast/'s fused kernel serves or tp.py's plain ones.
+EXCHANGES = [("sums", "float32", False), ("sums", "bfloat16", False), ("gathers", "float32", False)]
+GPU_EXCHANGES = [(function, dtype, fused) for function in ("sums", "gathers") for dtype in ("bfloat16", "float16")
+                 for fused in (True, False)]
 for cases, kinds in ((CASES, EXCHANGES), (GPU_CASES, GPU_EXCHANGES)):
-    cases.update({" ".join(map(str, kind)): (kind[0], dict(dtype=kind[1], library=kind[2])) for kind in kinds})
+    cases.update({" ".join(map(str, kind)): (kind[0], dict(dtype=kind[1], fused=kind[2])) for kind in kinds})
 GPU_CASES |= {f"graph {dtype}": ("graph", dict(dtype=dtype)) for dtype in ("bfloat16", "float16")}
-GPU_CASES["reach"] = "reach", {}
+GPU_CASES["capacity"] = "capacity", {}
 ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-
-
-def torchrun(*args, ranks: int = 2) -> list[str]:
-    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
-    return [sys.executable, *map(str, (*command, *args))]
-
-
-def ended(command: list[str], seconds: float, typed: str = "", **environment) -> subprocess.CompletedProcess:
-    """A command that is over, in any case after so many seconds, and all that it started with it."""
-    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True,
-                               env=os.environ | dict(OMP_NUM_THREADS="1") | environment)
-    try:
-        out, errors = process.communicate(typed, timeout=seconds)
-    finally:
-        process.terminate()  # which torchrun passes on
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120, ranks: int = 2) -> list[dict]:
@@ -160,15 +138,11 @@ def ranks(made, tmp_path_factory) -> list[dict]:
     return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", made)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
 @pytest.mark.parametrize("name", LOGITS_CASES)
 def test_two_ranks_have_the_logits_of_one(ranks, made, name):
     (first, second), expected = of_each(ranks, name), alone(made[name])
     assert torch.equal(first, second)
-    assert first.shape == expected.shape and distance(first, expected) < 1e-5
+    assert first.shape == expected.shape and error(first, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", WEIGHTS_CASES)
@@ -185,7 +159,7 @@ def test_the_ranks_quantized_weights_side_by_side_are_those_of_one(ranks, made, 
 def test_two_ranks_give_the_tokens_of_one(ranks, made, name):
     first, second = of_each(ranks, name)
     assert first == second  # the counts of what was drafted, too
-    expected = alone((made[name][0], made[name][1] | dict(compile=False, draft=None)))
+    expected = alone((made[name][0], made[name][1] | dict(mode="eager", draft=None)))
     assert first["rows"] == expected["rows"]
     assert name != "drawn" or first["rows"] != ranks[0]["plain"]["rows"]
     drafted, accepted = (first["counts"].get(key, 0) for key in ("drafted", "accepted"))
@@ -194,7 +168,7 @@ def test_two_ranks_give_the_tokens_of_one(ranks, made, name):
 
 
 def config_of(**changes) -> Config:
-    return Config.from_hf(SHAPE | dict(model_type="llama", hidden_size=128) | changes)
+    return config_from_hf(SHAPE | dict(model_type="llama", hidden_size=128) | changes)
 
 
 LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
@@ -223,7 +197,7 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     shards = [Shard(config, group, rank, ranks) for rank in range(ranks)]
     E = config.head_dim
-    for name, (_, _, shape) in config.hf_weights().items():
+    for name, (_, _, shape) in hf_weights(config).items():
         seen = torch.zeros(shape, dtype=torch.int)
         for shard in shards:
             seen[shard.part(name)[:len(shape)]] += 1
@@ -250,9 +224,9 @@ def test_a_ranks_config_is_that_of_its_part(heads, kv_heads, changes, group, ran
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     for rank in range(ranks):
         shard = Shard(config, group, rank, ranks)
-        for name, (_, _, shape) in shard.config.hf_weights().items():
+        for name, (_, _, shape) in hf_weights(shard.config).items():
             if name != "lm_head.weight":
-                whole = torch.empty(config.hf_weights()[name][2], device="meta")
+                whole = torch.empty(hf_weights(config)[name][2], device="meta")
                 assert whole[shard.part(name)[:len(shape)]].shape == shape, name
         same = ("dim", "n_layer", "head_dim", "vocab_size", "context", "tied", "window")
         assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
@@ -271,30 +245,14 @@ def test_too_many_ranks_are_refused_with_both_numbers(heads, kv_heads, E, ffn, g
     assert "\n" not in str(caught.value) and [word for word in words.split() if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_filled_groups_give_the_same_weights(bits):
-    for K, C in [(96, 3), (64, 5), (33, 2), (32, 9), (7, 3)]:
-        g_idx = torch.randint(C, (K,))
-        g_idx[g_idx == 1] = 0  # no input of group 1 is here
-        codes, zeros = (torch.randint(2 ** bits, (6, n), dtype=torch.uint8) for n in (K, C))
-        scales = torch.rand(6, C).half()
-        order, wide, scale, zero = quantize.filled(codes, scales, zeros, g_idx, g_idx.argsort(stable=True))
-        assert wide.shape[1] == len(order) == 32 * scale.shape[1] and wide.shape[1] < K + 32 * C
-        packed = PackedLinear(wide, scale, zero, bits, None, order)
-        expected = (codes.double() - zeros[:, g_idx].double()) * scales[:, g_idx].double()
-        got = torch.zeros(6, K, dtype=torch.float64).index_add(1, order, packed.dequantize(torch.float64))
-        assert torch.equal(got, expected)
-        x = torch.randn(3, K, dtype=torch.float64)
-        torch.testing.assert_close(packed(x), x @ expected.T)
-
-
 def test_a_draft_is_split_where_that_pays():
-    llama_1b = Config.from_hf(dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+    llama_1b = config_from_hf(dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
                                    num_key_value_heads=8, intermediate_size=8192, vocab_size=128256,
                                    max_position_embeddings=8192, rms_norm_eps=1e-5))
-    assert draft_splitter(Team(1, 4), llama_1b, torch.bfloat16)
-    assert not draft_splitter(Team(1, 4), generate.load_config(Path(DRAFT)), torch.bfloat16)
-    assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2), torch.bfloat16)  # 5 is no multiple of 2
+    assert draft_splitter(Team(1, 4), llama_1b)
+    assert not draft_splitter(Team(1, 4), replace(llama_1b, ffn_dim=2048))  # 0.9e9 parameters
+    assert not draft_splitter(Team(1, 4), load_config(Path(DRAFT)))
+    assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2))  # 5 is no multiple of 2
 
 
 @pytest.fixture
@@ -381,11 +339,6 @@ def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
         return dict(zip(started, done))
 
 
-def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
-    """The lines of the program's own on stderr; torchrun has many."""
-    return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
-
-
 def test_torchrun_with_one_rank_prints_what_the_command_alone_does(commands, monkeypatch, capsys):
     done = commands["text"]
     assert (done.returncode, done.stdout) == (0, one_rank(monkeypatch, capsys, *TEXT)) and not told(done)
@@ -422,7 +375,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 
 def test_a_bug_on_one_rank_leaves_its_traceback():
-    program = "import collectives; tp.run(lambda: {}['a bug'])"
+    program = "import tp; tp.run(lambda: {}['a bug'])"
     done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1")
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
 
@@ -537,8 +490,8 @@ def gpu_ranks(gpu_cases, tmp_path_factory) -> list[dict]:
 
 
 def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
-    """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type; the library adds up in
-    that type, one after the other."""
+    """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type; NCCL adds up in that
+    type, one after the other."""
     exact, size, eps = terms.double().sum(0), terms.double().abs().sum(0), torch.finfo(out.dtype).eps
     sums = 0 if one_shot else len(terms) - 1
     bound = eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7  # the last: the least steps of fp16
@@ -546,29 +499,29 @@ def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
 
 
 def exchanges(function: str) -> list:
-    """device, dtype, library of a test."""
+    """device, dtype, fused of a test."""
     on = [("cpu", EXCHANGES, ()), ("cuda", GPU_EXCHANGES, ON_GPUS)]
     return [pytest.param(device, *kind[1:], marks=marks) for device, kinds, marks in on for kind in kinds
             if kind[0] == function]
 
 
-@pytest.mark.parametrize("device, dtype, library", exchanges("sums"))
-def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, library):
+@pytest.mark.parametrize("device, dtype, fused", exchanges("sums"))
+def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, fused):
     given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
-    outs = of_each(given, f"sums {dtype} {library}")
+    outs = of_each(given, f"sums {dtype} {fused}")
     for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
         assert first.dtype == x.dtype and rest
         assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest), n
-        one_shot = not library and given[0].get("reach") and x[0].numel() <= collectives.CAPACITY
-        terms = x if residual is None else torch.cat([x, residual[None]])
+        one_shot = fused and given[0]["capacity"] and x[0].numel() <= given[0]["capacity"]
+        terms = torch.cat([x, residual[None]]) if fused and residual is not None else x
         assert rounded(first, terms, device == "cpu" or one_shot), (n, x.shape)
 
 
-@pytest.mark.parametrize("device, dtype, library", exchanges("gathers"))
-def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, library):
+@pytest.mark.parametrize("device, dtype, fused", exchanges("gathers"))
+def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, fused):
     given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
     expected = tp_worker.gather_inputs(len(given), dtype)
-    for outs in of_each(given, f"gathers {dtype} {library}"):
+    for outs in of_each(given, f"gathers {dtype} {fused}"):
         assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))
 
 
@@ -580,7 +533,7 @@ def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
         assert len(first) == tp_worker.REPLAYS and rest and all(torch.equal(first, other) for other in rest)
     first, second, gathered = outs[0]
     for out, terms in ((first, [*x.unbind(1), residual]), (second, [*[first] * len(outs), residual])):
-        assert rounded(out, torch.stack(terms), gpu_ranks[0]["reach"])
+        assert rounded(out, torch.stack(terms), gpu_ranks[0]["capacity"])
     assert torch.equal(gathered, logits)
 
 
@@ -589,7 +542,7 @@ def test_gpus_give_the_tokens_of_one_but_for_ties(request, gpu_cases, name):
     """bf16, compiled, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
     given, args = request.getfixturevalue("gpu_pair" if name in PAIRED else "gpu_ranks"), gpu_cases[name][1]
     first, *rest = of_each(given, name)
-    assert rest and all(other == first for other in rest) and first["decoder"] == "FastDecoder"
+    assert rest and all(other == first for other in rest) and first["kernels"]
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
     how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
     exact = tp_worker.load(Team(), CPU, **how)

@@ -11,28 +11,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer
-from tp import LIBRARY, LOGITS, Team, all_gather, all_reduce, join, mailboxes
-from tp import run as run_rank
-from generate import TINY, Generator
+from checkpoint import Tokenizer, hf_weights
+from generate import Generator
+from helpers import TINY, quantized_layers, run
 from model import Transformer
-from packed import PackedLinear
-from quantize import load_model
+from quantize import load_checkpoint
 from sampling import Sampling
-from test_generate import run
-from tp import splitter
+from speculative import Draft
+from tp import Team, all_gather, all_reduce, join, part_of, splitter
+from tp import run as run_rank
 
 SUMS, REPLAYS, VOCABULARIES = 100, 50, (2047, 2049, 49153)
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
 
 def load(team: Team, device: torch.device, checkpoint: str, dtype: str = "float32", **how) -> Transformer:
-    return load_model(Path(checkpoint), device, DTYPES[dtype], split=splitter(team), **how)
+    return load_checkpoint(Path(checkpoint), device, DTYPES[dtype], split=splitter(team), **how)
 
 
 def prompts() -> list[list[int]]:
     """Of 17, 1 and 9 tokens."""
-    story = Tokenizer(Path(TINY)).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
+    story = Tokenizer(TINY).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
     return [story[:n] for n in (17, 1, 9)]
 
 
@@ -46,39 +45,39 @@ def logits(team: Team, device: torch.device, checkpoint: str, **how) -> Tensor:
 
 
 def weights(team: Team, device: torch.device, checkpoint: str, **how) -> dict[str, tuple[Tensor, Tensor]]:
-    """By Hugging Face's names: what a packed layer's codes stand for, and its scales."""
+    """By Hugging Face's names: what a quantized layer's codes stand for, and its scales."""
     model, found = load(team, device, checkpoint, **how), {}
-    for name, (ours, row, (N, *_)) in model.config.hf_weights().items():
-        module = model.get_submodule(ours.rpartition(".")[0])
-        module = getattr(module, "linear", module)
-        if isinstance(module, PackedLinear) and name.endswith(".weight"):
-            found[name] = module.dequantize(torch.float64)[row:row + N], module.scales.data[row:row + N]
+    layers = {name.removesuffix(".linear"): layer for name, layer in quantized_layers(model).items()}
+    for name, (ours, row, (N, *_)) in hf_weights(model.config).items():
+        layer = layers.get(ours.removesuffix(".weight"))
+        if layer is not None:
+            found[name] = layer.dequantize(torch.float64)[row:row + N], layer.scales.data[row:row + N]
     return found
 
 
-def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, draft_tokens: str = "auto",
-           split_draft: bool = False, compile: bool = False, temperature: float = 0, new: int = 24, **how) -> dict:
-    """New tokens of a ragged batch; a speculator's counts; what decodes."""
-    model = load(team, device, checkpoint, **how)
+def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, policy: str = "auto",
+           split_draft: bool = False, mode: str = "eager", temperature: float = 0, new: int = 24, **how) -> dict:
+    """New tokens of a ragged batch; a speculator's counts; whether kernels decode."""
+    model, smaller = load(team, device, checkpoint, **how), None
     if draft and draft != "prompt-lookup":
-        draft = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
-    generator = Generator(model, 17 + new, Sampling(temperature), prompts=3, compile=compile, draft=draft,
-                          draft_tokens=draft_tokens, team=team)
+        smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
+    generator = Generator(model, 17 + new, Sampling(temperature), prompts=3, mode=mode,
+                          draft=Draft(smaller, policy) if draft else None, team=team)
     torch.manual_seed(5)
     rows = run(generator, prompts(), new)
     counts = dict(generator.speculator.counts) if draft else {}
-    return dict(rows=rows, counts=counts, decoder=type(generator.decoder).__name__)
+    return dict(rows=rows, counts=counts, kernels=generator.kernels)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
-    """Numbers, 0 and -0, which mailboxes use for a number that is not there yet."""
+    """Numbers, 0 and -0, which marks a number that is not written yet in fast/'s communication buffers."""
     x = torch.randn(shape, generator=random) * (torch.rand(shape, generator=random) < 0.7)
     x[..., ::5] = -0.0  # of all ranks
     return x.to(dtype)
 
 
 def sum_inputs(ranks: int, dtype: str) -> list[tuple[Tensor, Tensor | None]]:
-    """Each rank's x [R, M, D] and residual, the same on all ranks. The longest does not fit into a mailbox."""
+    """Each rank's x [R, M, D] and residual, the same on all ranks. The longest does not fit into a buffer."""
     random = torch.Generator().manual_seed(1)
     widths, inputs = (1000, 576, 4096, 1023, 2048, 48, 5120), []
     for n in range(SUMS):
@@ -95,42 +94,52 @@ def late(team: Team, device: torch.device, n: int) -> None:
         torch.cuda._sleep(200_000)
 
 
-def sums(team: Team, device: torch.device, dtype: str, library: bool) -> list[Tensor]:
-    """all_reduce() of sum_inputs(), one launched after the other."""
+def sums(team: Team, device: torch.device, dtype: str, fused: bool) -> list[Tensor]:
+    """The all-reduce of sum_inputs(), one launched after the other; fast/'s adds the residual too."""
     out, inputs = [], [(x[team.rank].to(device), None if residual is None else residual.to(device))
                        for x, residual in sum_inputs(team.ranks, dtype)]
     for n, (x, residual) in enumerate(inputs):
         late(team, device, n)
-        out.append(all_reduce(x, residual, LIBRARY if library else n % 2))
+        if fused:
+            from fast.collectives import fused_all_reduce
+            out.append(fused_all_reduce(x, residual, n % 2))
+        else:
+            out.append(all_reduce(x))
     return [t.cpu() for t in out]
 
 
-def reach(team: Team, device: torch.device) -> bool:
-    """Whether the GPUs reach each other's memory; else the library serves."""
-    return bool(mailboxes(device))
+def capacity(team: Team, device: torch.device) -> int:
+    """The numbers that fast/'s kernel sends at once; 0 where the GPUs do not reach each other's memory."""
+    from fast.collectives import CAPACITY, communication_buffers
+    return CAPACITY if communication_buffers(device) else 0
 
 
 def gather_inputs(ranks: int, dtype: str) -> list[Tensor]:
     """Logits [M, V]: of odd vocabularies, of one that leaves the last rank next to nothing, and of one too long for a
-    mailbox."""
+    communication buffer."""
     random = torch.Generator().manual_seed(2)
     shapes = [(M, V) for V in (*VOCABULARIES, ranks * (ranks - 1) + 1) for M in (1, 2, 5, 16)] + [(16, 151937)]
     return [drawn(shape, DTYPES[dtype], random) for shape in shapes]
 
 
-def part_of(x: Tensor, team: Team) -> Tensor:
-    part = -(-x.shape[-1] // (8 * team.ranks)) * 8
+def ranks_part(x: Tensor, team: Team) -> Tensor:
+    part = part_of(x.shape[-1], team.ranks)
     return x[..., team.rank * part:(team.rank + 1) * part]
 
 
-def gathers(team: Team, device: torch.device, dtype: str, library: bool) -> list[Tensor]:
-    """all_gather() of gather_inputs(); a sum between two of them, as layers are."""
-    inputs, out = [part_of(x, team).to(device) for x in gather_inputs(team.ranks, dtype)], []
+def gathers(team: Team, device: torch.device, dtype: str, fused: bool) -> list[Tensor]:
+    """The all-gather of gather_inputs(); a sum between two of them, as layers are."""
+    inputs, out = [ranks_part(x, team).to(device) for x in gather_inputs(team.ranks, dtype)], []
     widths, small = [x.shape[-1] for x in gather_inputs(team.ranks, dtype)], inputs[0].new_zeros(1, 256)
     for n, (x, width) in enumerate(zip(inputs, widths)):
         late(team, device, n)
-        all_reduce(small, None, LIBRARY if library else 0)
-        out.append(all_gather(x, width, LIBRARY if library else LOGITS))
+        if fused:
+            from fast.collectives import fused_all_gather, fused_all_reduce
+            fused_all_reduce(small, None, 0)
+            out.append(fused_all_gather(x, width))
+        else:
+            all_reduce(small)
+            out.append(all_gather(x, width))
     return [t.cpu() for t in out]
 
 
@@ -142,13 +151,14 @@ def graph_inputs(ranks: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
     """A CUDA graph of two sums, the second of the first, and of logits, replayed with other inputs each time."""
+    from fast.collectives import fused_all_gather, fused_all_reduce
     x, residual, whole = (t.to(device) for t in graph_inputs(team.ranks, dtype))
-    mine, parts, out = x[:, team.rank].contiguous(), part_of(whole, team).contiguous(), []
+    mine, parts, out = x[:, team.rank].contiguous(), ranks_part(whole, team).contiguous(), []
     now = [t[0].clone() for t in (mine, residual, parts)]
 
     def step() -> tuple[Tensor, ...]:
-        first = all_reduce(now[0], now[1], 0)
-        return first, all_reduce(first, now[1], 1), all_gather(now[2], whole.shape[-1], LOGITS)
+        first = fused_all_reduce(now[0], now[1], 0)
+        return first, fused_all_reduce(first, now[1], 1), fused_all_gather(now[2], whole.shape[-1])
 
     step()
     torch.cuda.synchronize()

@@ -1,0 +1,139 @@
+"""Without the folder fast/ every command works: in a copy of the repository that lacks it, or whose fast/ is broken."""
+import json
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from helpers import ROOT, ended, told, torchrun
+
+GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+POLICIES = ["draft 4", "draft auto", "draft hf", "draft bass", "prompt-lookup"]
+GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--temperature", 0, "--quiet")
+
+
+def copy_tree(tree: Path) -> Path:
+    """The top-level Python files, scripts/ and checkpoints/: no fast/."""
+    tree.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tree)
+    for name in ("scripts", "checkpoints"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+def in_tree(tree: Path, command: list, seconds: float = 300) -> CompletedProcess:
+    """PYTHONPATH is empty, so that no other fast/ is found."""
+    return ended(command, seconds, cwd=tree, PYTHONPATH="")
+
+
+def commands_in_one_process(tree: Path, device: str, *options: str) -> dict:
+    """What without_fast_worker.py gave."""
+    worker = [sys.executable, ROOT / "tests" / "without_fast_worker.py", device, tree / "results.json", *options]
+    done = in_tree(tree, worker, 550)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tree / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("without_fast") / "tree")
+
+
+@pytest.fixture(scope="module")
+def done(tree) -> dict:
+    """Each once, two at a time: the worker's commands, generate.py as users start it, compiled, and on two ranks."""
+    generate = [sys.executable, *GREEDY, "--device", "cpu"]
+    with ThreadPoolExecutor(2) as pool:
+        worker = pool.submit(commands_in_one_process, tree, "cpu")
+        compiled = pool.submit(in_tree, tree, [*generate, "--compile"])
+        ranks = pool.submit(in_tree, tree, torchrun(*GREEDY, "--device", "cpu"))
+        plain = pool.submit(in_tree, tree, generate)
+        return dict(worker=worker.result(), compiled=compiled.result(), ranks=ranks.result(), plain=plain.result())
+
+
+def samples(result: dict) -> list[dict]:
+    assert result["code"] == 0, result["err"]
+    return json.loads(result["out"])["samples"]
+
+
+def tokens(result: dict) -> list[list[int]]:
+    return [sample["tokens"] for sample in samples(result)]
+
+
+def check(results: dict, tree: Path) -> None:
+    """What without_fast_worker.py gave is right, and nothing of it came from fast/ or speaks of it."""
+    assert results["generate"] == str(tree / "generate.py") and results["imported"] == []
+    for name, result in results.items():
+        if isinstance(result, dict) and "err" in result:
+            assert result["code"] == 0 and "fast" not in result["err"], (name, result["err"])
+    assert len(results["golden"]) == 8
+    for family, golden in results["golden"].items():
+        assert golden["error"] < 1e-5 and golden["same"], family
+    plain = tokens(results["plain"])
+    assert len(plain) == 2 and all(len(row) > 20 for row in plain)
+    assert [len(row) > 20 for name in ("int8", "int4", "gptq") for row in tokens(results[name])] == [True] * 6
+    for name in POLICIES:
+        assert tokens(results[name]) == plain, name
+        counts = json.loads(results[name]["out"])["speculation"]
+        assert counts["steps"] > 0 and (counts["accepted"] > 0 or name not in POLICIES[:1]), name
+    assert tokens(results["samples"]) == [plain[0], plain[0], plain[1], plain[1]]
+    exact, int8, int4, gptq = (json.loads(line)["bits_per_byte"] for line in results["evaluate"]["out"].splitlines())
+    assert int8 == pytest.approx(exact, rel=0.01) and int4 == pytest.approx(exact, rel=0.1)
+    assert gptq == pytest.approx(exact, rel=0.1) and len({exact, int8, int4, gptq}) == 4
+    assert json.loads(results["benchmark"]["out"])["share_of_read"] is None
+
+
+def test_every_command_works_and_gives_what_it_gives_with_fast(done, tree):
+    check(done["worker"], tree)
+
+
+def test_compiled_text_is_plain_text(done):
+    plain, compiled = done["plain"], done["compiled"]
+    assert plain.returncode == 0 and plain.stdout.startswith("One day") and plain.stderr == ""
+    assert (compiled.returncode, compiled.stdout, compiled.stderr) == (0, plain.stdout, "")
+    assert plain.stdout == "One day" + samples(done["worker"]["plain"])[0]["text"] + "\n"
+
+
+def test_two_ranks_give_the_text_of_one(done):
+    ranks = done["ranks"]
+    assert (ranks.returncode, ranks.stdout) == (0, done["plain"].stdout), ranks.stderr
+    assert not told(ranks) and "fast/" not in ranks.stderr
+
+
+def test_a_fast_that_cannot_be_imported_is_said_in_one_line_and_plain_pytorch_runs(done, tmp_path):
+    tree = copy_tree(tmp_path / "tree")
+    (tree / "fast").mkdir()
+    (tree / "fast" / "__init__.py").write_text('raise RuntimeError("broken")\n')
+    broken = in_tree(tree, [sys.executable, *GREEDY, "--device", "cpu", "--compile"])
+    assert (broken.returncode, broken.stdout) == (0, done["plain"].stdout)
+    assert broken.stderr == "fast/ cannot be imported, plain PyTorch runs instead: RuntimeError: broken\n"
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu_every_command_works(tmp_path):
+    tree = copy_tree(tmp_path / "tree")
+    check(commands_in_one_process(tree, "cuda", "--compile"), tree)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_give_the_text_of_one(tree):
+    options = (*GREEDY, "--dtype", "float32", "--compile", "--device", "cuda")
+    one, two = (in_tree(tree, command) for command in ([sys.executable, *options], torchrun(*options)))
+    assert (one.returncode, two.returncode, two.stdout) == (0, 0, one.stdout), two.stderr
+    assert one.stderr == "" and not told(two) and "fast/" not in two.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("H200" not in GPU, reason=f"the bounds are an H200's, this is {GPU}")
+def test_plain_pytorch_is_fast_and_soon_ready(tree):
+    """Llama-2-7B's shape, compiled."""
+    done = in_tree(tree, [sys.executable, "scripts/benchmark.py", "llama-2-7b", "--runs", "3", "--cold-start"], 550)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert line["tokens_per_s"] >= 215 and line["compile_cold_s"] <= 20 and line["share_of_read"] is None, line
