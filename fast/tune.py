@@ -6,10 +6,10 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python -m fast.tune 14336x21504 --formats int4                          # one product, N x K
     python -m fast.tune llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
 
-One row of x: the best sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end
-of the one before. They are searched in turn, in a chain of whole layers with attention. Several rows: each product is
-timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the GPU's cache:
-a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
+One row of x: the best sizes of a layer's kernels depend on each other, as a kernel's first loads share the GPU with the
+end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each product
+is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the GPU's
+cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
 """
 import functools
 import json
@@ -64,8 +64,8 @@ def choices(kernel: str, names: str, *values) -> list[dict]:
 # What the sizes mean stands in tuning.py.
 PLAIN_GEMV = choices("gemv", "block_n, stages, warps, programs", (2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))
 PLAIN_GEMM = choices("gemm", "block_n block_k stages warps", [
-    (16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2), (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4),
-    (128, 64, 4, 8)])
+    (16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2), (64, 64, 5, 4), (64, 128, 4, 4),
+    (64, 128, 6, 4), (128, 64, 4, 8)])
 PACKED_GEMV = choices("gemv", "warps depth stages, programs, slices", [
     (4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)],
     (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))
@@ -292,9 +292,10 @@ class Tuner:
                 f"{M}: {us:.1f} ({us / cublas:.2f})" for M, us, cublas in report))
 
     def against_library(self, name: str, rows: int, kernel: dict) -> list[dict]:
-        """The entries of alike(rows): the kernel or cuBLAS, for each number of rows. cuBLAS's time jumps from one number
-        to the next: 4096x11008 with 279, 280 and 281 rows takes it 47, 41 and 47 us (bf16, H200). The kernel's does not,
-        so it is smoothed."""
+        """The entries of alike(rows): for each number of rows the kernel or cuBLAS, whichever is faster.
+
+        cuBLAS's time jumps from one number to the next: 4096x11008 with 279, 280 and 281 rows takes it 47, 41 and 47 us
+        (bf16, H200). The kernel's time does not jump, so it is smoothed."""
         library, own = zip(*[(self.time(name, M, LIBRARY), self.time(name, M, kernel, 4)) for M in alike(rows)])
         found, fastest = [], None
         for i, M in enumerate(alike(rows)):
