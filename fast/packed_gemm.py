@@ -8,7 +8,7 @@ w is the left operand of the matrix unit, so out is made transposed: a tile is B
                          K
           +------------+------------+-----     A program takes a slice of K, in steps of SPLITS blocks (see layout.py).
     BN    |  slice 0   |  slice 1   |  ..      With SPLITS > 1 each block of a step belongs to other warps and has a sum
-    rows  | step step  |            |          of its own; these are added up at the end. That suits few rows of x, which
+    rows  | step step  |            |          of its own; they are added up at the end. That suits few rows of x, which
     of w  +------------+------------+-----     need many loads in flight and no large tile.
 
 As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles of w are data-parallel, one program each.
@@ -97,8 +97,8 @@ def dequantize(q, shift, group, xs, S: constexpr):
     zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 16, 1, 1)), shape)
     words = tl.broadcast_to(tl.reshape(q, (SPLITS, BN, 16, 1, 1)), shape)
     shift = tl.broadcast_to(tl.reshape(shift, (1, 1, 1, P, 1)), shape)
-    w = tl.inline_asm_elementwise(ASM[0], "=r,r,r,r,r,r,r,r,r", [words, shift, zero, pair], dtype=xs.dtype, is_pure=True,
-                                  pack=2)
+    w = tl.inline_asm_elementwise(ASM[0], "=r,r,r,r,r,r,r,r,r", [words, shift, zero, pair], dtype=xs.dtype,
+                                  is_pure=True, pack=2)
     w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
     return tl.reshape(w, (SPLITS, BN, 32 * P))
 

@@ -3,8 +3,8 @@ The product of one row of x with packed weights, in Gluon: as fast as the weight
 
     out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
-A program takes one tile of 16 rows of w after the other, and of each its slice of K, in `rounds` rounds. In a round each
-warp reads `depth` blocks (see layout.py) of 16 rows, 1 KiB each, while the next rounds are copied to shared memory:
+A program takes one tile of 16 rows of w after the other, and of each its slice of K, in `rounds` rounds. In a round a
+warp reads `depth` blocks (see layout.py) of 16 rows, 1 KiB each, while the next rounds come to shared memory:
 
                 +------------------- a slice of K -------------------+--
                 |       round 0        |       round 1        |      |
@@ -25,9 +25,9 @@ The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: 
 weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
 slice of x, which rounds only numbers below 2^-28 of that length.
 
-Names: S the sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block; CHAINS sums of a block that the
-matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row, counted by PARTS; an item is
-one round of one tile.
+Names: S the sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block; CHAINS sums of a block that
+the matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row, counted by PARTS; an item
+is one round of one tile.
 """
 from dataclasses import dataclass
 
@@ -114,7 +114,8 @@ def x_layout(S):
     BK = 512 // S.bits // chains(S)
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 8]] + bases(BK // 16, [0, 0, 16]) + bases(chains(S), [1, 0, 0]),
-        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], bases(S.warps, [0, 1, 0]), [], [chains(S), S.warps, BK])
+        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        bases(S.warps, [0, 1, 0]), [], [chains(S), S.warps, BK])
 
 
 @gluon.constexpr_function
@@ -236,7 +237,7 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
     PARTS: gl.constexpr = S.parts
     BLOCK: gl.constexpr = 512 // S.bits
     PART: gl.constexpr = BLOCK // PARTS
-    SHARE: gl.constexpr = S.rounds * S.depth * WARPS * BLOCK
+    ROUND: gl.constexpr = S.depth * WARPS * BLOCK  # inputs
     CHUNK: gl.constexpr = chunk_size(S)
     CHUNKS: gl.constexpr = chunk_count(S)
     TURNS: gl.constexpr = turn_count(S)
@@ -246,8 +247,8 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS],
                                      gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    k = first_round * (SHARE // S.rounds) + gl.arange(0, CHUNK, layout=FLAT)
-    stop = gl.minimum(K, (first_round + S.rounds) * (SHARE // S.rounds))
+    k = first_round * ROUND + gl.arange(0, CHUNK, layout=FLAT)
+    stop = gl.minimum(K, (first_round + S.rounds) * ROUND)
     weights, chunks = (), ()
     if norm is not None:
         for c in gl.static_range(CHUNKS):
@@ -267,7 +268,7 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
             scaled *= weights[c].to(gl.float32)
         scaled *= unit
         flat.index(c).store(scaled.to(gl.float16))
-        if norm is not None:
+        if norm is not None:  # the sums are of what the matrix unit gets; without a norm that is x itself, not rounded
             scaled = scaled.to(gl.float16).to(gl.float32)
         eights = gl.sum(gl.reshape(scaled, [CHUNK // 8, 8]), 1)
         flat_sums.index(c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
@@ -290,11 +291,11 @@ def load_sums(sums, at, S: gl.constexpr):
 def dequantize(words, S: gl.constexpr):
     """words [WARPS, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
 
-    int4: AND 0x000f000f leaves a pair of codes, and OR 0x64006400 puts them into the mantissa of 1024, where fp16 counts
-    by ones: 1024 + code. AND 0x00f000f0 leaves the pair 4 bits higher, and OR 0x54005400 puts it into the mantissa of
-    64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two pairs. int8: prmt
-    joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which runs at a quarter
-    of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743) does so, too."""
+    int4: AND 0x000f000f leaves a pair of codes, and OR 0x64006400 puts them into the mantissa of 1024, where fp16
+    counts by ones: 1024 + code. AND 0x00f000f0 leaves the pair 4 bits higher, and OR 0x54005400 puts it into the
+    mantissa of 64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two
+    pairs. int8: prmt joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which
+    runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743) does so, too."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
@@ -328,7 +329,7 @@ def load_x(xs, at, S: gl.constexpr):
 
 @gluon.jit
 def multiply(w, x, S: gl.constexpr):
-    """The parts' sums [PARTS * WARPS, 16 rows, 4]. A lane holds 2 of the 8 columns, all of them equal, and keeps one."""
+    """The parts' sums [PARTS * WARPS, 16 rows, 4]. Of the 8 columns, all equal, a lane holds 2 and keeps one."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     CHAINS: gl.constexpr = chains(S)

@@ -198,8 +198,8 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
 
     gated: the first half of w is the gate, the second half up, and the result silu(gate) * up [M, N / 2], without bias
-    and residual. The other arguments are a PackedLinear's; semaphores is int32 zeros, one for each tile, and zeros again
-    when the kernel is done."""
+    and residual. The other arguments are a PackedLinear's. semaphores holds an int32 0 for each tile; when the kernel
+    is done, they are 0 again."""
     K = x.shape[1] if perm is None else len(perm)
     w = Weights(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, bits, group_size, gated)
     choice = choose(w, len(x), x.device)

@@ -7,9 +7,9 @@ Find the fastest kernel for each weight shape, format and number of rows on this
     python -m fast.tune llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
 
 One row of x: the best sizes of a layer's kernels depend on each other, as a kernel's first loads share the GPU with the
-end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each product
-is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the GPU's
-cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
+end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each
+product is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the
+GPU's cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
 """
 import functools
 import json
