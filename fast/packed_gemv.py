@@ -295,8 +295,8 @@ def dequantize(words, S: gl.constexpr):
     counts by ones: 1024 + code. AND 0x00f000f0 leaves the pair 4 bits higher, and OR 0x54005400 puts it into the
     mantissa of 64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two
     pairs. int8: prmt joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which
-    runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743) does
-    so, too."""
+    runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743)
+    does so, too."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
