@@ -1,19 +1,21 @@
 """
 The product of several rows of x (2 to 512) with packed weights, in Triton: codes become 16-bit weights in registers.
 
-    out [M, N_OUT] = residual + silu gate of (x [M, K] @ w.T + bias), what is None left out;   N_OUT = N, gated N / 2
+    out [M, N] = residual + bias + x [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 
-w is the left operand of the matrix unit, so out is made transposed: a tile is BLOCK_N rows of w by BLOCK_M rows of x.
+w is the left operand of the matrix unit, so out is made transposed: a tile is BN rows of w by BM rows of x.
 
                          K
-          +------------+------------+-----     A slice of K is what one program takes. It goes through it in steps of
- BLOCK_N  |  slice 0   |  slice 1   |  ..      SPLITS blocks (see layout.py). With SPLITS > 1 each block of a step has
- rows     | step step  |            |          its own sum, made by other warps, and these are added up at the end:
- of w     +------------+------------+-----     few rows of x need many loads in flight, but not a large tile.
+          +------------+------------+-----     A program takes a slice of K, in steps of SPLITS blocks (see layout.py).
+    BN    |  slice 0   |  slice 1   |  ..      With SPLITS > 1 each block of a step belongs to other warps and has a sum
+    rows  | step step  |            |          of its own; they are added up at the end. That suits few rows of x, which
+    of w  +------------+------------+-----     need many loads in flight and no large tile.
 
-As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles, as many as fill the GPU once or more, have
-one slice each. Each of the others is split along K into `slices`, so that they fill the GPU once more. The slices' sums
-meet in memory, and the program that comes last adds them up.
+As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles of w are data-parallel, one program each.
+The remainder is split along K into `slices` and reduced through memory: the last program to come adds the slices up.
+
+Names: S the sizes (GemmSizes); BLOCK codes of a row in a block; P = 16 / bits; PARTS groups in a block; KB blocks of a
+row; C groups of a row, counted by PARTS; nb row blocks of w.
 """
 from dataclasses import dataclass
 
@@ -40,10 +42,10 @@ class GemmSizes:
 
 @constexpr_function
 def dequantize_asm(bits, half, scaled):
-    """PTX for a pair of weights in fp16 (half) or bf16, and which bits stand for minus the zero point in it.
+    """PTX that makes a pair of weights, fp16 (half) or bf16: $0 the pair, $1 a word of codes, $3 the bit at which the
+    codes start, $5 a pair of -(offset + zero point), $7 a pair of scales.
 
-    The registers: $0 the pair, $1 a word of codes, $3 the bit at which the codes stand, $5 minus the zero point (offset
-    included), $7 the scale. -> the PTX, the bits of minus the offset, and the factor that makes a pair of them."""
+    -> the PTX, the bits of -offset, to which a zero point is added, and the factor that makes a pair of the sum."""
     one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
     get = "shr.u32 t, $1, $3; "
     if bits == 4:
@@ -72,13 +74,13 @@ def dequantize(q, shift, group, xs, S: constexpr):
     """A step's words q [SPLITS, BN, 16] and groups [SPLITS, BN, PARTS] -> weights [SPLITS, BN, BLOCK] of xs's type:
     code - zero point and, with S.scaled, times the scale.
 
-    Codes become floats by their exponent, without a conversion, which runs at a quarter of the rate: a code OR-ed into
-    the mantissa of 1024 in fp16, of 128 in bf16 or of 2^23 in fp32, is that number + code. An FMA then takes the number
-    and the zero point away, which is exact. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv
-    2408.11743) does so, too.
+    A code OR-ed into the mantissa of 1024 in fp16, of 128 in bf16 or of 2^23 in fp32 makes that offset + code, as these
+    types count by ones there. An FMA takes the offset and the zero point away, without rounding. This replaces the
+    conversion from integers, which runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv
+    2211.10017); Marlin (arXiv 2408.11743) does so, too.
 
-    shift is loaded, though it is known when the kernel is compiled: the compiler moves a tile into the matrix unit's
-    layout before it is dequantized, not after, only if all that goes into the dequantization was loaded."""
+    shift [P] is loaded from memory, though it is constant: the compiler brings the words into the matrix unit's layout
+    before they are dequantized only if every input of the dequantization was loaded. After it, they are larger."""
     P: constexpr = 16 // S.bits
     ASM: constexpr = dequantize_asm(S.bits, xs.dtype == tl.float16, S.scaled)
     SPLITS: constexpr = S.splits
@@ -95,18 +97,18 @@ def dequantize(q, shift, group, xs, S: constexpr):
     zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 16, 1, 1)), shape)
     words = tl.broadcast_to(tl.reshape(q, (SPLITS, BN, 16, 1, 1)), shape)
     shift = tl.broadcast_to(tl.reshape(shift, (1, 1, 1, P, 1)), shape)
-    w = tl.inline_asm_elementwise(ASM[0], "=r,r,r,r,r,r,r,r,r", [words, shift, zero, pair], dtype=xs.dtype, is_pure=True,
-                                  pack=2)
+    w = tl.inline_asm_elementwise(ASM[0], "=r,r,r,r,r,r,r,r,r", [words, shift, zero, pair], dtype=xs.dtype,
+                                  is_pure=True, pack=2)
     w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
     return tl.reshape(w, (SPLITS, BN, 32 * P))
 
 
 @jit
 def multiply(acc, w, xs, group, S: constexpr):
-    """acc + w @ xs, with the group's scale on the sum unless w has it.
+    """acc + w @ xs, the product scaled by its groups unless w is scaled. With one group a row, the kernel scales acc.
 
-    Scaled weights are rounded to x's type, as dequantized weights are. A scaled sum is exact to fp32, but wants groups
-    of whole blocks."""
+    Scaled weights are rounded to x's type, as dequantized weights are. A sum is scaled in fp32, but a block must not
+    hold several groups then."""
     if S.splits == 1:
         w = tl.reshape(w, (w.shape[1], w.shape[2]))
     if S.scaled or S.per_channel:
@@ -125,12 +127,12 @@ def multiply(acc, w, xs, group, S: constexpr):
 
 @jit
 def find_slice(whole, slices, S: constexpr):
-    """-> this program's tile of w, its slice of K, and how many slices that tile has.
+    """-> this program's tile of w, its slice of K, and how many slices the tile has.
 
-    Program ids first count the whole tiles, then the others' first slices, then their second slices and so on."""
+    Program ids count the whole tiles first, then the first slices of all other tiles, then their second slices ..."""
     tile, slice = tl.program_id(1), 0
     if S.sliced:
-        sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)  # with 0, all tiles being whole, 0 / 0
+        sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)  # 1: no division by 0 if all tiles are whole
         slice = tl.maximum(tile - whole, 0) // sliced
         tile -= slice * sliced
         slices = tl.where(tile < whole, 1, slices)
@@ -139,7 +141,8 @@ def find_slice(whole, slices, S: constexpr):
 
 @jit
 def store_slice(acc, at, semaphores, nth, slice, slices):
-    """-> how many programs of this tile are still to come. at: the places [BN, BM] of the tile's first slice."""
+    """Store acc beside the tile's other slices -> how many of these are still missing, 0 for the last program to come.
+    at: where the tile's first slice stands [BN, BM]; nth: the tile, counted without the whole ones."""
     missing = slices - 1
     if slices > 1:
         tl.store(at + slice * (acc.shape[0] * acc.shape[1]), acc)
@@ -150,7 +153,7 @@ def store_slice(acc, at, semaphores, nth, slice, slices):
 @jit
 def add_slices(acc, at, semaphores, nth, slices):
     """The sum of all slices, always in the same order, so that the same input gives the same bits."""
-    # Not last_arriver(): ptxas then gives the loop before other registers (150 became 166, 64 rows of int4, sm_90).
+    # Not last_arriver(): with it ptxas gave the loop over K 166 registers instead of 150 (int4, 64 rows, sm_90).
     if slices > 1:
         tl.store(semaphores + nth, 0)  # for the next launch
         acc = tl.zeros((acc.shape[0], acc.shape[1]), tl.float32)
@@ -179,11 +182,12 @@ def epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED: constexpr, S: c
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-# Compiled once for all numbers of rows and slices, or the tuner would time one code and another would run.
+# Not specialized on numbers of rows and slices: else the tuner would time one code, and another would run.
 @jit(do_not_specialize=["M", "whole", "slices"])
 def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, partial_sums, semaphores, M, N, K, C, whole,
                 slices, S: constexpr, GATED: constexpr, PDL: constexpr):
-    """One slice of K of one tile. Program (tile of x, tile of w or slice of it). S: GemmSizes."""
+    """Program (tile of x, tile of w or slice of one). shifts: layout.shifts(), flat. partial_sums fp32 [split tiles,
+    slices, BN, BM]. With PDL it starts while the kernel before it ends, and waits for that before it reads."""
     BLOCK: constexpr = 512 // S.bits
     SPLITS: constexpr = S.splits
     STEP: constexpr = SPLITS * BLOCK
@@ -201,7 +205,7 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
     nb = tl.minimum(tile * (BN // 16) + r // 16, row_blocks - 1)
     at_w = qweight + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
     at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
-    # One block wide, x's tile has two dimensions: the matrix unit then reads it where the copy put it.
+    # With one block a step, the tile of x has two dimensions: the matrix unit then reads it from shared memory.
     ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
     if SPLITS > 1:
         ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]

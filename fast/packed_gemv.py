@@ -1,10 +1,10 @@
 """
 The product of one row of x with packed weights, in Gluon: as fast as the weights come from memory.
 
-    out [N_OUT] = residual + silu gate of (rms_norm(x) [K] @ w.T + bias), what is None left out;  N_OUT = N, gated N / 2
+    out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
-A program takes tiles of 16 rows of w, and of each its slice of K. It reads the slice in ROUNDS rounds. In a round each
-warp reads DEPTH blocks (see layout.py) of 16 rows, 1 KiB each; the rounds to come are on their way to shared memory:
+A program takes one tile of 16 rows of w after the other, and of each its slice of K, in `rounds` rounds. In a round a
+warp reads `depth` blocks (see layout.py) of 16 rows, 1 KiB each, while the next rounds come to shared memory:
 
                 +------------------- a slice of K -------------------+--
                 |       round 0        |       round 1        |      |
@@ -14,20 +14,20 @@ warp reads DEPTH blocks (see layout.py) of 16 rows, 1 KiB each; the rounds to co
 
 mma.m16n8k16 multiplies a warp's 16 rows by 16 inputs. x is the right operand, whose 8 columns are all the same.
 
-Codes come to the matrix unit with an offset, 64 or 1024, and with their zero point (see dequantize()). Both are undone
-on a group's sum, which costs a few instructions for 16 rows:
+The matrix unit gets code + offset, with an offset of 64 or 1024 (see dequantize()). The offset and the zero point are
+taken away from a group's sum, which costs a few instructions for 16 rows:
 
     sum of (code - zero) x  =  sum of (code + offset) x  -  sum of offset x  -  zero * sum of x
 
 The last two sums are the same for all rows of w. prepare_x() makes them once.
 
-The matrix unit wants fp16. After a norm |x| is at most sqrt(K) times the norm's weight; divided by 16, it fits for
-weights from 1e-4 to 1e4. Without a norm it is scaled by a power of two, so that only numbers below 2^-28 of the slice's
-length are rounded.
+The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: |x| is at most sqrt(K) times the norm's
+weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
+slice of x, which rounds only numbers below 2^-28 of that length.
 
-Names: S sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block, if it has several; CHAINS sums of a
-block that the matrix unit makes side by side, each of BK inputs; C, KB groups and blocks of a row; an item is one round
-of one tile.
+Names: S the sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block; CHAINS sums of a block that
+the matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row, counted by PARTS; an item
+is one round of one tile.
 """
 from dataclasses import dataclass
 
@@ -71,9 +71,10 @@ def chains(S):
 
 @gluon.constexpr_function
 def chunk_size(S):
-    """How many numbers of a slice of x are brought into shape at a time, 8 to 32 a thread: the size whose whole chunks
-    exceed the slice least, and of two sizes the larger. It shows: with 32, 8 warps took 11,008 numbers for 16,384, and a
-    layer of Llama-2-7B, int4, 46.9 us; with 16 12,288, and 45.1 us (each tuned, H200, two calls)."""
+    """How many numbers of a slice of x prepare_x() handles at a time, 8 to 32 a thread. Of these sizes, the one whose
+    whole chunks exceed the slice least, and of two that tie the larger: with 32 a thread, 8 warps handle 16,384 numbers
+    for a K of 11,008, and a layer of Llama-2-7B, int4, took 46.9 us; with 16 they handle 12,288, and it took 45.1 us
+    (each tuned, H200, two calls)."""
     share = S.rounds * S.depth * S.warps * (512 // S.bits)
     return min((256 * S.warps * n for n in (1, 2, 4)), key=lambda size: (-(-share // size) * size, -size))
 
@@ -85,12 +86,12 @@ def chunk_count(S):
 
 @gluon.constexpr_function
 def turn_count(S):
-    """Blocks of x for a warp: one for each block of a row of w, and what the last chunk has to spare."""
+    """Blocks of x in shared memory for each warp: its rounds' blocks, and what the last chunk has beyond the slice."""
     return chunk_count(S) * chunk_size(S) // (S.warps * (512 // S.bits))
 
 
-# Layouts say which register, lane and warp hold which element. All are made so that what the matrix unit takes and
-# gives fits without an exchange between lanes; assert_trivial=True in the code has the compiler check it.
+# A layout says which register, lane and warp hold which element: for each of them, where bit 0, 1, 2 ... of its index
+# leads. No step from memory to the sums exchanges values between lanes; assert_trivial=True has the compiler check it.
 
 
 @gluon.constexpr_function
@@ -113,7 +114,8 @@ def x_layout(S):
     BK = 512 // S.bits // chains(S)
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 8]] + bases(BK // 16, [0, 0, 16]) + bases(chains(S), [1, 0, 0]),
-        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], bases(S.warps, [0, 1, 0]), [], [chains(S), S.warps, BK])
+        [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        bases(S.warps, [0, 1, 0]), [], [chains(S), S.warps, BK])
 
 
 @gluon.constexpr_function
@@ -153,7 +155,8 @@ def column_layout(S, parts):
 
 @gluon.jit
 def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
-    """Start the copy of an item's words, DEPTH blocks a warp, to shared memory."""
+    """Start the copy of an item's words, `depth` blocks a warp, to shared memory. start: the program's first tile, the
+    step to its next one, and the first round of its slice."""
     WARPS: gl.constexpr = S.warps
     WORDS: gl.constexpr = word_layout(S)
     block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
@@ -175,8 +178,8 @@ def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
 
 @gluon.jit
 def load_groups(scales_and_zeros, tile, nth, C, S: gl.constexpr):
-    """The scales and zero points of a tile's nth round: DEPTH times [PARTS * WARPS, 16 rows], or once [1, 16 rows] if
-    all of K is one group."""
+    """The scales and zero points of a tile's nth round along K: `depth` times [PARTS * WARPS, 16 rows], or once
+    [1, 16 rows] if there is one group a row."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     ROWS: gl.constexpr = row_layout(S)
@@ -226,13 +229,15 @@ def scale_of_x(squares, norm, K, eps):
 
 @gluon.jit
 def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.constexpr):
-    """-> the slice of x in fp16, in shared memory [TURNS, WARPS, CHAINS, BK], minus its sums and, TURNS further, minus
-    its sums times the offset of their weights [2 TURNS, WARPS, PARTS], and the factor of scale_of_x()."""
+    """Norm, permute and rescale the slice of x. Waits for the kernel before, once norm is loaded.
+
+    -> in shared memory, x in fp16 [TURNS, WARPS, CHAINS, BK] and the sums of the parts [2 TURNS, WARPS, PARTS], first
+    minus the sums of x, then minus the sums of offset * x; and the factor of scale_of_x()."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     BLOCK: gl.constexpr = 512 // S.bits
     PART: gl.constexpr = BLOCK // PARTS
-    SHARE: gl.constexpr = S.rounds * S.depth * WARPS * BLOCK
+    ROUND: gl.constexpr = S.depth * WARPS * BLOCK  # inputs
     CHUNK: gl.constexpr = chunk_size(S)
     CHUNKS: gl.constexpr = chunk_count(S)
     TURNS: gl.constexpr = turn_count(S)
@@ -242,8 +247,8 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS],
                                      gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    k = first_round * (SHARE // S.rounds) + gl.arange(0, CHUNK, layout=FLAT)
-    stop = gl.minimum(K, (first_round + S.rounds) * (SHARE // S.rounds))
+    k = first_round * ROUND + gl.arange(0, CHUNK, layout=FLAT)
+    stop = gl.minimum(K, (first_round + S.rounds) * ROUND)
     weights, chunks = (), ()
     if norm is not None:
         for c in gl.static_range(CHUNKS):
@@ -263,7 +268,7 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
             scaled *= weights[c].to(gl.float32)
         scaled *= unit
         flat.index(c).store(scaled.to(gl.float16))
-        if norm is not None:
+        if norm is not None:  # the sums are of what the matrix unit gets; without a norm that is x itself, not rounded
             scaled = scaled.to(gl.float16).to(gl.float32)
         eights = gl.sum(gl.reshape(scaled, [CHUNK // 8, 8]), 1)
         flat_sums.index(c).store(-gl.sum(gl.reshape(eights, [CHUNK // PART, PART // 8]), 1))
@@ -275,7 +280,7 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
 
 @gluon.jit
 def load_sums(sums, at, S: gl.constexpr):
-    """[PARTS * WARPS, 1]: minus the sums of x over each part, of each warp's block."""
+    """The sums of prepare_x() for the warps' blocks, [PARTS * WARPS, 1]."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     found = gl.reshape(sums.index(at).permute([1, 0]).load(x_sum_layout(S)), [PARTS * WARPS])
@@ -286,11 +291,12 @@ def load_sums(sums, at, S: gl.constexpr):
 def dequantize(words, S: gl.constexpr):
     """words [WARPS, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
 
-    int4: AND 0x000f000f leaves a pair's codes, OR 0x64006400 makes them fp16's 1024 + code, as the numbers from 1024 on
-    are integers there. AND 0x00f000f0 leaves the pair 4 bits higher; OR 0x54005400 makes it 64 + code. The word 8 bits
-    down gives the other two pairs. int8: prmt puts each byte below the byte 0x64 of 1024. So there is no conversion
-    from integers, which runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin
-    (arXiv 2408.11743) does so, too."""
+    int4: AND 0x000f000f leaves a pair of codes, and OR 0x64006400 puts them into the mantissa of 1024, where fp16
+    counts by ones: 1024 + code. AND 0x00f000f0 leaves the pair 4 bits higher, and OR 0x54005400 puts it into the
+    mantissa of 64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two
+    pairs. int8: prmt joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which
+    runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743)
+    does so, too."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
@@ -311,7 +317,7 @@ def dequantize(words, S: gl.constexpr):
 
 @gluon.jit
 def load_x(xs, at, S: gl.constexpr):
-    """The right operand [CHAINS * WARPS, BK, 8]: the warps' blocks of x, eight times."""
+    """The right operand [CHAINS * WARPS, BK, 8]: the warps' blocks of x, in each of the 8 columns."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
@@ -324,7 +330,7 @@ def load_x(xs, at, S: gl.constexpr):
 
 @gluon.jit
 def multiply(w, x, S: gl.constexpr):
-    """The parts' products [PARTS * WARPS, 16 rows, 4]: every second of the 8 columns, as a lane holds two."""
+    """The parts' sums [PARTS * WARPS, 16 rows, 4]. Of the 8 columns, all equal, a lane holds 2 and keeps one."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     CHAINS: gl.constexpr = chains(S)
@@ -336,7 +342,7 @@ def multiply(w, x, S: gl.constexpr):
 
 @gluon.jit
 def scale(y, group, sums, at, S: gl.constexpr):
-    """(y - offset's part - zero's part) * scale, summed over the parts: [WARPS, 16 rows, 4]."""
+    """(y - sum of offset x - zero * sum of x) * scale, added up over the parts: [WARPS, 16 rows, 4]."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     TURNS: gl.constexpr = turn_count(S)
@@ -356,7 +362,7 @@ def scale(y, group, sums, at, S: gl.constexpr):
 
 @gluon.jit
 def load_addends(bias, residual, n, N, last):
-    """bias + residual of 16 rows, 0 where neither is given; loaded with the last round of a tile."""
+    """bias + residual of 16 rows, 0 where neither is given. Memory is read in a tile's last round alone."""
     ROWS: gl.constexpr = n.type.layout
     extra = gl.zeros([16], gl.float32, ROWS)
     if bias is not None:
@@ -368,7 +374,7 @@ def load_addends(bias, residual, n, N, last):
 
 @gluon.jit
 def add_slices(total, partial_sums, semaphore, SLICES: gl.constexpr):
-    """-> 16 rows' sums over all slices of K and True, in the program that comes last; False in the others."""
+    """-> the sums of all slices of K and True, in the last program to come; zeros and False in the others."""
     ROWS: gl.constexpr = total.type.layout
     i = gl.arange(0, 16, layout=ROWS)
     gl.store(partial_sums + gl.program_id(1) * 16 + i, total)
@@ -382,7 +388,7 @@ def add_slices(total, partial_sums, semaphore, SLICES: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, total, extra, tile, n, N_OUT, GATED: gl.constexpr):
-    """Store a tile's 16 sums, or the 8 that 8 gates and 8 ups give."""
+    """Store a tile's 16 outputs, or the 8 that 8 gates and 8 ups give."""
     if GATED:
         gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
         product = silu_gate(gate, up)
@@ -395,7 +401,9 @@ def store_rows(out, total, extra, tile, n, N_OUT, GATED: gl.constexpr):
 @gluon.jit
 def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, partial_sums, semaphores, N, K, C, eps,
                 S: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr):
-    """Program (first tile, slice of K). With a norm there is one slice, as the norm needs all of x."""
+    """Program (first tile, slice of K); with a norm there is one slice. partial_sums fp32 [tiles, slices, 16].
+
+    With PDL it starts while the kernel before it ends: it loads weights, scales and norm before it waits for x."""
     WARPS: gl.constexpr = S.warps
     ROWS: gl.constexpr = gl.SliceLayout(0, row_layout(S))
     SUMS: gl.constexpr = column_layout(S, 1)
@@ -412,7 +420,7 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
     if PDL:
         gdc_launch_dependents()
 
-    rings = ()  # one for each d: of the same one, the compiler would have each copy wait for the one before
+    rings = ()  # one for each d: the compiler makes each copy to the same one wait for the copy before
     for d in gl.static_range(DEPTH):
         rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 16, 16],
                                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),)
@@ -441,10 +449,10 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
             y = multiply(w, load_x(xs, at, S), S)
             acc += scale(y, groups[0 if S.per_channel else d], sums, at, S)
         if last_round:
-            # Four columns are summed, though all are the same: this way no lane's are left out.
+            # / 4: the four columns are equal
             total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * (factor / 4), ROWS, assert_trivial=True)
             acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
-            complete = last_round  # true; a constant would not do for a type
+            complete = last_round  # True here; not the constant, as the variable must keep its type
             if S.slices > 1:
                 total, complete = add_slices(total, partial_sums + tile * (S.slices * 16), semaphores + tile, S.slices)
             if complete:

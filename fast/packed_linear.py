@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, gpu, jit, pdl_options, tl, triton
-from fast.layout import block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order, untile, \
-    unpack_scales
+from fast.layout import (block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order,
+                         unpack_scales, untile)
 from fast.linear import plain_linear, rms_norm
 from fast.tuning import kernel_for
 from quantize import QuantizedLinear
@@ -25,12 +25,12 @@ if triton:
     from fast.packed_gemm import GemmSizes, packed_gemm, scale_of
     from fast.packed_gemv import GemvSizes, packed_gemv
 
-MAX_ROWS = 512  # of x for packed_gemm(), each of whose tiles of x dequantizes the weights once more
-MIN_BLOCK_M = 64  # rows of x in a tile of it, unless x has fewer
+MAX_ROWS = 512  # of x for packed_gemm(), which dequantizes the weights for each tile of x
+MIN_BLOCK_M = 64  # rows of x in its tiles, unless x has fewer
 
 
 class Weights(NamedTuple):
-    """A PackedLinear as its operator gets it."""
+    """What the operator gets of a PackedLinear. K counts what fills groups up (see group_inputs())."""
     qweight: Tensor
     scales_and_zeros: Tensor
     perm: Tensor | None
@@ -57,7 +57,8 @@ class Weights(NamedTuple):
 
 
 def choose(w: Weights, M: int, device: torch.device) -> dict:
-    """kernel_for()'s choice for M rows of x; cuBLAS where no kernel fits."""
+    """kernel_for()'s choice for M rows of x. cuBLAS multiplies where no kernel does: groups must be whole blocks, or
+    blocks whole groups."""
     parts = w.scales_and_zeros.shape[3]
     whole_blocks = w.per_channel or w.group_size % block_size(w.bits) == 0
     if M > MAX_ROWS or not (whole_blocks or parts > 1):
@@ -68,17 +69,17 @@ def choose(w: Weights, M: int, device: torch.device) -> dict:
 
 def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: Tensor | None,
                 residual: Tensor | None, eps: float) -> Tensor:
-    """One row of x, with norm."""
+    """One row of x: norm, perm, product, bias, SiLU gate and residual in one launch."""
     row_blocks, blocks = len(w.qweight), triton.cdiv(w.K, block_size(w.bits))
     warps, depth = choice["warps"], choice["depth"]
-    # Slices shorten what each program does to x: int4 [14336, 21504] took an H200 58.0 us with one, 49.1 with four.
-    # A norm needs all of x, and so has one slice.
+    # With slices each program prepares less of x: int4 [14336, 21504] took an H200 58.0 us with one, 49.1 with four.
+    # A norm needs all of x, and so there is one slice.
     slices = 1 if norm is not None else choice["slices"]
     rounds = triton.cdiv(blocks, warps * depth * slices)
-    slices = triton.cdiv(blocks, warps * depth * rounds)  # without those that nothing is left for
+    slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
     programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
     sizes = GemvSizes(**w.sizes, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds, slices=slices,
-                      full=blocks * block_size(w.bits) == w.K and blocks == rounds * slices * warps * depth)
+                      full=w.K == rounds * slices * warps * depth * block_size(w.bits))
     out = w.new_output(x)
     partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
     pdl = pdl_options(x.device)
@@ -89,11 +90,11 @@ def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: 
 
 
 def launch_gemm(x: Tensor, w: Weights, choice: dict, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """2 to 512 rows of x, normed and in the codes' order."""
+    """Several rows of x, normed and in the codes' order: product, bias, SiLU gate and residual in one launch."""
     M, block, parts = len(x), block_size(w.bits), w.scales_and_zeros.shape[3]
     block_n, block_m, splits, warps = choice["block_n"], choice["block_m"], choice["splits"], choice["warps"]
     slices, occupancy = choice["slices"], choice["occupancy"]
-    # Beside a wide tile's sums there is no room for those of a group.
+    # Beside a wide tile's sums there are no registers for a group's.
     scaled = not w.per_channel and (parts > 1 or block_m > MIN_BLOCK_M or bool(choice["scaled"]))
     block_m = min(block_m, max(8, triton.next_power_of_2(M)))
     tiles_m, tiles_n = triton.cdiv(M, block_m), triton.cdiv(len(w.qweight) * 16, block_n)
@@ -101,8 +102,8 @@ def launch_gemm(x: Tensor, w: Weights, choice: dict, bias: Tensor | None, residu
     # 81 with four.
     whole = 0
     if occupancy and slices > 1:
-        # As many tiles as fill the GPU stay whole, once or more; the rest, sliced, fill it once more: 512 rows of x and
-        # int4 weights [10240, 8192] took an H200 209 us with four slices of every tile, 175 so.
+        # As in stream-K: full waves of tiles stay whole, the remainder is sliced. 512 rows of x and int4 weights
+        # [10240, 8192] took an H200 209 us with four slices of every tile, 175 us so.
         wave = max(1, occupancy * gpu(x.device).multi_processor_count // tiles_m)  # tiles of w
         whole = tiles_n // wave * wave
     # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
@@ -120,12 +121,12 @@ def launch_gemm(x: Tensor, w: Weights, choice: dict, bias: Tensor | None, residu
 
 
 def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
-    """The launch option that leaves each of `occupancy` programs a multiprocessor its share of registers.
+    """The launch option that lets `occupancy` programs share a multiprocessor's registers; {} where none is needed.
 
-    Registers are handed out by eights: with 102 a thread, which count as 104, the last of ten programs has no place. 4
-    rows of int4 weights [12288, 4096] took an H200 5% less time with the limit rounded down to 96 (each way tuned; 16
-    products 0.4% less on average)."""
-    if occupancy * warps <= 8:  # all programs find room without a limit
+    A thread gets a multiple of eight registers. With a limit of 102 it would get 104, and the last of ten programs
+    would not fit. 4 rows of int4 weights [12288, 4096] took an H200 5% less time with 96 (each way tuned; 16 products
+    0.4% less on average)."""
+    if occupancy * warps <= 8:  # a thread may have 255 registers, the most there are
         return {}
     return dict(maxnreg=gpu(device).regs_per_multiprocessor // (32 * warps * occupancy) // 8 * 8)
 
@@ -133,7 +134,7 @@ def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
 @jit
 def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr, BITS: constexpr,
                       GATED: constexpr, SPAN: constexpr):
-    """Program (row block, SPAN blocks along K) -> their weights in out [N, K], rows in the order of the layer's."""
+    """Program (row block, SPAN blocks along K): write their weights to out [N, K], rows in the layer's order."""
     BLOCK: constexpr = 512 // BITS
     P: constexpr = 16 // BITS
     KB = (K + BLOCK - 1) // BLOCK
@@ -152,7 +153,7 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
     group = tl.load(scales_and_zeros + ((nb * C + chunk) * 16 + r[:, None]) * PARTS + (k // G % PARTS)[None, :])
     scale = scale_of(group).to(tl.float32)
-    # OR-ed into 2^23, integers are floats without a conversion, which runs at a quarter of the rate (see packed_gemm.py)
+    # OR-ed into 2^23, an integer is a float without a conversion (see dequantize() in packed_gemm.py)
     w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
     w *= scale
     if GATED:
@@ -196,8 +197,9 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
                   eps: float = 1e-5) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
 
-    gated: w's first half is the gate, its second half up, and the result silu(gate) * up, [M, N / 2]. The other tensors
-    are a PackedLinear's; semaphores are int32 zeros, one for each tile, and zeros again when the kernel is done."""
+    gated: the first half of w is the gate, the second half up, and the result silu(gate) * up [M, N / 2], without bias
+    and residual. The other arguments are a PackedLinear's. semaphores holds an int32 0 for each tile; when the kernel
+    is done, they are 0 again."""
     K = x.shape[1] if perm is None else len(perm)
     w = Weights(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, bits, group_size, gated)
     choice = choose(w, len(x), x.device)
@@ -223,7 +225,10 @@ def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, bits, group_siz
 
 
 class PackedLinear(nn.Module):
-    """A QuantizedLinear with its codes in the kernels' order; gated: its rows are gates, then as many ups."""
+    """A QuantizedLinear in the kernels' layout (see layout.py); gated: its rows are the gate's, then as many of up.
+
+    qweight and scales_and_zeros as in layout.py; perm [K'] or None as of group_inputs(); shifts int32 [2 P]; semaphores
+    int32 [tiles] for programs that share a tile. perm, shifts and semaphores are buffers."""
 
     def __init__(self, layer: QuantizedLinear, gated: bool = False):
         super().__init__()

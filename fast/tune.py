@@ -1,15 +1,15 @@
 """
 Find the fastest kernel for each weight shape, format and number of rows on this GPU, and write it into tuned.json.
 
-    python scripts/tune.py llama-2-7b llama-3.1-8b
-    python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
-    python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
-    python scripts/tune.py llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
+    python -m fast.tune llama-2-7b llama-3.1-8b
+    python -m fast.tune llama-2-70b/4                                       # the first rank's part of four
+    python -m fast.tune 14336x21504 --formats int4                          # one product, N x K
+    python -m fast.tune llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
 
-One row: the best sizes of a layer's kernels depend on each other, as one's first loads share the GPU with the end of
-the one before; they are searched in turn, in a chain of whole layers, attention included. Several rows: each product
-alone, with the library's (for int8 and int4: after dequantizing) as one of the candidates. No weight is in the cache: a
-graph reads each once, and the cache is cleared before it is replayed.
+One row of x: the best sizes of a layer's kernels depend on each other, as a kernel's first loads share the GPU with the
+end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each
+product is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the
+GPU's cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
 """
 import functools
 import json
@@ -25,77 +25,126 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from checkpoint import UserError
+from cli import Parser, find_device, report_errors
+from fast import common, tuning
+from fast.attention import update_and_attend
+from fast.packed_linear import MAX_ROWS, MIN_BLOCK_M, PackedLinear
+from model import Config
+from quantize import QuantizedLinear, pack
+from tp import Shard
 
-import kernels  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from benchmark import SHAPES  # noqa: E402
-from checkpoint import UserError  # noqa: E402
-from cli import Parser, find_device, report_errors  # noqa: E402
-from fast import product as fused  # noqa: E402
-from model import Config  # noqa: E402
-from packed import LEAST_COLUMNS, MOST_ROWS, KernelLinear, PackedLinear  # noqa: E402
-from tp import Shard  # noqa: E402
 
-FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}
+FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}  # bits, group
 ROWS = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
-KEPT = 1.01  # times the best time: that long, what fewer rows chose is kept
-MANY = 256  # rows; beyond, the library comes near the kernels, and each number of rows has the faster of the two
+KEPT = 1.01  # a choice of fewer rows is kept while it takes no more than that many times the best time
+MANY = 256  # rows; beyond, cuBLAS comes near the kernels, and each number of rows has the faster of the two
 LAYERS = 8  # in a graph, whose start then counts for little
-# The sizes of "row" and "rows": see kernels.tuned and packed.packed_linear.
-PLAIN_ROW = [["row", *sizes] for sizes in product((2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))]
-PLAIN_ROWS = [["rows", *sizes] for sizes in ((16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2),
-                                             (64, 64, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 8))]
-PACKED_ROW = [["row", *sizes, programs, slices] for sizes, programs, slices in product(
-    ((4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)),
-    (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))]
+LIBRARY = tuning.LIBRARY
+
+
+def choices(kernel: str, names: str, *values) -> list[dict]:
+    """All combinations of the values: a group of names, as "stages warps", goes with a list of tuples."""
+    groups = [group.split() for group in names.split(", ")]
+    found = []
+    for combination in product(*values):
+        sizes = {}
+        for group, some in zip(groups, combination):
+            sizes |= zip(group, some if isinstance(some, tuple) else (some,))
+        found.append(dict(kernel=kernel) | sizes)
+    return found
+
+
+# What the sizes mean stands in tuning.py.
+PLAIN_GEMV = choices("gemv", "block_n, stages, warps, programs", (2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))
+PLAIN_GEMM = choices("gemm", "block_n block_k stages warps", [
+    (16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2), (64, 64, 5, 4), (64, 128, 4, 4),
+    (64, 128, 6, 4), (128, 64, 4, 8)])
+PACKED_GEMV = choices("gemv", "warps depth stages, programs, slices", [
+    (4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)],
+    (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))
 # With an occupancy, and of two warps too, 4 and 16 rows take 6% less than without (60 products, one scan, H200).
-PACKED_FEW = [["rows", *sizes, slices, 0] for sizes, slices in product(
-    ((16, 64, 2, 4, 2, 8), (16, 64, 2, 4, 2, 10), (16, 64, 4, 3, 4, 5), (16, 64, 4, 5, 4, 8), (32, 64, 2, 4, 2, 8),
-     (32, 64, 2, 4, 2, 10), (32, 64, 2, 4, 2, 12), (32, 64, 4, 3, 4, 3), (32, 64, 4, 3, 4, 6), (32, 64, 4, 4, 4, 5),
-     (32, 64, 4, 5, 4, 5)), (1, 2, 3, 4))]
-PACKED_MORE = [["rows", *sizes, slices, scaled] for sizes, slices, scaled in product(
-    ((64, 64, 1, 3, 4, 3), (64, 64, 1, 4, 4, 3), (128, 64, 1, 3, 4, 2), (128, 64, 1, 4, 4, 2), (128, 64, 1, 3, 8, 2),
-     (256, 64, 1, 3, 8, 2), (64, 128, 1, 3, 4, 2), (64, 128, 1, 3, 4, 3), (128, 128, 1, 3, 4, 2),
-     (128, 128, 1, 3, 8, 1), (256, 128, 1, 3, 8, 1), (128, 256, 1, 3, 8, 1)), (1, 2, 3, 4, 6, 8), (0, 1))]
+PACKED_FEW = choices("gemm", "block_n block_m splits stages warps occupancy, slices, scaled", [
+    (16, 64, 2, 4, 2, 8), (16, 64, 2, 4, 2, 10), (16, 64, 4, 3, 4, 5), (16, 64, 4, 5, 4, 8), (32, 64, 2, 4, 2, 8),
+    (32, 64, 2, 4, 2, 10), (32, 64, 2, 4, 2, 12), (32, 64, 4, 3, 4, 3), (32, 64, 4, 3, 4, 6), (32, 64, 4, 4, 4, 5),
+    (32, 64, 4, 5, 4, 5)], (1, 2, 3, 4), (0,))
+PACKED_MORE = choices("gemm", "block_n block_m splits stages warps occupancy, slices, scaled", [
+    (64, 64, 1, 3, 4, 3), (64, 64, 1, 4, 4, 3), (128, 64, 1, 3, 4, 2), (128, 64, 1, 4, 4, 2), (128, 64, 1, 3, 8, 2),
+    (256, 64, 1, 3, 8, 2), (64, 128, 1, 3, 4, 2), (64, 128, 1, 3, 4, 3), (128, 128, 1, 3, 4, 2),
+    (128, 128, 1, 3, 8, 1), (256, 128, 1, 3, 8, 1), (128, 256, 1, 3, 8, 1)], (1, 2, 3, 4, 6, 8), (0, 1))
+
+
+def candidates(format: str, rows: int, N: int, K: int) -> list[dict]:
+    """The choices that are worth timing for so many rows of x and weights [N, K]."""
+    if format == "16-bit":
+        gemm = [choice for choice in PLAIN_GEMM if rows <= 64 or choice["block_n"] >= 64 and rows <= 128]
+        return [LIBRARY, *(PLAIN_GEMV if rows == 1 else []), *gemm]
+    # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
+    gemv = [choice for choice in PACKED_GEMV if K > 12288 or choice["slices"] == 1]
+    more = [choice for choice in PACKED_MORE if fits(choice, format, rows)]
+    return [LIBRARY, *(gemv if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
+            *(more if 8 < rows <= MAX_ROWS else [])]
+
+
+def fits(choice: dict, format: str, rows: int) -> bool:
+    """Whether sizes of packed_gemm() are worth their time, and not the same as others."""
+    block_m, wide = choice["block_m"], choice["block_m"] > MIN_BLOCK_M
+    if wide and block_m >= 2 * rows or not wide and rows > 5 * block_m:
+        return False
+    if format == "int4" and rows <= 64:
+        return True
+    return choice["scaled"] == (format != "int8")  # int8's one scale a row is the sum's; small groups always scale w
+
+
+def alike(rows: int) -> range:
+    """The numbers of rows that share a choice. It is timed with the first, the middle and the last: a tile that is not
+    full can take 10% longer than a full one, or less (int8 12288x4096, tiles of 128 rows: 300, 384, 450 and 512 rows
+    take 113, 114, 132 and 120 us, on an H200)."""
+    if rows <= 8:
+        return range(rows // 2 + 1, rows + 1)
+    step = 16 if rows <= 64 else 32 if rows <= MANY else 64
+    return range(max(8, (rows - 1) // step * step) + 1, rows + 1)
 
 
 def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) -> nn.Module:
-    """Random weights; packed ones straight from random codes."""
+    """Random weights; quantized ones straight from random codes."""
     if format == "16-bit":
         linear = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
         return linear.requires_grad_(False)
     bits, group = FORMATS[format]
     C = 1 if group == -1 else K // group
     codes = torch.randint(2 ** bits, (N, K), device=device, dtype=torch.uint8)
-    return KernelLinear(PackedLinear(codes, torch.rand(N, C, device=device) / K ** 0.5, None, bits), gated)
+    layer = QuantizedLinear(pack(codes, bits), torch.rand(N, C, device=device) / K ** 0.5, None, bits)
+    return PackedLinear(layer, gated)
 
 
 def copies(size: int) -> int:
-    """How many products with weights of so many bytes make a graph: of large ones fewer, which saves time."""
+    """How many products make a graph, if the weights of one have so many bytes: of large ones fewer, to save time."""
     return min(LAYERS, max(4, 400_000_000 // size))
 
 
 def milliseconds(run: Callable[[], None], spend: int = 12) -> float:
-    """Of one call, replayed as a CUDA graph for so many milliseconds; the median. Infinite if it does not fit the
+    """The median time of run() as a CUDA graph, replayed for `spend` milliseconds; infinite if it does not fit the
     GPU."""
     try:
         run()
-    except kernels.triton.runtime.errors.OutOfResources:
+    except common.triton.runtime.errors.OutOfResources:
         return float("inf")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return kernels.triton.testing.do_bench(graph.replay, warmup=spend / 3, rep=spend, return_mode="median")
+    return common.triton.testing.do_bench(graph.replay, warmup=spend / 3, rep=spend, return_mode="median")
 
 
 def config_of(what: str, format: str) -> Config | None:
-    """A model's, or that of the first rank's part of it."""
+    """A named model's config, or that of the first rank's part of it; None for a single product."""
     name, _, ranks = what.partition("/")
     if not ranks:
         return SHAPES.get(name)
@@ -112,37 +161,45 @@ def shapes_of(what: str, format: str) -> dict[str, tuple[int, int]]:
 
 
 class Tuner:
-    """A model shape's four products in one format, LAYERS times over."""
+    """A model shape's four products in one format, LAYERS times over.
+
+    few_outputs: one layer with 256 outputs a product, enough to compile the kernels."""
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
+        from fast.decoder import fused_linear  # not above: fast.decoder imports half of the model's code
         self.format, self.device, self.shapes = format, device, shapes_of(what, format)
         self.config = config_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
         self.bits = (FORMATS[format] or (16, 0))[0]
-        self.layers = [{name: fused(make_linear(*shape, format, name == "gate_up", device))
+        self.layers = [{name: fused_linear(make_linear(*shape, format, name == "gate_up", device))
                         for name, shape in self.shapes.items()}
                        for _ in range(1 if few_outputs else LAYERS)]
         self.norm = torch.ones(next(iter(self.shapes.values()))[1], device=device, dtype=torch.bfloat16)
 
     @property
-    def table(self) -> dict:
-        """What tuned.json has for this GPU and format, shape by shape, and what is found now."""
-        return kernels.table(kernels.gpu(self.device).name).setdefault(self.format, {})
+    def table(self) -> dict[str, list[dict]]:
+        """tuned.json's choices for this GPU and format, shape by shape, and those that are found now."""
+        return tuning.table(common.gpu(self.device).name).setdefault(self.format, {})
 
-    def choose(self, name: str, rows: int, choice: list) -> None:
-        """From now on, that kernel and those sizes for the product with up to so many rows."""
+    def set_choices(self, name: str, found: list[dict]) -> None:
+        """From now on, these choices for the product."""
         N, K = self.shapes[name]
-        more = [entry for entry in self.table.get(f"{N}x{K}", []) if entry[0] > rows]
-        self.table[f"{N}x{K}"] = [[rows, *choice], *more]
-        kernels.tuned.cache_clear()
+        self.table[f"{N}x{K}"] = sorted(found, key=lambda choice: choice["rows"])
+        tuning.kernel_for.cache_clear()
+
+    def choose(self, name: str, rows: int, choice: dict) -> None:
+        """From now on, this choice for the product with up to so many rows."""
+        N, K = self.shapes[name]
+        more = [entry for entry in self.table.get(f"{N}x{K}", []) if entry["rows"] > rows]
+        self.set_choices(name, [dict(rows=rows) | choice, *more])
 
     def run(self, layer: dict, name: str, x: Tensor, residual: Tensor) -> Tensor:
         if name in ("qkv", "gate_up"):
             return layer[name](x, self.norm, gated=name == "gate_up")
         return layer[name](x, residual=residual)
 
-    def time(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def time(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         """us of one product."""
         self.choose(name, rows, choice)
         N, K = self.shapes[name]
@@ -151,50 +208,51 @@ class Tuner:
         residual = torch.randn(rows, self.shapes["down"][0], device=self.device, dtype=torch.bfloat16)
         return 1e3 * milliseconds(lambda: [self.run(layer, name, x, residual) for layer in layers], spend) / len(layers)
 
-    def chain(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         """us of a layer with one row, that choice for one of its products: all four, and attention to 300 tokens."""
         self.choose(name, rows, choice)
         config, device = self.config, self.device
-        KV, E = config.n_kv_head, config.head_dim
+        heads, E = config.n_kv_head, config.head_dim
         x = torch.randn(1, config.dim, device=device, dtype=torch.bfloat16)
-        caches = [torch.randn(2, 1, KV, 512, E, device=device, dtype=torch.bfloat16) for _ in self.layers]
-        table = torch.ones(512, E, device=device)
+        caches = [torch.randn(2, 1, heads, 512, E, device=device, dtype=torch.bfloat16) for _ in self.layers]
+        rope = torch.ones(512, E, device=device)
         position = torch.tensor([[300]], device=device)
-        arrived = torch.zeros(KV, device=device, dtype=torch.int32)
+        semaphores = torch.zeros(heads, device=device, dtype=torch.int32)
 
         def run():
             h = x
             for layer, (k_cache, v_cache) in zip(self.layers, caches):
                 qkv = self.run(layer, "qkv", h, x).view(1, 1, -1, E)
-                y = kernels.update_and_attend(qkv, position, table, table, k_cache, v_cache, arrived)
+                y = update_and_attend(qkv, position, rope, rope, k_cache, v_cache, semaphores)
                 h = self.run(layer, "out", y.view(1, -1), h)
                 h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
 
         return 1e3 * milliseconds(run, spend) / len(self.layers)
 
-    def best(self, name: str, rows: list[int], choices: list, bar: tqdm, timer: Callable,
-             before: list | None = None) -> tuple[float, list]:
+    def best(self, name: str, rows: list[int], choices: list[dict], bar: tqdm, timer: Callable,
+             before: dict | None = None) -> tuple[float, dict]:
         """us and choice of the fastest, or of the one before if that takes no more than KEPT times as long.
 
-        All are timed a little with the most rows, the first eight then in turns with each of these numbers, the first
-        three of them again, four times as often: near the GPU's power limit one time differs from the next by up to 4%.
-        int4's weights are scaled, and so rounded, for a gain of 2% and no less (rounded())."""
+        All are timed a little with the most rows. Then the first eight are timed in turns with each of these numbers of
+        rows, and the first three of them again, four times as often: near the GPU's power limit one time differs from
+        the next by up to 4%. Scaling int4's weights rounds them, and must gain 2% for that (see handicapped())."""
         timed = []
         for choice in choices:
             timed.append((timer(name, rows[-1], choice, 2), choice))
             bar.update()
         for most, turns in ((8, 1), (3, 4)):
-            timed.sort(key=self.rounded)
+            timed.sort(key=self.handicapped)
             finalists = [choice for i, (_, choice) in enumerate(timed) if i < most or choice == before]
             rounds = [[timer(name, M, choice, 4) for choice in finalists] for M in rows * turns]
             timed = list(zip(map(statistics.mean, zip(*rounds)), finalists))
-        best = min(timed, key=self.rounded)
-        return next((one for one in timed if one[1] == before and self.rounded(one) <= KEPT * self.rounded(best)), best)
+        best = min(timed, key=self.handicapped)
+        limit = KEPT * self.handicapped(best)
+        return next((one for one in timed if one[1] == before and self.handicapped(one) <= limit), best)
 
-    def rounded(self, timed: tuple[float, list]) -> float:
-        """The time of a choice, longer where that rounds weights and others do not."""
+    def handicapped(self, timed: tuple[float, dict]) -> float:
+        """The time of a choice, 2% longer where that rounds weights and others do not."""
         us, choice = timed
-        return us * 1.02 if self.format == "int4" and choice[8:] == [1] else us
+        return us * 1.02 if self.format == "int4" and choice.get("scaled") else us
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
         if 1 in rows:
@@ -202,64 +260,67 @@ class Tuner:
         self.several_rows([M for M in rows if M > 1], bar)
 
     def one_row(self, bar: tqdm) -> None:
-        """Each product's in the chain, twice over; a single product's alone."""
+        """Each of a model's products is timed in the chain, twice over; a single product alone."""
         for name in [*self.shapes] * 2 if self.config else self.shapes:
-            choices = candidates(self.format, 1, *self.shapes[name])
-            us, choice = self.best(name, [1] * 3, choices, bar, self.chain if self.config else self.time)
+            found = candidates(self.format, 1, *self.shapes[name])
+            us, choice = self.best(name, [1] * 3, found, bar, self.chain if self.config else self.time)
             self.choose(name, 1, choice)
         if self.config:
             bar.write(f"{self.format}: {us:.1f} us a layer with one row")
 
     def several_rows(self, rows: list[int], bar: tqdm) -> None:
         for name, (N, K) in self.shapes.items():
-            old = self.table.get(f"{N}x{K}", [])
-            found, report = [entry for entry in old if not any(entry[0] in alike(M) for M in rows)], []
-            if found and found[0][0] == 1:
-                report.append((1, self.time(name, 1, found[0][1:]), self.cublas(N, K, 1)))
+            entries = self.table.get(f"{N}x{K}", [])
+            entries = [entry for entry in entries if not any(entry["rows"] in alike(M) for M in rows)]
+            report = []
+            if entries and entries[0]["rows"] == 1:
+                report.append((1, self.time(name, 1, without_rows(entries[0])), self.cublas(N, K, 1)))
             before = None
             for M in sorted(rows):
-                several = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
-                choices = candidates(self.format, M, N, K)
-                one_by_one = M > MANY and len(choices) > 1
+                few = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
+                found = candidates(self.format, M, N, K)
+                one_by_one = M > MANY and len(found) > 1
                 if one_by_one:
-                    choices.remove(["library"])
-                _, before = self.best(name, several, choices, bar, self.time, before)
-                entries = self.against_library(name, M, before) if one_by_one else [[M, *before]]
-                found += entries
+                    found.remove(LIBRARY)
+                _, before = self.best(name, few, found, bar, self.time, before)
+                new = self.against_library(name, M, before) if one_by_one else [dict(rows=M) | before]
+                entries += new
                 # one after the other, as a hot GPU is slower
-                report.append((M, self.time(name, M, entries[-1][1:]), self.cublas(N, K, M)))
-            self.table[f"{N}x{K}"] = sorted(found)
-            kernels.tuned.cache_clear()
+                report.append((M, self.time(name, M, without_rows(new[-1])), self.cublas(N, K, M)))
+            self.set_choices(name, entries)
             bar.write(f"{self.format} {name} {N}x{K}, us by rows (over 16-bit weights and cuBLAS): " + ", ".join(
                 f"{M}: {us:.1f} ({us / cublas:.2f})" for M, us, cublas in report))
 
-    def against_library(self, name: str, rows: int, kernel: list) -> list:
-        """The entries of alike(rows). cuBLAS's time jumps from one number of rows to the next: 4096x11008 with 279, 280
-        and 281 takes it 47, 41 and 47 us (bf16, H200). The kernel's does not: it is smoothed."""
-        library, own = zip(*[(self.time(name, M, ["library"]), self.time(name, M, kernel, 4)) for M in alike(rows)])
-        found = []
+    def against_library(self, name: str, rows: int, kernel: dict) -> list[dict]:
+        """The entries of alike(rows): for each number of rows the kernel or cuBLAS, whichever is faster.
+
+        cuBLAS's time jumps from one number to the next: 4096x11008 with 279, 280 and 281 rows takes it 47, 41 and 47 us
+        (bf16, H200). The kernel's time does not jump, so it is smoothed."""
+        library, own = zip(*[(self.time(name, M, LIBRARY), self.time(name, M, kernel, 4)) for M in alike(rows)])
+        found, fastest = [], None
         for i, M in enumerate(alike(rows)):
-            times = {"library": library[i], "rows": statistics.median(own[max(0, i - 4):i + 5])}
+            times = {"library": library[i], "kernel": statistics.median(own[max(0, i - 4):i + 5])}
             best = min(times, key=times.get)
-            if not found or times[found[-1][1]] > KEPT * times[best]:
-                found.append([M, *(["library"] if best == "library" else kernel)])
-            found[-1][0] = M
+            if not found or times[fastest] > KEPT * times[best]:
+                found.append(dict(rows=M) | (LIBRARY if best == "library" else kernel))
+                fastest = best
+            found[-1]["rows"] = M
         return found
 
     def check(self, rows: list[int], bar: tqdm) -> None:
-        """What the table chooses against the best that could be had, for numbers of rows that it was not made with; not
-        for one row, as that is chosen in a chain."""
+        """Report how far the table's choices are behind the best that could be had, for other numbers of rows than it
+        was made with. Not for one row, as that is chosen in a chain."""
         found = []
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
             for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K)) > 1):
-                chosen = kernels.tuned(self.format, N, K, M, self.device)
+                chosen = without_rows(tuning.kernel_for(self.format, N, K, M, self.device))
                 _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K), bar, self.time)
                 ratios = [1.0 if chosen == best else self.time(name, M, chosen) / self.time(name, M, best)
                           for _ in range(9)]
                 del self.table[f"{N}x{K}"]
                 self.table.update({} if before is None else {f"{N}x{K}": before})
-                kernels.tuned.cache_clear()
+                tuning.kernel_for.cache_clear()
                 found.append((statistics.median(ratios), f", {name} {N}x{K} with {M} rows: {chosen}, not {best}"))
         behind = sum(ratio > 1.03 for ratio, _ in found)
         worst, where = max(found, default=(1.0, ""))
@@ -273,75 +334,57 @@ class Tuner:
         return 1e3 * milliseconds(lambda: [nn.functional.linear(x, w) for w in weights]) / len(weights)
 
 
-def alike(rows: int) -> range:
-    """The numbers of rows that have one choice of kernel, made with the first, the middle and the last: a tile that is
-    not full can take 10% longer than a full one, or less (int8 12288x4096, tiles of 128 rows: 300, 384, 450 and 512
-    rows take 113, 114, 132 and 120 us, on an H200)."""
-    if rows <= 8:
-        return range(rows // 2 + 1, rows + 1)
-    step = 16 if rows <= 64 else 32 if rows <= MANY else 64
-    return range(max(8, (rows - 1) // step * step) + 1, rows + 1)
+def without_rows(entry: dict) -> dict:
+    """The choice in an entry of the table."""
+    return {key: value for key, value in entry.items() if key != "rows"}
 
 
-def candidates(format: str, rows: int, N: int, K: int) -> list:
-    if format == "16-bit":
-        several = [choice for choice in PLAIN_ROWS if rows <= 64 or choice[1] >= 64 and rows <= 128]
-        return [["library"], *(PLAIN_ROW if rows == 1 else []), *several]
-    more = [choice for choice in PACKED_MORE if fits(choice, format, rows)]
-    # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
-    row = [choice for choice in PACKED_ROW if K > 12288 or choice[-1] == 1]
-    return [["library"], *(row if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
-            *(more if 8 < rows <= MOST_ROWS else [])]
-
-
-def fits(choice: list, format: str, rows: int) -> bool:
-    """Whether sizes of packed_rows_kernel are worth their time, and not the same as others."""
-    _, _, width, *_, scaled = choice
-    wide = width > LEAST_COLUMNS
-    if wide and width >= 2 * rows or not wide and rows > 5 * width:
-        return False
-    if format == "int4" and rows <= 64:
-        return True
-    return scaled == (format != "int8")  # one scale a row is for the sums; groups smaller than a block always scale
-
-
-small_tuner = functools.cache(functools.partial(Tuner, few_outputs=True))
+@functools.cache
+def small_tuner(what: str, format: str, device: torch.device) -> Tuner:
+    return Tuner(what, format, device, few_outputs=True)
 
 
 @torch.no_grad()
-def compile_kernel(what: str, format: str, device: torch.device, name: str, rows: int, choice: list) -> None:
+def compile_kernel(what: str, format: str, device: torch.device, name: str, rows: int, choice: dict) -> None:
     """In a process of its own: Triton keeps what it compiles on disk, by a layer's K and not by its N."""
     tuner = small_tuner(what, format, device)
     tuner.choose(name, rows, choice)
     x = torch.zeros(rows, tuner.shapes[name][1], device=device, dtype=torch.bfloat16)
-    with torch.cuda.device(device), suppress(kernels.triton.runtime.errors.OutOfResources):  # Triton launches there
+    with torch.cuda.device(device), suppress(common.triton.runtime.errors.OutOfResources):  # Triton launches there
         tuner.run(tuner.layers[0], name, x, x.new_zeros(rows, 256))
 
 
 def compile_all(units: list[tuple[str, str]], rows: list[int], device: torch.device) -> None:
-    # what Triton's code depends on; fewer rows have more candidates
-    rows = {(M == 1, min(max(8, kernels.triton.next_power_of_2(M)), 256), M % 16 == 0): M
+    """Fill Triton's cache on all CPU cores, so that the timing does not wait for one."""
+    # one M for each code that Triton compiles; the smallest, as fewer rows have more candidates
+    rows = {(M == 1, min(max(8, common.triton.next_power_of_2(M)), 256), M % 16 == 0): M
             for M in sorted(rows, reverse=True)}.values()
     tasks = [(what, format, device, name, M, choice) for (what, format), M in product(units, rows)
              for name, shape in shapes_of(what, format).items()
              for choice in candidates(format, M, *shape)
-             if choice[0] == "row" or choice[7:8] <= [2]]  # "rows" with more slices is the same code
+             if choice["kernel"] == "gemv" or choice.get("slices", 1) <= 2]  # packed_gemm's code has slices or has none
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
 
 
+def to_json(value, indent: int = 1) -> str:
+    """As json.dumps(value, indent=1) gives it, but a choice stands on one line."""
+    if not value or not isinstance(value, dict | list) or "kernel" in value:
+        return json.dumps(value)
+    if isinstance(value, dict):
+        items, (left, right) = [f"{json.dumps(key)}: {to_json(item, indent + 1)}" for key, item in value.items()], "{}"
+    else:
+        items, (left, right) = [to_json(item, indent + 1) for item in value], "[]"
+    between = "\n" + " " * indent
+    return left + between + ("," + between).join(items) + "\n" + " " * (indent - 1) + right
+
+
 def write(path: Path, name: str) -> None:
-    """One line a shape."""
-    tables = json.loads(path.read_text()) | {name: kernels.table(name)}
-    text = json.dumps(tables, indent=1)
-    for formats in tables.values():
-        for shapes in formats.values():
-            for shape, choices in shapes.items():
-                text = text.replace(f'"{shape}": ' + json.dumps(choices, indent=1).replace("\n", "\n   "),
-                                    f'"{shape}": ' + json.dumps(choices))
-    partial = path.with_stem(path.stem + ".partial")  # interrupted, the table stays whole
-    partial.write_text(text + "\n")
+    """Put this GPU's table into the file, in the place of what that has for it."""
+    tables = json.loads(path.read_text()) | {name: tuning.table(name)}
+    partial = path.with_stem(path.stem + ".partial")  # interrupted, the file stays whole
+    partial.write_text(to_json(tables) + "\n")
     partial.replace(path)
 
 
@@ -369,7 +412,7 @@ def parse_args() -> Namespace:
 def main() -> None:
     args = parse_args()
     device = find_device(args.device)
-    if device.type != "cuda" or not kernels.triton:
+    if device.type != "cuda" or not common.triton:
         raise UserError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
     units = []
     for what, format in product(args.what, args.formats):
@@ -390,7 +433,7 @@ def main() -> None:
                     tuner.check(args.rows, bar)
                 else:
                     tuner.tune(args.rows, bar)
-                    write(ROOT / "tuned.json", kernels.gpu(device).name)
+                    write(tuning.PATH, common.gpu(device).name)
             del tuner
             torch.cuda.empty_cache()
 

@@ -2,13 +2,24 @@
 Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
 
 tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
-is large enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows) or "library" (cuBLAS; quantized weights
-are dequantized first); its other fields are that kernel's sizes:
+serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows) or "library" (cuBLAS; quantized weights
+are dequantized first). Its other fields are that kernel's sizes:
 
-    16-bit gemv    block_n, stages, warps, programs (per multiprocessor)
+    16-bit gemv    block_n, stages, warps, programs
     16-bit gemm    block_n, block_k, stages, warps
-    packed gemv    warps, depth, stages, programs (per multiprocessor), slices
-    packed gemm    block_n, block_m, splits, stages, warps, occupancy (programs per multiprocessor; 0: any), slices, scaled
+    packed gemv    warps, depth, stages, programs, slices
+    packed gemm    block_n, block_m, splits, stages, warps, occupancy, slices, scaled
+
+    block_n     rows of w in a tile (16-bit gemv: that a program takes at a time)
+    block_k     inputs in a step
+    block_m     rows of x in a tile
+    stages      tiles in flight from memory
+    programs    programs a multiprocessor; a program takes one tile after the other
+    occupancy   programs that shall share a multiprocessor, whose registers are limited for it; 0: no limit
+    slices      of K, each another program's; their sums are added up in memory
+    depth       blocks of the packed layout that a warp reads in a round
+    splits      blocks of the packed layout in a step, each with a sum of its own
+    scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
 python -m fast.tune writes the file.
@@ -28,11 +39,18 @@ LIBRARY = {"kernel": "library"}
 
 @functools.cache
 def table(name: str) -> dict:
-    """tuned.json's choices for a GPU; {} for one that was never tuned, which is said once."""
-    tables = json.loads(PATH.read_text())
-    if name not in tables:
-        print(f"tuned.json has nothing for {name}: python -m fast.tune finds its fastest kernels", file=sys.stderr)
-    return tables.get(name, {})
+    """tuned.json's choices for the GPU of this name. Where it has none that can be read, {}, and a line on stderr."""
+    found = json.loads(PATH.read_text()).get(name)
+    if found is None:
+        print(f"tuned.json has nothing for {name}: rules of thumb choose the kernels; python -m fast.tune finds the "
+              "fastest", file=sys.stderr)
+        return {}
+    if not all(isinstance(choice, dict) for shapes in found.values() for choices in shapes.values()
+               for choice in choices):
+        print(f"tuned.json is in an old form for {name}: rules of thumb choose the kernels; python -m fast.tune writes "
+              "a new one", file=sys.stderr)
+        return {}
+    return found
 
 
 @functools.cache
@@ -62,6 +80,7 @@ def rules_for_packed(N: int, device: torch.device) -> list[dict]:
 
 
 def rules_for_16_bits(N: int, K: int, device: torch.device) -> list[dict]:
+    """One row of x wants whole rows of w in shared memory; where two of them do not fit, "gemm" serves one row, too."""
     memory = gpu(device).shared_memory_per_block_optin
     row = 2 * triton.next_power_of_2(K)  # bytes of a row of w in shared memory
     block_n = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's row and its up's
@@ -72,4 +91,4 @@ def rules_for_16_bits(N: int, K: int, device: torch.device) -> list[dict]:
     several = dict(rows=16, kernel="gemm", block_n=16, block_k=256, stages=6, warps=2)
     if N > 8192:
         several |= dict(block_n=64, block_k=128, stages=4, warps=4)
-    return [one, several] if 2 * row <= memory else [several]  # a gate's row and its up's must fit
+    return [one, several] if 2 * row <= memory else [several]

@@ -1,4 +1,4 @@
-"""Quantized layers in the speed layer: the kernels' layout, the CPU's layer, each kernel against its twin and float64."""
+"""Quantized layers of the speed layer: the layout, the CPU's layer, each kernel against its twin and float64."""
 import pytest
 import torch
 
@@ -144,13 +144,13 @@ def test_packed_kernels(device, dtype, rows, shape):
     if device == "cuda":
         torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
     out = packed.fused(x, norm, residual, gated)
-    twin = plain_packed_linear(x, packed.qweight, packed.scales_and_zeros, packed.perm, packed.shifts, packed.semaphores,
-                               N, bits, packed.group_size, norm, layer.bias, residual, gated)
+    twin = plain_packed_linear(x, packed.qweight, packed.scales_and_zeros, packed.perm, packed.shifts,
+                               packed.semaphores, N, bits, packed.group_size, norm, layer.bias, residual, gated)
     assert out.shape == ref.shape and out.dtype == dtype
     floor = 1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3  # gated, the errors of two products meet
     for one, plain, exact in zip(out, twin, ref):
-        # The twin rounds the normed x, the weights and the output to 16 bits, as the library's product of 520 rows does.
-        # In bf16 the worst of 520 rows of 32 inputs is off by 5.4e-3 then (the median of 200 seeds).
+        # The twin rounds the normed x, the weights and the output to 16 bits, and so does the path of 520 rows. With 32
+        # inputs in bf16, the worst of 520 rows is off by 5.4e-3 then (emulated; the median of 200 seeds).
         assert error(one, exact) < max(1.1 * error(plain, exact), floor)
 
 

@@ -1,4 +1,4 @@
-"""scripts/tune.py with made-up times: what it finds is what kernels.tuned() then takes."""
+"""fast/tune.py with made-up times: what it finds is what kernel_for() then takes."""
 import json
 import sys
 import zlib
@@ -12,33 +12,40 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import fast
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import tune  # noqa: E402
-from checkpoint import UserError  # noqa: E402
+from checkpoint import UserError
+from fast import common, tune, tuning
+from fast.tuning import LIBRARY, kernel_for
 
 GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
 CPU = torch.device("cpu")
 
 
-def cost(shape: tuple[int, int], rows: int, choice: list) -> float:
+def cost(shape: tuple[int, int], rows: int, choice: dict) -> float:
     tiles = -(-rows // 16) if rows > 8 else -(rows - 1).bit_length()
-    return 1 + zlib.crc32(json.dumps([shape, tiles, choice]).encode()) % 1000
+    return 1 + zlib.crc32(json.dumps([shape, tiles, tune.without_rows(choice)]).encode()) % 1000
+
+
+def use_gpu(monkeypatch):
+    for module in common, tuning:
+        monkeypatch.setattr(module, "gpu", lambda device: GPU)
+
+
+def entry(rows: int, choice: dict) -> dict:
+    return dict(rows=rows) | choice
 
 
 @pytest.fixture
 def tuner(monkeypatch):
     table = {}
-    monkeypatch.setattr(kernels, "table", lambda name: table)
-    monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
-    kernels.tuned.cache_clear()
+    monkeypatch.setattr(tuning, "table", lambda name: table)
+    use_gpu(monkeypatch)
+    kernel_for.cache_clear()
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
                                                       head_dim=64, ffn_dim=768))
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
     monkeypatch.setattr(tune, "KEPT", 1)
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return cost(self.shapes[name], rows, choice)
 
@@ -46,7 +53,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
         format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format)))
     yield tune.Tuner
-    kernels.tuned.cache_clear()
+    kernel_for.cache_clear()
 
 
 @pytest.mark.parametrize("format", ["16-bit", "int4"])
@@ -55,36 +62,36 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
     made, ROWS, said = tuner(what, format), [1, 2, 8, 24, 64, 200], []
     taken, chained = {}, []
 
-    def chain(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         chained.append(name)
         self.choose(name, rows, choice)
-        return sum(cost((K, N), 1, kernels.tuned(format, N, K, 1, CPU)) for N, K in self.shapes.values())
+        return sum(cost((K, N), 1, kernel_for(format, N, K, 1, CPU)) for N, K in self.shapes.values())
 
     monkeypatch.setattr(tune.Tuner, "chain", chain)
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda *_: [])
+    monkeypatch.setattr(tuning, "rules_of_thumb", lambda *_: [])
     bar = tqdm(disable=True)
     bar.write = said.append
     made.tune(ROWS, bar)
     for N, K in made.shapes.values():
         for M in ROWS:
-            taken[M] = kernels.tuned(format, N, K, M, CPU)
+            taken[M] = kernel_for(format, N, K, M, CPU)
             shape = (K, N) if M == 1 and made.config else (N, K)  # a model's one row: the chain decides
             costs = [cost(shape, M, choice) for choice in tune.candidates(format, M, N, K)]
             assert cost(shape, M, taken[M]) == min(costs)
-        assert kernels.tuned(format, N, K, 1000, CPU) == ["library"]
+        assert kernel_for(format, N, K, 1000, CPU) == LIBRARY
     turns = [name for name, before in zip(chained, [None, *chained]) if name != before]
     assert turns == ([*made.shapes] * 2 if made.config else [])
     made.several_rows([40], bar)  # changes nothing for others
     for N, K in made.shapes.values():
-        assert [cost((N, K), M, kernels.tuned(format, N, K, M, CPU)) for M in ROWS if M > 1] == [
+        assert [cost((N, K), M, kernel_for(format, N, K, M, CPU)) for M in ROWS if M > 1] == [
             min(cost((N, K), M, choice) for choice in tune.candidates(format, M, N, K)) for M in ROWS if M > 1]
-    before = deepcopy(kernels.table(GPU.name))
+    before = deepcopy(tuning.table(GPU.name))
     made.check(ROWS[1:], bar)
-    assert "worst 1.000" in said[-1] and kernels.table(GPU.name) == before
+    assert "worst 1.000" in said[-1] and tuning.table(GPU.name) == before
 
     worst = max(tune.candidates(format, 24, N, K), key=lambda choice: cost((N, K), 24, choice))
-    kernels.table(GPU.name)[format][f"{N}x{K}"] = [[24, *worst]]
-    kernels.tuned.cache_clear()
+    tuning.table(GPU.name)[format][f"{N}x{K}"] = [entry(24, worst)]
+    kernel_for.cache_clear()
     made.check([24], bar)
     ratio = cost((N, K), 24, worst) / cost((N, K), 24, taken[24])
     assert f"worst {ratio:.3f}" in said[-1] and f"{N}x{K} with 24 rows" in said[-1]
@@ -92,21 +99,22 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
 def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
     times = {}
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda format, N, K, device: [[40, "rows", 16, 64, 2, 4, 2, 8, 1, 0]])
+    rule = tune.PACKED_FEW[0]
+    monkeypatch.setattr(tuning, "rules_of_thumb", lambda format, N, K, device: [entry(40, rule)])
     made, said = tuner("512x256", "int4"), []
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
-        times[rows, *choice] = times.get((rows, *choice), 0) + 1
-        return 2 + (choice[0] == "library")
+        times[rows, *choice.values()] = times.get((rows, *choice.values()), 0) + 1
+        return 2 + (choice == LIBRARY)
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
     bar = tqdm(disable=True)
     bar.write = said.append
     made.check([1, 3, 24, 80], bar)
-    assert kernels.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
+    assert tuning.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
     # once as a candidate, three times as one of eight, twelve as one of three; as it is what is chosen, too, no more
-    assert times[24, "rows", 16, 64, 2, 4, 2, 8, 1, 0] == times[3, "rows", 16, 64, 2, 4, 2, 8, 1, 0] == 16
+    assert times[24, *rule.values()] == times[3, *rule.values()] == 16
     assert times[80, "library"] == 10 and "1 more than 3% behind, the worst 1.500" in said[0]
     assert "with 80 rows" in said[0]
 
@@ -114,9 +122,9 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeyp
 def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
     monkeypatch.setattr(tune, "KEPT", 1.01)
     second_takes = {2: 95, 3: 100.5, 48: 95, 49: 97, 57: 97, 64: 97}  # the first takes 100
-    first, second = [choice for choice in tune.candidates("int4", 24, 512, 256) if choice[0] == "rows"][:2]
+    first, second = [choice for choice in tune.candidates("int4", 24, 512, 256) if choice["kernel"] == "gemm"][:2]
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return 100 if choice == first else second_takes.get(rows, 103) if choice == second else 200
 
@@ -125,7 +133,8 @@ def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
     bar.write = lambda text: None
     made = tuner("512x256", "int4")
     made.tune([64, 4, 3, 48, 2], bar)
-    assert made.table["512x256"] == [[2, *second], [3, *second], [4, *first], [48, *first], [64, *second]]
+    assert made.table["512x256"] == [entry(2, second), entry(3, second), entry(4, first), entry(48, first),
+                                     entry(64, second)]
 
 
 def test_one_bad_time_does_not_end_a_choice(tuner, monkeypatch):
@@ -133,7 +142,7 @@ def test_one_bad_time_does_not_end_a_choice(tuner, monkeypatch):
     monkeypatch.setattr(tune, "KEPT", 1.01)
     stays = tune.PACKED_FEW[3]
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return (300 if spend == 2 and rows == 24 else 100) if choice == stays else 99.5 if rows > 16 else 200
 
@@ -142,16 +151,17 @@ def test_one_bad_time_does_not_end_a_choice(tuner, monkeypatch):
     bar.write = lambda text: None
     made = tuner("512x256", "int4")
     made.several_rows([16, 24], bar)
-    assert made.table["512x256"] == [[16, *stays], [24, *stays]]
+    assert made.table["512x256"] == [entry(16, stays), entry(24, stays)]
 
 
 @pytest.mark.parametrize("gain, scales", [(0, False), (3, True)])
 def test_weights_are_scaled_for_a_gain_of_2_percent_only(tuner, monkeypatch, gain, scales):
     """Also where fewer rows have chosen that."""
     monkeypatch.setattr(tune, "KEPT", 1.01)
-    plain, scaled = [["rows", 64, 64, 1, 3, 4, 3, 1, scaled] for scaled in (0, 1)]
+    plain, scaled = tune.PACKED_MORE[:2]
+    assert (plain["scaled"], scaled["scaled"]) == (0, 1)
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
         return 100 - (3 if rows <= 32 else gain) if choice == scaled else 100 if choice == plain else 200
 
@@ -160,17 +170,17 @@ def test_weights_are_scaled_for_a_gain_of_2_percent_only(tuner, monkeypatch, gai
     bar.write = lambda text: None
     made = tuner("512x256", "int4")
     made.several_rows([48, 32], bar)
-    assert made.table["512x256"] == [[32, *scaled], [48, *(scaled if scales else plain)]]
+    assert made.table["512x256"] == [entry(32, scaled), entry(48, scaled if scales else plain)]
 
 
 def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
     monkeypatch.setattr(tune, "KEPT", 1.01)
-    first, second = [choice for choice in tune.candidates("int4", 400, 512, 256) if choice[0] == "rows"][:2]
+    first, second = [choice for choice in tune.candidates("int4", 400, 512, 256) if choice["kernel"] == "gemm"][:2]
     library = {270: 90, 271: 90, 272: 100.5, 273: 102, 447: 99.5, 448: 90, 449: 94}
 
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
-        if choice == ["library"]:
+        if choice == LIBRARY:
             return library.get(rows, 150)
         return (100 if choice == first else 95 if choice == second and rows > 448 else 200) * (2 if rows == 290 else 1)
 
@@ -178,25 +188,26 @@ def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
     said, bar = [], tqdm(disable=True)
     bar.write = said.append
     made = tuner("512x256", "int4")
-    made.table["512x256"] = [[256, *second], [288, *first], [360, "library"], [416, "library"], [512, *first]]
+    made.table["512x256"] = [entry(256, second), entry(288, first), entry(360, LIBRARY), entry(416, LIBRARY),
+                              entry(512, first)]
     made.several_rows([512, 320, 448], bar)
     assert made.table["512x256"] == [
-        [256, *second], [269, *first], [272, "library"], [320, *first], [360, "library"], [447, *first],
-        [448, "library"], [449, "library"], [512, *second]]
+        entry(256, second), entry(269, first), entry(272, LIBRARY), entry(320, first), entry(360, LIBRARY),
+        entry(447, first), entry(448, LIBRARY), entry(449, LIBRARY), entry(512, second)]
     assert said[0].endswith("320: 100.0 (100.00), 448: 90.0 (90.00), 512: 95.0 (95.00)")
 
 
 def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
-    def timed(self, name: str, rows: int, choice: list, spend: int = 12) -> float:
+    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         self.choose(name, rows, choice)
-        return 1 if choice == ["library"] else 2
+        return 1 if choice == LIBRARY else 2
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
     bar = tqdm(disable=True)
     bar.write = lambda text: None
     made = tuner("512x256", "int4")
     made.tune([2, 16], bar)
-    assert kernels.tuned("int4", 512, 256, 2, CPU) == ["library"]
+    assert kernel_for("int4", 512, 256, 2, CPU)["kernel"] == "library"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "int4-32"])
@@ -204,26 +215,49 @@ def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
 def test_candidates_are_worth_their_time(format, rows):
     found = [choice for choice in tune.candidates(format, rows, 57344, 8192) if choice in tune.PACKED_MORE]
     assert len(found) > 5 and len(set(map(str, found))) == len(found)
-    for _, _, width, *_, scaled in found:
-        assert width < 2 * rows or width == 64
-        assert rows <= 5 * width or width > 64
-        assert scaled == (format != "int8") or format == "int4" and rows <= 64
+    for choice in found:
+        block_m = choice["block_m"]
+        assert block_m < 2 * rows or block_m == 64
+        assert rows <= 5 * block_m or block_m > 64
+        assert choice["scaled"] == (format != "int8") or format == "int4" and rows <= 64
 
 
 def test_the_table_is_replaced_as_a_whole(tuner, tmp_path, monkeypatch):
-    old = {"another": {"int8": {"64x64": [[1, "library"]]}}, GPU.name: {}}
+    old = {"another": {"int8": {"64x64": [entry(1, LIBRARY)]}}, GPU.name: {}}
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps(old))
-    kernels.table(GPU.name)["int4"] = {"512x256": [[1, "row", 9], [8, "library"]]}
+    tuning.table(GPU.name)["int4"] = {"512x256": [entry(1, tune.PACKED_GEMV[0]), entry(8, LIBRARY)]}
     with monkeypatch.context() as failing:
         failing.setattr(Path, "replace", lambda *paths: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tune.write(path, GPU.name)
     assert json.loads(path.read_text()) == old
     tune.write(path, GPU.name)
-    assert json.loads(path.read_text()) == old | {GPU.name: kernels.table(GPU.name)}
-    assert '"512x256": [[1, "row", 9], [8, "library"]]' in path.read_text()
+    assert json.loads(path.read_text()) == old | {GPU.name: tuning.table(GPU.name)}
+    assert '    {"rows": 8, "kernel": "library"}\n' in path.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
+
+
+def test_tuned_json_is_as_the_tuner_writes_it():
+    text = tuning.PATH.read_text()
+    assert tune.to_json(json.loads(text)) + "\n" == text
+    assert tune.to_json({"GPU": {"int4": {}}}) == '{\n "GPU": {\n  "int4": {}\n }\n}'
+
+
+def test_a_choice_of_an_old_tuned_json_is_not_taken(tmp_path, monkeypatch, capsys):
+    """One line says so, and rules of thumb choose."""
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({GPU.name: {"int4": {"512x256": [[1, "row", 4, 2, 3, 1, 1], [512, "library"]]}}}))
+    monkeypatch.setattr(tuning, "PATH", path)
+    use_gpu(monkeypatch)
+    tuning.table.cache_clear()
+    kernel_for.cache_clear()
+    taken = [kernel_for("int4", 512, 256, M, CPU)["kernel"] for M in (1, 300)]
+    tuning.table.cache_clear()
+    kernel_for.cache_clear()
+    said = capsys.readouterr().err
+    assert taken == ["gemv", "gemm"]
+    assert said.count("\n") == 1 and "in an old form" in said and "python -m fast.tune" in said
 
 
 @pytest.mark.parametrize("what, formats, made", [
@@ -233,7 +267,7 @@ def test_groups_that_do_not_divide_are_left_out(monkeypatch, capsys, what, forma
     units = []
     monkeypatch.setattr(sys, "argv", ["tune.py", what, "--formats", formats])
     monkeypatch.setattr(tune, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(kernels, "triton", True)
+    monkeypatch.setattr(common, "triton", True)
     monkeypatch.setattr(tune, "compile_all", lambda found, rows, device: units.extend(found))
     monkeypatch.setattr(tune, "Tuner", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError if made else UserError, match=None if made else "none is left"):
@@ -245,7 +279,7 @@ def test_groups_that_do_not_divide_are_left_out(monkeypatch, capsys, what, forma
 def test_kernels_are_compiled_on_the_device_that_was_asked_for(monkeypatch):
     """In a worker, whose current GPU is the first; what needs too much of one is passed over."""
     did, errors = [], SimpleNamespace(OutOfResources=MemoryError)
-    monkeypatch.setattr(kernels, "triton", SimpleNamespace(runtime=SimpleNamespace(errors=errors)))
+    monkeypatch.setattr(common, "triton", SimpleNamespace(runtime=SimpleNamespace(errors=errors)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: did.append(device) or nullcontext())
 
     def run(layer, name, x, residual):
@@ -255,21 +289,23 @@ def test_kernels_are_compiled_on_the_device_that_was_asked_for(monkeypatch):
     tuner = SimpleNamespace(shapes=dict(down=(256, 64)), layers=[{}], choose=lambda *choice: did.append(choice))
     tuner.run = run
     monkeypatch.setattr(tune, "small_tuner", lambda *unit: tuner)
-    tune.compile_kernel("small", "int4", CPU, "down", 3, ["library"])
-    assert did == [("down", 3, ["library"]), CPU, ("down", (3, 64))]
+    tune.compile_kernel("small", "int4", CPU, "down", 3, LIBRARY)
+    assert did == [("down", 3, LIBRARY), CPU, ("down", (3, 64))]
 
 
 def test_what_was_not_tuned_has_a_rule_of_thumb(tuner, monkeypatch):
-    monkeypatch.setattr(kernels, "rule_of_thumb", lambda *_: [[1, "row", 7], [16, "rows", 7], [64, "rows", 8]])
-    kernels.table(GPU.name)["int4"] = {"512x256": [[1, "row", 9], [8, "library"]]}
-    taken = [kernels.tuned("int4", N, 256, M, CPU) for N, M in ((512, 1), (512, 8), (512, 9), (512, 17), (512, 65),
+    rules = [entry(1, tune.PACKED_GEMV[0]), entry(16, tune.PACKED_FEW[0]), entry(64, tune.PACKED_FEW[1])]
+    tuned = [entry(1, tune.PACKED_GEMV[1]), entry(8, LIBRARY)]
+    monkeypatch.setattr(tuning, "rules_of_thumb", lambda *_: rules)
+    tuning.table(GPU.name)["int4"] = {"512x256": tuned}
+    taken = [kernel_for("int4", N, 256, M, CPU) for N, M in ((512, 1), (512, 8), (512, 9), (512, 17), (512, 65),
                                                                 (256, 1), (256, 16))]
-    assert taken == [["row", 9], ["library"], ["rows", 7], ["rows", 8], ["library"], ["row", 7], ["rows", 7]]
+    assert taken == [*tuned, *rules[1:], LIBRARY, *rules[:2]]
 
 
 def test_a_rank_without_outputs_has_rules_of_thumb(monkeypatch):
-    monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
-    assert [most for most, *_ in kernels.rule_of_thumb("int4", 0, 256, CPU)] == [1, 8, 64, 512]
+    use_gpu(monkeypatch)
+    assert [choice["rows"] for choice in tuning.rules_of_thumb("int4", 0, 256, CPU)] == [1, 8, 64, 512]
 
 
 def test_a_whole_layer_is_timed(monkeypatch):
@@ -277,11 +313,11 @@ def test_a_whole_layer_is_timed(monkeypatch):
     monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
                                                       head_dim=64, ffn_dim=768))
     runs, tables = [], {}
-    monkeypatch.setattr(kernels, "table", lambda name: tables)
-    monkeypatch.setattr(kernels, "gpu", lambda device: GPU)
+    monkeypatch.setattr(tuning, "table", lambda name: tables)
+    use_gpu(monkeypatch)
     monkeypatch.setattr(tune, "milliseconds", lambda run, *spend: runs.append(run()) or 2.0)
     monkeypatch.setattr(tune, "LAYERS", 3)
     for format in ("16-bit", "int8"):
         with torch.no_grad():
-            assert tune.Tuner("small", format, CPU).chain("out", 1, ["library"]) == 2e3 / 3
+            assert tune.Tuner("small", format, CPU).chain("out", 1, LIBRARY) == 2e3 / 3
     assert len(runs) == 2
