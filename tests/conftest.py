@@ -1,3 +1,4 @@
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -5,18 +6,35 @@ import pytest
 import torch
 
 from cli import report_errors
+from helpers import ROOT
+
+LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where there is a GPU; elsewhere they count as deselected, and the header says why."""
+    """GPU tests run where there is a GPU; elsewhere they count as deselected, and a line says so."""
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
+        config.stash[LEFT_OUT] = len(gpu)
 
 
 def pytest_report_header():
     return "GPU tests: " + ("run" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA GPU here")
+
+
+def pytest_report_collectionfinish(config):
+    if count := config.stash.get(LEFT_OUT, 0):
+        return f"left out: {count} GPU tests, PyTorch finds no CUDA GPU here"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_imports():
+    """Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain PyTorch alone. So
+    then every test fails here. A repository whose fast/ was deleted has the tests of the core left."""
+    if (ROOT / "fast").exists():
+        importlib.import_module("fast")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -370,14 +373,16 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub():
+@contextmanager
+def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked, server.refuse = [], ("", 200, "")
     Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def download(home: Path, hub: ThreadingHTTPServer, name: str = "owner/name") -> subprocess.CompletedProcess:
@@ -388,31 +393,44 @@ def download(home: Path, hub: ThreadingHTTPServer, name: str = "owner/name") -> 
                           capture_output=True, text=True, timeout=60)
 
 
-def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path, hub):
-    online = download(tmp_path, hub)
+def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path):
+    with hub() as server:
+        online = download(tmp_path, server)
     assert online.returncode == 0, online.stderr
     files = {str(file.relative_to(online.stdout.strip())): file.read_text()
              for file in Path(online.stdout.strip()).rglob("*") if file.is_file()}
     assert files == {file: file for file in WANTED}
-    asked = {path.partition(f"/resolve/{COMMIT}/")[2] for path in hub.asked if "/resolve/" in path}
+    asked = {path.partition(f"/resolve/{COMMIT}/")[2] for path in server.asked if "/resolve/" in path}
     assert asked == set(WANTED)
-    hub.shutdown()
-    hub.server_close()
-    offline = download(tmp_path, hub)
+    offline = download(tmp_path, server)
     assert (offline.returncode, offline.stdout) == (0, online.stdout), offline.stderr
 
 
-@pytest.mark.parametrize("name, refuse, words", [
+NOT_DOWNLOADED = [  # the name, what the Hub refuses (None: it is out of reach), what is said
     ("a/b", ("/api/", 401, "RepoNotFound"), "401 licence"), ("a/b", ("/resolve/", 401, "GatedRepo"), "401 licence"),
     ("a/b", ("/api/", 403, "GatedRepo"), "403 licence"), ("a/b", ("/api/", 403, ""), "403 licence"),
     ("a/b", ("/resolve/", 403, ""), "403 licence"), ("a/b", ("/api/", 404, "RepoNotFound"), "404"),
-    ("a/b", None, "network"), ("no such dir", None, "directory owner/name"), ("a/b/c", None, "directory owner/name")])
-def test_what_does_not_download_is_one_line_and_exit_code_2(tmp_path, hub, name, refuse, words):
-    hub.refuse = refuse or hub.refuse
-    if not refuse:
-        hub.shutdown()
-        hub.server_close()
-    done = download(tmp_path, hub, name)
+    ("a/b", None, "network"), ("no such dir", None, "directory owner/name"), ("a/b/c", None, "directory owner/name")]
+
+
+@pytest.fixture(scope="module")
+def not_downloaded(tmp_path_factory) -> dict[tuple, subprocess.CompletedProcess]:
+    """Two at a time: each imports PyTorch."""
+    def run(case: tuple) -> subprocess.CompletedProcess:
+        name, refuse, _ = case
+        with hub() as server:
+            server.refuse = refuse or server.refuse
+            if refuse:
+                return download(tmp_path_factory.mktemp("home"), server, name)
+        return download(tmp_path_factory.mktemp("home"), server, name)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(NOT_DOWNLOADED, pool.map(run, NOT_DOWNLOADED)))
+
+
+@pytest.mark.parametrize("case", NOT_DOWNLOADED, ids=str)
+def test_what_does_not_download_is_one_line_and_exit_code_2(not_downloaded, case):
+    (name, _, words), done = case, not_downloaded[case]
     *progress, line = done.stderr.splitlines()
     assert [other for other in progress if other.strip() and not other.strip().startswith("Fetching")] == []
     assert absent(f"{name} {words}", line) == [] and ("hf auth login" in line or "licence" not in words)
