@@ -37,6 +37,8 @@ from fast.sampling import fast_accept, fast_choose, fast_propose
 from sampling import choose
 from speculative import accept, propose
 
+__all__ = ["Fast", "optimize", "read_bandwidth"]
+
 
 @dataclass(frozen=True)
 class Fast:

@@ -39,7 +39,7 @@ from quantize import QuantizedLinear, pack
 from tp import Shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from benchmark import SHAPES  # noqa: E402
+from shapes import SHAPES  # noqa: E402
 
 FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}  # bits, group
 ROWS = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
@@ -108,7 +108,7 @@ def alike(rows: int) -> range:
     take 113, 114, 132 and 120 us, on an H200)."""
     if rows <= 8:
         return range(rows // 2 + 1, rows + 1)
-    step = 16 if rows <= 64 else 32 if rows <= MANY else 64
+    step = next(step for most, step in ((64, 16), (MANY, 32), (rows, 64)) if rows <= most)
     return range(max(8, (rows - 1) // step * step) + 1, rows + 1)
 
 

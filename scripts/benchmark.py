@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -41,29 +41,15 @@ from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_c
 from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft, find_dtype,  # noqa: E402
                  memory_advice, within)
 from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
-from model import Config, RopeScaling, Transformer  # noqa: E402
+from model import Config, Transformer  # noqa: E402
 from quantize import default_group, load_checkpoint, read_settings, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
+from shapes import SHAPES  # noqa: E402
 from speculative import Draft, make_policy  # noqa: E402
 from tp import Shard, Team, all_reduce, join, run, splitter  # noqa: E402
 
-LLAMA31_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
-SHAPES = {  # dim, layers, heads, kv heads, head dim, ffn dim, vocabulary, context
-    "llama-2-7b": Config(4096, 32, 32, 32, 128, 11008, 32000, 4096),
-    "llama-2-13b": Config(5120, 40, 40, 40, 128, 13824, 32000, 4096),
-    "llama-2-70b": Config(8192, 80, 64, 8, 128, 28672, 32000, 4096),
-    "llama-3.1-8b": Config(4096, 32, 32, 8, 128, 14336, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA31_SCALING),
-    "llama-3.1-70b": Config(8192, 80, 64, 8, 128, 28672, 128256, 131072, rope_theta=5e5, rope_scaling=LLAMA31_SCALING),
-    "llama-3.2-1b": Config(2048, 16, 32, 8, 64, 8192, 128256, 131072, rope_theta=5e5,
-                           rope_scaling=replace(LLAMA31_SCALING, factor=32.0), tied=True),
-    "qwen3-8b": Config(4096, 36, 32, 8, 128, 12288, 151936, 40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True),
-    "mistral-7b": Config(4096, 32, 32, 8, 128, 14336, 32000, 32768, window=4096),
-    "smollm2-135m": Config(576, 30, 9, 3, 64, 1536, 49152, 8192, rope_theta=1e5, tied=True),
-}
-
-
 def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None) -> Transformer:
     """Normal weights of a scale that keeps activations near 1; norms are 1."""
     with torch.device("meta"):

@@ -107,7 +107,7 @@ def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team:
         seconds=time.perf_counter() - begun)
 
 
-def table(results: list[dict]) -> str:
+def comparison_table(results: list[dict]) -> str:
     """Markdown; the first model is what the others are measured against."""
     lines = ["| model | bits per byte | difference | word perplexity | token perplexity | weights, MB |",
              "|---|---:|---:|---:|---:|---:|"]
@@ -174,7 +174,7 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
     finally:  # should one fail or Ctrl-C come, the others are not lost
         if results and not args.json:
-            print(table(results), file=sys.stdout if args.compare else sys.stderr)
+            print(comparison_table(results), file=sys.stdout if args.compare else sys.stderr)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act
               num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,
               attention_bias=False, mlp_bias=False, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=1,
               eos_token_id=2)
-SHAPES = {
+PAIR = {
     "tiny": dict(hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640),
     "tiny-draft": dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384),
 }
@@ -139,7 +139,7 @@ def measure(directory: Path, text: Path, device: torch.device) -> None:
     if not paragraphs:
         raise UserError(f"--eval {text}: no line of over 100 characters in it")
     choices = {}
-    for name in SHAPES:
+    for name in PAIR:
         path = directory / name
         encoded = list(map(Tokenizer(path).encode, paragraphs))
         model = load_model(path, device, torch.float32)
@@ -153,7 +153,7 @@ def measure(directory: Path, text: Path, device: torch.device) -> None:
         size = sum(p.numel() for p in model.parameters())
         text_bytes = sum(len(paragraph.encode()) for paragraph in paragraphs)
         print(f"{name}: {size / 1e6:.2f}M parameters, {nats / math.log(2) / text_bytes:.4f} bits per byte")
-    target, draft = (torch.cat(choices[name]) for name in SHAPES)
+    target, draft = (torch.cat(choices[name]) for name in PAIR)
     print(f"greedy agreement: {(target == draft).float().mean():.1%} of {len(target)} tokens")
 
 
@@ -164,7 +164,7 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
     stream, starts = (t.to(device) for t in token_stream(stories, tokenizer))
     seen = args.steps * args.batch * args.context
     print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens; {seen / len(stream):.1f} times over")
-    for name, shape in SHAPES.items():
+    for name, shape in PAIR.items():
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
         teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)

@@ -7,7 +7,7 @@ from fast.layout import (block_size, from_mma_order, group_inputs, pack_scales, 
                          untile)
 from fast.packed_linear import PackedLinear, plain_packed_linear
 from quantize import QuantizedLinear, pack
-from test_kernels import error, exact_linear
+from helpers import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is

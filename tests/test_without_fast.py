@@ -111,7 +111,7 @@ def test_a_fast_that_cannot_be_imported_is_said_in_one_line_and_plain_pytorch_ru
     (tree / "fast" / "__init__.py").write_text('raise RuntimeError("broken")\n')
     broken = in_tree(tree, [sys.executable, *GREEDY, "--device", "cpu", "--compile"])
     assert (broken.returncode, broken.stdout) == (0, done["plain"].stdout)
-    assert broken.stderr == "fast/ cannot be imported, plain PyTorch runs instead: RuntimeError: broken\n"
+    assert broken.stderr == "fast/ cannot be imported, plain PyTorch runs: RuntimeError: broken\n"
 
 
 @pytest.mark.gpu
