@@ -57,8 +57,7 @@ def find_device(name: str | None) -> torch.device:
     counts = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
     name = name or next(kind for kind, count in counts.items() if count)
     kind, _, index = name.partition(":")
-    count = counts.get(kind)
-    if count is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
+    if (count := counts.get(kind)) is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
@@ -237,7 +236,7 @@ def show(completions: list) -> Iterator[None]:
         shown = 0
         while True:
             text = completion.visible()
-            if completion.heading != completion.prompt:  # the text does not follow the prompt: no space at its begin
+            if completion.heading != completion.prompt:  # the text stands alone: no leading space
                 text = text.lstrip(" ")
             sys.stdout.write(text[shown:])
             sys.stdout.flush()

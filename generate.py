@@ -165,6 +165,8 @@ class Generator(ModelRunner):
             for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
                 pass
             warm_up.join()
+            if self.kernels:
+                self.decoder.reset_semaphores()
 
     @torch.no_grad()
     def warm_up_kernels(self) -> None:
@@ -222,8 +224,7 @@ class Generator(ModelRunner):
         """For each step and row the new tokens with their log-probabilities, on the host.
 
         Ragged prompts need no padding mask: see model.py. start: so many tokens, the same for all prompts, are in the
-        cache already. A GPU's step is handed over once the next one is launched, so that the GPU computes while the
-        host looks."""
+        cache already. On a GPU a step is yielded after the next one is launched, so that the GPU never waits."""
         steps = map(self.copy_to_host, self.steps(prompts, new_tokens, start))
         if self.device.type == "cuda":
             steps = one_behind(steps)
@@ -440,7 +441,7 @@ def run_prompts(generator: Generator, completions: list[Completion], args: argpa
 
 
 def main() -> None:
-    """Reads as the program runs: what to load, load, compile, generate, report. Longer than a screen for that."""
+    """Loads, compiles, generates and reports, in that order. Long, because it is the whole program."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(__doc__, TINY)

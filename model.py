@@ -9,7 +9,9 @@ no clean-up and no mask of their own: what they left in the cache is overwritten
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
 V vocabulary.
 
-A new family of models is a new field of Config, read in checkpoint.config_from_hf(), and its use below.
+A new family of models is a field of Config, read in checkpoint.config_from_hf(), and its use below; new weights have
+their names in checkpoint.hf_weights(). fast/decoder.py fuses this forward, unless there is a field that it does not
+know.
 """
 from dataclasses import dataclass
 
@@ -66,9 +68,8 @@ class Transformer(nn.Module):
         and the tokens of a forward attend to each other alone (training)."""
         # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
         device, dtype = self.embed.weight.device, self.embed.weight.dtype
-        cos, sin = rope_tables(self.config, max_seq_len)
-        self.register_buffer("cos", cos.to(device), persistent=False)
-        self.register_buffer("sin", sin.to(device), persistent=False)
+        for name, table in zip(("cos", "sin"), rope_tables(self.config, max_seq_len)):
+            self.register_buffer(name, table.to(device), persistent=False)
         self.register_buffer("slots", torch.arange(max_seq_len, device=device), persistent=False)  # [L]
         self.register_buffer("rows", torch.arange(batch_size, device=device)[:, None], persistent=False)  # [B, 1]
         shape = (batch_size, self.config.n_kv_head, max_seq_len, self.config.head_dim)
@@ -77,7 +78,7 @@ class Transformer(nn.Module):
                 layer.attn.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
 
     def repeat_rows(self, n: int) -> None:
-        """Copies the caches of rows 0, 1, ... to n rows each: 0..n-1, n..2n-1, ... One prefill serves n samples."""
+        """Copies cache row i to rows i * n .. i * n + n - 1, so that one prefill serves n samples."""
         for layer in self.layers if n > 1 else ():
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
                 cache.copy_(cache[:len(cache) // n].repeat_interleave(n, dim=0))
@@ -86,8 +87,7 @@ class Transformer(nn.Module):
                 last: Tensor | None = None) -> Tensor:
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
 
-        slots: the first part of self.slots, where the caller knows that no position lies beyond it. Attention then
-        reads that part of the cache and no more."""
+        slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache."""
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)  # [B, T, 1, E]
         rows = self.rows[:len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
@@ -175,7 +175,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config: Config, max_seq_len: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [L, E] in fp32 (bf16 loses 2e-3), for Hugging Face's layout: a head's first half turns with its second.
+    """cos, sin [L, E] in fp32 (bf16 loses 2e-3). Hugging Face's layout rotates element i of a head with i + E / 2.
 
     RoPE: arXiv 2104.09864. Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
     freq = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)  # [E/2]

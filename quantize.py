@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ...
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
 CHUNK = 8192  # calibration tokens at a time
 SHARD_BYTES = 4 * GIB
+say_once = cache(tqdm.write)
 
 
 # The plain quantized layer
@@ -62,7 +63,8 @@ class QuantizedLinear(nn.Module):
     w[n, k] = (code[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
     qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 [N, C]; zeros: integers [N, C], None
-    for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where groups are K / C neighbours."""
+    for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs
+    are a group."""
 
     def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
                  g_idx: Tensor | None = None):
@@ -152,15 +154,15 @@ def round_to_nearest(w: Tensor, bits: int, group_size: int, sym: bool,
 def inverse_factor(hessian: Tensor) -> Tensor:
     """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
 
-    L is the Cholesky factor of the matrix turned by half; the inverse of L, turned back, is U. So no inverse has to be
-    factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
+    L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L, reversed again. So no
+    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
     damping, failed = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30), True
     while failed:
         hessian.diagonal().add_(damping)
         L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         damping *= 10
         if failed:
-            tqdm.write("GPTQ: a Hessian is not positive definite; damped ten times more", file=sys.stderr)
+            say_once("GPTQ: a Hessian is not positive definite; damped ten times more until it is", file=sys.stderr)
     eye = torch.eye(len(L), device=L.device)
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
 
@@ -256,9 +258,9 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
 def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
     """Calls replace(parent, name, hessian, drift) for each linear layer in turn, tokens [S, T].
 
-    The hessian is of the inputs that the model gives whose earlier layers are quantized; drift says how far these are
-    from the inputs of the model as it was. To get the inputs of the second matrix of an attention or a feed-forward
-    layer, an identity takes the matrix's place."""
+    hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
+    in the original model. An identity takes the place of a half's second matrix, so that the half returns that one's
+    inputs."""
     model.setup(tokens.shape[1])
     block_inputs = []
     hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs))
@@ -391,7 +393,7 @@ class QuantizedReader:
     def read_linear(self, name: str, shape: tuple[int, int], bias: bool) -> nn.Module:
         """Hugging Face's linear layer `name` of that shape, or the rank's part of it; plain where it is not quantized.
 
-        UserError for a g_idx that does not fill all groups alike."""
+        UserError for a g_idx that does not name each group K / C times."""
         (N, K), (rows, columns) = shape, self.part(name)
         bias = self.read(name + "bias", (N,), part=(rows,)).to(self.dtype) if bias else None
         if name + "weight" in self.files and name + "qweight" not in self.files:
@@ -404,15 +406,15 @@ class QuantizedReader:
         read_codes = self.read_awq if self.settings["quant_method"] == "awq" else self.read_gptq
         qweight, zeros = read_codes(name, N, K, C)
         scales = self.read(name + "scales", (C, N), part=(slice(None), rows)).T
-        neighbours = (torch.arange(K, device=self.device) // (K // C))[columns]
+        consecutive = (torch.arange(K, device=self.device) // (K // C))[columns]
         if name + "g_idx" not in self.files and not self.settings.get("desc_act"):
-            g_idx = neighbours
+            g_idx = consecutive
         else:
             g_idx = self.read(name + "g_idx", (K,), "I32", (columns,)).long()
             counts = g_idx.clamp(0, C).bincount(minlength=C)
             if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
                 raise UserError(f"{name}g_idx: want each of {C} groups {K // C} times; config.json is of another model")
-        if torch.equal(g_idx, neighbours):  # a rank's columns are whole groups
+        if torch.equal(g_idx, consecutive):  # a rank's columns are whole groups
             here = slice(int(g_idx[0]), int(g_idx[-1]) + 1)
             return QuantizedLinear(qweight, scales[:, here], zeros[:, here], self.bits, bias)
         return QuantizedLinear(qweight, scales, zeros, self.bits, bias, g_idx)

@@ -1,10 +1,10 @@
 """
-Speculative decoding: a draft proposes k tokens, one forward of the target verifies them all, and what is kept has the
-distribution of what the target generates alone (arXiv 2211.17192 and 2302.01318). Each row of a batch moves on at its
+Speculative decoding: a draft proposes k tokens, and one forward of the target verifies them. The output has the
+target's own distribution (arXiv 2211.17192 and 2302.01318). Each row of a batch moves on at its
 own pace; no row waits for another's rejection (arXiv 2404.15778).
 
-A rejected draft needs no clean-up. It was written into the KV cache behind the end of its text, where nothing attends
-to it, and the tokens that come next overwrite it: see model.py.
+A rejected draft needs no clean-up. Its keys and values lie past the end of the text, where nothing attends to them, and
+the tokens that come next overwrite them: see model.py.
 
 A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. The host learns
 a step late what came out. Before that it launches the next step, for which it decides k alone. On a GPU each k is a
@@ -84,8 +84,8 @@ def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Prompt lookup: text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B], 0 or
     k.
 
-    The draft is what followed the latest earlier place that matches the end of the text. A longer match goes first, of
-    up to NGRAM tokens. Where the end of the text follows that place too soon, the draft repeats it in a circle."""
+    The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
+    fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match."""
     B, L = text.shape
     at = torch.arange(L, device=text.device)
     same = torch.ones(B, L, dtype=torch.bool, device=text.device)
@@ -134,7 +134,7 @@ class DraftModel:
         self.prompts, self.start = prompts, start
         self.reads_prompts = start < self.max_seq_len and (drafting or width > 256)
         if start:
-            self.unread += 1 + width  # 1: of a chat's last answer the cache may lack a token, which was drafted
+            self.unread += 1 + width  # 1: the cache may lack the last answer's last token, which was drafted
         else:
             self.unread = 0 if self.reads_prompts else width
 
@@ -221,9 +221,8 @@ class Bass(Fixed):
 class Auto(Fixed):
     """The k that promises the most tokens a second.
 
-    It knows how often a token was accepted lately and how long a step of each k takes. Where drafting is slower than
-    not drafting, it stops. It tries again once all such tries, and what the next one would cost, are a small share of
-    the time."""
+    It estimates how often a token is accepted and how long a step of each k takes. It stops where drafting is slower
+    than not drafting. It retries while the time lost in retries stays a small share of all time."""
 
     LOSS = 0.02  # that share
     MEMORY = 0.95  # how much of a step's counts remains after the next step

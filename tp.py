@@ -38,14 +38,14 @@ from model import Config, Transformer
 
 
 def cut(n: int, unit: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Begin and end of a rank's part of n. All cuts are at multiples of unit, and as even as that allows."""
+    """A rank's share of n: [begin, end). Shares are multiples of unit, and as even as that allows."""
     each, more = divmod(-(-n // unit), ranks)
     begin, end = (min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1))
     return begin, end
 
 
 def part_of(columns: int, ranks: int) -> int:
-    """The logits that each rank has, but for the last ranks: a multiple of 8, for the packed kernels."""
+    """Logits per rank: a multiple of 8, as the packed kernels need. The last ranks have fewer, or none."""
     return -(-columns // (8 * ranks)) * 8
 
 
@@ -53,8 +53,8 @@ class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
     group: inputs of a quantized layer that share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and
-    down are cut between groups, so that any number of ranks holds the same quantized weights. UserError if there are
-    too many ranks."""
+    down are cut between groups, so that any number of ranks holds the same quantized weights; quantize.QuantizedReader
+    reads the slices. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
         self.whole = config
@@ -74,10 +74,10 @@ class Shard:
 
     @staticmethod
     def cut_heads(config: Config, group: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The rank's q heads and kv heads, from where to where. With more ranks than kv heads, several share one."""
+        """The rank's q heads and kv heads, each [begin, end). With more ranks than kv heads, several share one."""
         H, K, E = config.n_head, config.n_kv_head, config.head_dim
         word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
-        # kv heads are cut so that their own outputs are whole words, and their q heads' outputs whole groups of o
+        # unit: the kv heads whose own outputs fill whole words, and whose q heads' outputs fill whole groups of o
         unit = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
         if ranks <= -(-K // unit):
             kv = cut(K, unit, rank, ranks)
@@ -103,7 +103,7 @@ class Shard:
         return model
 
     def widest(self, name: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The range of the weights of a layer's rows over all ranks. name: as in the model, "wo" say."""
+        """low and high of each row's weights over all ranks. name: the layer's in the model, such as "wo"."""
         if name in ("wo", "w_down"):  # each rank has some columns
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)

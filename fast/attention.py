@@ -269,6 +269,7 @@ def plain_update(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cac
     rows = torch.arange(len(qkv), device=qkv.device)[:, None]
     k_cache[rows, :, positions] = plain_rope(k, k_norm)
     v_cache[rows, :, positions] = v
+    # The queries come last: the attention kernel reads the cache before it waits for the kernel before it.
     return plain_rope(q, q_norm)
 
 

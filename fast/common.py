@@ -1,5 +1,6 @@
 """
-What the kernels share: Triton, or stand-ins where it is missing, properties of the GPU, and two device functions.
+What the kernels share: Triton, or stand-ins where it is missing, properties of the GPU, and the device
+functions that several kernels use.
 """
 import functools
 

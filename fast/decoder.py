@@ -1,7 +1,7 @@
 """
 Swaps a model.py Transformer's modules for fast ones on a CUDA GPU, in 16-bit types.
 
-A decode step of one row is five launches a layer:
+On one GPU a decode step of one row is five launches a layer; with several ranks two all-reduces are launches too:
 
     wqkv         norm, product, bias               fused_linear
     attention    rope, cache update, attention     update_and_attend
@@ -15,6 +15,7 @@ quantized feed-forward layers swapped.
 Shapes: as in model.py, and M = B x T rows.
 """
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +40,17 @@ def replace_quantized(model: nn.Module, build: Callable[[QuantizedLinear, str], 
                 setattr(module, name, build(child, name))
 
 
+# The fields of model.Config that this file's modules, or model.py's around them, take into account.
+KNOWN_FIELDS = {"dim", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
+                "rope_theta", "rope_scaling", "qkv_bias", "qk_norm", "window", "tied"}
+
+
 def fusible(model: nn.Module) -> bool:
-    """Whether each layer's q, k and v are one matrix, and gate and up are: of one type, their inputs in one order."""
-    return all(isinstance(layer, nn.Linear | QuantizedLinear) for block in model.layers
+    """Whether each layer's q, k and v are one matrix, and gate and up are: of one type, their inputs in one order.
+
+    False, too, for a model with a Config field that this file does not know: its forward may have changed."""
+    known = {field.name for field in fields(model.config)} <= KNOWN_FIELDS
+    return known and all(isinstance(layer, nn.Linear | QuantizedLinear) for block in model.layers
                for layer in (block.attn.wqkv, block.ffn.w_gate_up))
 
 
@@ -49,8 +58,9 @@ def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
     """A linear layer as a function (x [M, K], norm's weight [K], residual=, gated=, eps=) -> [M, N], in one launch or
     two; gated -> [M, N / 2].
 
-    Which function, the layer's type says. A ColumnParallelLinear takes no residual, as each rank has a part of it; a
-    RowParallelLinear takes nothing but the residual, as sums of parts come first. buffer: see collectives.py."""
+    The layer's type decides which. A ColumnParallelLinear takes no residual, because each rank has a part of the
+    outputs. A RowParallelLinear takes only a residual, because the ranks' parts must be summed first. buffer: see
+    collectives.py."""
     if isinstance(layer, RowParallelLinear):
         partial_sum = fused_linear(layer.linear)
         return lambda x, residual: fused_all_reduce(partial_sum(x), residual, buffer)
@@ -123,7 +133,9 @@ class FusedBlock(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """A Transformer's forward for decode and verification. The positions of one sequence follow one another."""
+    """A Transformer's forward for decode and verification. The positions of one sequence follow one another.
+
+    A Config field that changes model.py's forward must be handled here, too: see KNOWN_FIELDS."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -138,6 +150,13 @@ class FusedDecoder(nn.Module):
         for layer in self.layers:
             x = layer(x, positions)
         return self.head(x, model.norm.weight, eps=model.norm.eps).unflatten(0, tokens.shape)
+
+    def reset_semaphores(self) -> None:
+        """For after two steps that may have run at once, on two streams, and left a count that a later step would
+        mistake for its own."""
+        for name, buffer in self.named_buffers():
+            if name.rpartition(".")[2] in ("semaphore", "semaphores"):
+                buffer.zero_()
 
 
 def install_kernels(model: nn.Module) -> FusedDecoder:

@@ -10,8 +10,8 @@ neighbours (PTX ISA, "Matrix fragments for mma.m16n8k16"):
 
 The codes are packed so that a lane's 16-byte load brings it just these: no thread passes a code to another.
 
-A block is 16 words of one row, and holds P = 16 / bits codes for each of 32 lanes' pairs: 128 int4 or 64 int8 codes.
-Thread t loads words 4t to 4t + 3, which are c = 0..3:
+A block is 16 words of one row: 128 int4 or 64 int8 codes. A word holds P = 16 / bits pairs of codes. Thread t loads
+words 4t to 4t + 3, which are c = 0..3:
 
     word     0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
     t        0  0  0  0 |  1  1  1  1 |  2  2  2  2 |  3  3  3  3
@@ -27,10 +27,10 @@ Word (t, c) holds these inputs k of the block, which are k = 8P c + 8s + 2t + e 
             s, e             1, 1            1, 0  |      0, 1            0, 0
             k-16c-2t            9               8  |         1               0
 
-So an int4 word serves two matrix instructions, the first with s = 0, 1 and the second with s = 2, 3. A pair's two codes
-stand 16 bits apart: one AND with 0x000f000f leaves both of them, each in its half of the register.
+So an int4 word serves two matrix instructions, the first with s = 0, 1 and the second with s = 2, 3. An int4
+pair's codes stand 16 bits apart: one AND with 0x000f000f leaves both of them, each in its half of the register.
 
-The blocks of 16 rows that share their place along K lie together, 1 KiB that a warp loads with 16 bytes a lane, twice:
+The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp loads with two 16-byte loads a lane:
 
     qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
 

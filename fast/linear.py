@@ -154,7 +154,7 @@ def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor 
                  residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
     """The plain twin of linear()."""
     if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)  # rounded once, as in the kernels
+        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)  # rounded once, as in norm_kernel
     y = F.linear(x, w, bias)
     if gated:
         gate, up = y.chunk(2, dim=-1)

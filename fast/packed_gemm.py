@@ -15,7 +15,7 @@ As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles of
 The remainder is split along K into `slices` and reduced through memory: the last program to come adds the slices up.
 
 Names: S the sizes (GemmSizes); BLOCK codes of a row in a block; P = 16 / bits; PARTS groups in a block; KB blocks of a
-row; C groups of a row, counted by PARTS; nb row blocks of w.
+row; C groups of a row, counted by PARTS; nb the row block of w that a row belongs to.
 """
 from dataclasses import dataclass
 

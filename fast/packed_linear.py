@@ -244,6 +244,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: QuantizedLinear, gated: bool = False):
         super().__init__()
+        if gated and layer.bias is not None:
+            raise ValueError("a gated layer with a bias: the kernels have no place for it")
         words, scales, zeros = [], [], []
         for chunk in row_chunks(layer):
             codes, chunk_scales, chunk_zeros, perm = group_inputs(chunk)

@@ -1,14 +1,15 @@
 """
 Kernels of sampling and of speculative acceptance: no sort, and the host waits for nothing.
 
-top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of the high bytes and
-then of the low bytes under the k-th largest logit's high byte, give the k-th largest logit itself.
+choose()'s top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of the high
+bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th largest logit itself.
 
         high byte      0 . . . . . . . h . . . 255        h: the high byte of the k-th largest, by sums from the right
                                        |
         low byte           0 . . . . . l . . . 255        of the logits with high byte h alone
 
-top-p without a sort: a search for the largest logit such that it and the larger ones have mass p, two bits a pass.
+top-p, and distribution()'s top-k, without a sort: a search for the largest logit such that it and the larger ones have
+mass p, or are k in number, two bits a pass.
 
 A draw is an exponential race (the Gumbel-max trick): with exponential noise n of rate 1, argmax p / n is token i with
 probability p[i], and so is argmax log p - log n. The noise is made outside the kernels, by PyTorch's generator.
@@ -380,7 +381,7 @@ def fast_propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[T
 
 def fast_accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
                 sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """speculative.accept(), its plain twin, in two launches; for CUDA tensors.
+    """speculative.accept(), its plain twin, in two launches and those of the random numbers; for CUDA tensors.
 
     16-bit logits [B, T, V], tokens [B, T], q [B, T, V], proposed [B] -> tokens [B, T], log-probabilities [B, T],
     accepted [B]."""

@@ -33,6 +33,7 @@ from checkpoint import UserError
 from cli import Parser, find_device, report_errors
 from fast import common, tuning
 from fast.attention import update_and_attend
+from fast.decoder import fused_linear
 from fast.packed_linear import MAX_ROWS, MIN_BLOCK_M, PackedLinear
 from model import Config
 from quantize import QuantizedLinear, pack
@@ -166,7 +167,6 @@ class Tuner:
     few_outputs: one layer with 256 outputs a product, enough to compile the kernels."""
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
-        from fast.decoder import fused_linear  # not above: fast.decoder imports half of the model's code
         self.format, self.device, self.shapes = format, device, shapes_of(what, format)
         self.config = config_of(what, format)
         if few_outputs:

@@ -2,8 +2,8 @@
 Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
 
 tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
-serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows) or "library" (cuBLAS; quantized weights
-are dequantized first). Its other fields are that kernel's sizes:
+serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, or one that does not fit gemv) or
+"library" (cuBLAS; quantized weights are dequantized first). Its other fields are that kernel's sizes:
 
     16-bit gemv    block_n, stages, warps, programs
     16-bit gemm    block_n, block_k, stages, warps

@@ -21,9 +21,8 @@ TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_compiled_row_linear_equals_linear(dtype, tolerance, bias):
+@pytest.mark.parametrize("dtype, tolerance, bias", [(torch.float32, 1e-6, True), (torch.bfloat16, 4e-3, False)])
+def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(CpuLinear(linear), fullgraph=True)
     for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (9, 577)]:

@@ -110,8 +110,9 @@ def test_a_layer_without_outputs_gives_none(bits):
         assert one(torch.randn(3, 576)).shape == (3, 0)
 
 
-@pytest.mark.parametrize("bits, C, zeros", [(4, 9, True), (4, 1, False), (8, 1, False), (8, 9, True)])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bits, C, zeros, compiled", [
+    (4, 9, True, False), (4, 1, False, False), (8, 1, False, False), (8, 9, True, False), (4, 9, True, True),
+    (8, 1, False, True)])
 def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled):
     """Compiled, few rows go another way."""
     layer = random_layer(40, 576, bits, C, zeros, True, torch.float32, "cpu", bias=True)

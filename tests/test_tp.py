@@ -54,7 +54,7 @@ TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
-    "compiled": dict(mode="fast", quantize="int4")}
+    "compiled": dict(mode="fast")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
          | {name: ("weights", case) for name, case in WEIGHTS_CASES.items()}
          | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
@@ -403,7 +403,7 @@ def test_ctrl_c_ends_a_rank_whatever_thread_it_meets():
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=5)
-        assert process.returncode == 130 and errors.count("\n") == 1 and "interrupted" in errors
+        assert process.returncode == -signal.SIGINT and not errors
     finally:
         process.kill()
 
@@ -456,9 +456,9 @@ def test_when_one_ends_all_do(endless, how):
         else:
             os.killpg(torchrunner.pid, signal.SIGINT)
         _, errors = torchrunner.communicate(timeout=15)
-        assert time.monotonic() - begun < 15 and torchrunner.returncode != 0
+        assert time.monotonic() - begun < (15 if how == "a rank is killed" else 5) and torchrunner.returncode != 0
         lines = [line for line in errors.splitlines() if line.startswith("generate.py: ")]
-        assert len(lines) == 1 and ("another rank" if how == "a rank is killed" else "interrupted") in lines[0]
+        assert [("another rank ended" in line) for line in lines] == [True] * (how == "a rank is killed")
         assert not any(map(running, workers.values()))
     finally:
         for pid in (torchrunner.pid, *children(torchrunner.pid).values()):
