@@ -15,24 +15,31 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from benchmark import main, ready, widen  # noqa: E402
 
 
-def benchmark(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "scripts" / "benchmark.py", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture
+def benchmark(call, monkeypatch):
+    """Runs it in this process -> its lines."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*args: str) -> list[dict]:
+        code, out, err = call("benchmark.py", main, *args)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+    return run
 
 
 def test_quantized_weights_are_what_is_counted():
-    run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--quantize", "int8", "--runs", "1",
-                    "--new-tokens", "3")
+    """As a process of its own."""
+    command = [sys.executable, ROOT / "scripts" / "benchmark.py", "checkpoints/tiny", "--device", "cpu", "--no-compile",
+               "--quantize", "int8", "--runs", "1", "--new-tokens", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     line = json.loads(run.stdout)
     assert line["quantize"] == "int8" and 3967744 < line["weights_bytes"] < 2 * 3967744
 
 
-def test_a_line_says_what_was_measured():
-    run = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--batch", "2", "--prompt-length", "9",
-                    "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager", "--top-p", "0.5")
-    assert run.returncode == 0, run.stderr
-    line = json.loads(run.stdout)
+def test_a_line_says_what_was_measured(benchmark):
+    [line] = benchmark("checkpoints/tiny", "--device", "cpu", "--no-compile", "--batch", "2", "--prompt-length", "9",
+                       "--context", "20", "--new-tokens", "12", "--runs", "3", "--against", "eager", "--top-p", "0.5")
     weights = 4 * 3967744  # tied: all of it is read
     assert line["weights_bytes"] == weights and line["batch"] == 2 and line["steps_per_s"]["runs"] == 3
     assert line["tokens_per_s"] == pytest.approx(2e3 / line["ms_per_token"])
@@ -81,11 +88,9 @@ def test_a_generator_knows_its_team():
     assert ready(tiny(), args, team, "eager").team is team
 
 
-def test_speculation_is_measured_against_plain_decoding():
-    run = benchmark("checkpoints/tiny", "--speculate", "--device", "cpu", "--no-compile", "--batch", "2", "--runs", "2",
-                    "--new-tokens", "20", "--draft-tokens", "3,bass", "--temperature", "0")
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
+def test_speculation_is_measured_against_plain_decoding(benchmark):
+    lines = benchmark("checkpoints/tiny", "--speculate", "--device", "cpu", "--no-compile", "--batch", "2", "--runs",
+                      "2", "--new-tokens", "20", "--draft-tokens", "3,bass", "--temperature", "0")
     assert [line["draft_tokens"] for line in lines] == ["3", "bass"]
     for line in lines:
         least, most = line["speed_ups"]  # of two texts, each against a plain one of its own

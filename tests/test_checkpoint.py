@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from hashlib import sha1
@@ -349,11 +348,16 @@ COMMIT = "0123456789" * 4
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the Hub. The server's refuse: a part of the path, a status and an error code."""
+    """What huggingface_hub asks of the Hub. The server's refuse: name -> a part of the path, a status and an error
+    code; None: it hangs up."""
 
     def do_GET(self):
-        path, (part, status, code) = self.path.split("?")[0], self.server.refuse
+        path = self.path.split("?")[0]
         self.server.asked.append(path)
+        refused = [what for name, what in self.server.refuse.items() if f"/{name}" in path]
+        if refused == [None]:
+            return self.connection.close()
+        part, status, code = refused[0] if refused else ("", 200, "")
         answer = dict(id="owner/name", sha=COMMIT, siblings=[])
         if "/tree/" in path:
             answer = [dict(type="file", path=file, size=len(file), oid=sha1(file.encode()).hexdigest())
@@ -376,7 +380,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.refuse = [], ("", 200, "")
+    server.asked, server.refuse = [], {}
     Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
     try:
         yield server
@@ -385,12 +389,14 @@ def hub() -> Iterator[ThreadingHTTPServer]:
         server.server_close()
 
 
-def download(home: Path, hub: ThreadingHTTPServer, name: str = "owner/name") -> subprocess.CompletedProcess:
+def download(home: Path, hub: ThreadingHTTPServer, *command: str) -> subprocess.CompletedProcess:
+    """Python with that command line, by default scripts/download.py owner/name, and this Hub."""
     environment = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGING"))}
     environment |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(home), NO_PROXY="127.0.0.1",
                         HF_HUB_DISABLE_XET="1")
-    return subprocess.run([sys.executable, ROOT / "scripts" / "download.py", name], env=environment, cwd=home,
-                          capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *(command or (ROOT / "scripts" / "download.py", "owner/name"))]
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=60)
 
 
 def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path):
@@ -406,35 +412,47 @@ def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tm
     assert (offline.returncode, offline.stdout) == (0, online.stdout), offline.stderr
 
 
-NOT_DOWNLOADED = [  # the name, what the Hub refuses (None: it is out of reach), what is said
-    ("a/b", ("/api/", 401, "RepoNotFound"), "401 licence"), ("a/b", ("/resolve/", 401, "GatedRepo"), "401 licence"),
-    ("a/b", ("/api/", 403, "GatedRepo"), "403 licence"), ("a/b", ("/api/", 403, ""), "403 licence"),
-    ("a/b", ("/resolve/", 403, ""), "403 licence"), ("a/b", ("/api/", 404, "RepoNotFound"), "404"),
-    ("a/b", None, "network"), ("no such dir", None, "directory owner/name"), ("a/b/c", None, "directory owner/name")]
+NOT_DOWNLOADED = {  # the name -> what the Hub refuses (None: it hangs up), what is said
+    "a/b1": (("/api/", 401, "RepoNotFound"), "401 licence"), "a/b2": (("/resolve/", 401, "GatedRepo"), "401 licence"),
+    "a/b3": (("/api/", 403, "GatedRepo"), "403 licence"), "a/b4": (("/api/", 403, ""), "403 licence"),
+    "a/b5": (("/resolve/", 403, ""), "403 licence"), "a/b6": (("/api/", 404, "RepoNotFound"), "404"),
+    "a/b7": (None, "network"), "no such dir": (None, "directory owner/name"), "a/b/c": (None, "directory owner/name")}
+ONE_BY_ONE = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+import download
+from cli import report_errors
+
+results = {}
+for name in sys.argv[1:]:
+    sys.argv, code = ["download.py", name], 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            report_errors(download.main)
+        except SystemExit as stop:
+            code = stop.code
+    results[name] = code, out.getvalue(), err.getvalue()
+print(json.dumps(results))
+"""
 
 
 @pytest.fixture(scope="module")
-def not_downloaded(tmp_path_factory) -> dict[tuple, subprocess.CompletedProcess]:
-    """Two at a time: each imports PyTorch."""
-    def run(case: tuple) -> subprocess.CompletedProcess:
-        name, refuse, _ = case
-        with hub() as server:
-            server.refuse = refuse or server.refuse
-            if refuse:
-                return download(tmp_path_factory.mktemp("home"), server, name)
-        return download(tmp_path_factory.mktemp("home"), server, name)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(NOT_DOWNLOADED, pool.map(run, NOT_DOWNLOADED)))
+def not_downloaded(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of scripts/download.py for each name; one process, as each imports PyTorch."""
+    with hub() as server:
+        server.refuse = {name: refuse for name, (refuse, _) in NOT_DOWNLOADED.items()}
+        done = download(tmp_path_factory.mktemp("home"), server, "-c", ONE_BY_ONE, *NOT_DOWNLOADED)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("case", NOT_DOWNLOADED, ids=str)
-def test_what_does_not_download_is_one_line_and_exit_code_2(not_downloaded, case):
-    (name, _, words), done = case, not_downloaded[case]
-    *progress, line = done.stderr.splitlines()
+@pytest.mark.parametrize("name", NOT_DOWNLOADED)
+def test_what_does_not_download_is_one_line_and_exit_code_2(not_downloaded, name):
+    (_, words), (code, out, errors) = NOT_DOWNLOADED[name], not_downloaded[name]
+    *progress, line = errors.splitlines()
     assert [other for other in progress if other.strip() and not other.strip().startswith("Fetching")] == []
     assert absent(f"{name} {words}", line) == [] and ("hf auth login" in line or "licence" not in words)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (code, out) == (2, "")
 
 
 @pytest.mark.parametrize("name", ["/none", "~nobody-here/x", "x" * 300, "a/..", "a/b--c"])

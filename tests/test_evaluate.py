@@ -138,7 +138,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_json_line_says_what_was_measured(tmp_path):
+def test_the_json_line_says_what_was_measured(tmp_path, call):
     text = tmp_path / "story.txt"
     text.write_bytes(STORY.encode())
     done = run("--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5)
@@ -155,24 +155,27 @@ def test_the_json_line_says_what_was_measured(tmp_path):
     assert known.items() <= line.items() and line["model_bytes"] == 4 * 3967744 and line["seconds"] > 0
     assert f"| {line['bits_per_byte']:.4f} | - |" in done.stderr
 
-    cut = json.loads(run("--checkpoint", TINY, "--text", text, "--max-tokens", 9, "--json").stdout)
+    cut = json.loads(call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", text, "--max-tokens", 9,
+                          "--json", "--device", "cpu")[1])
     assert cut["tokens"] == 9 and cut["bytes"] == len(Tokenizer(TINY).decode(ids[:10]).encode())
     assert (cut["context"], cut["stride"]) == (512, 256)
 
 
-def test_a_comparison_is_a_table_whose_first_row_is_the_reference():
+def test_a_comparison_is_a_table_whose_first_row_is_the_reference(call, monkeypatch):
+    monkeypatch.chdir(ROOT)
     options = ["--checkpoint", "checkpoints/tiny", "--text", "README.md", "--max-tokens", 300, "--compare",
                "checkpoints/tiny:int8", "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft"]
-    done, lines = run(*options), run(*options, "--json")
-    assert done.returncode == 0 and lines.returncode == 0 and not lines.stderr, done.stderr + lines.stderr
-    results = [json.loads(line) for line in lines.stdout.splitlines()]
+    ended, table, errors = call("evaluate.py", evaluate.main, *options, "--device", "cpu")
+    code, lines, more_errors = call("evaluate.py", evaluate.main, *options, "--json", "--device", "cpu")
+    assert ended == code == 0 and not more_errors, errors + more_errors
+    results = [json.loads(line) for line in lines.splitlines()]
     plain, int8, int4, draft = results
     assert [result["quantize"] for result in results] == [None, "int8", "int4", None] and int4["group_size"] == 64
     assert len({result["bytes"] for result in results}) == 1
     assert int8["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=0.01)
     assert int8["bits_per_byte"] != plain["bits_per_byte"] < draft["bits_per_byte"]
     assert int4["model_bytes"] <= int8["model_bytes"] < plain["model_bytes"]
-    head, rule, *rows = done.stdout.splitlines()
+    head, rule, *rows = table.splitlines()
     assert rule.count("|") == head.count("|") and len(rows) == 4
     for row, result in zip(rows, results):
         name, bits, difference, *_ = row.strip("| ").split(" | ")

@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(CpuLinear(linear), fullgraph=True)
-    for shape in [(577,), (1, 1, 577), (3, 577), (2, 4, 577), (9, 577)]:
+    for shape in [(577,), (2, 4, 577), (9, 577)]:  # 8 rows are few, 9 are not
         x = torch.randn(shape, dtype=dtype)
         b = linear.bias.double() if bias else None
         ref = F.linear(x.double(), linear.weight.double(), b)

@@ -120,7 +120,7 @@ def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled):
     if compiled:
         run.decodes = True
         run = torch.compile(run, fullgraph=True, dynamic=False)
-    for rows in (1, 3, 16, 17):
+    for rows in (16, 17) if compiled else (1, 3, 16, 17):  # each number is compiled anew
         x = torch.randn(rows, 576)
         with torch.no_grad():
             assert error(run(x), exact_linear(x, layer.dequantize(torch.float64), None, layer.bias, None, False)) < 1e-6
