@@ -54,13 +54,14 @@ def report_errors(main, ranks: bool = False) -> None:
 
 def find_device(name: str | None) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
-    counts = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
-    name = name or next(kind for kind, count in counts.items() if count)
+    # Where the driver is unusable, GPUs may be counted and yet not available.
+    counts = dict(cuda=torch.cuda.device_count() * torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=1)
+    name = next(kind for kind, count in counts.items() if count) if name is None else name
     kind, _, index = name.partition(":")
     if (count := counts.get(kind)) is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
-        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count} of those; --device cpu works")
+        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count:d} of those; --device cpu works")
     if kind == "cuda":
         torch.cuda.set_device(int(index or 0))
     return torch.device(name)
@@ -255,7 +256,9 @@ def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
 
 
 def report(generator, runs: list[list], **known) -> dict:
-    """The object of --json, of generate.Generator and its Completions. runs: the batch, or each answer of a chat."""
+    """The object of --json, of generate.Generator and its Completions. runs: the batch, or each answer of a chat.
+
+    The share of the read bandwidth is null without --compile or fast/, below 1 GiB of weights and off CUDA."""
     model, device = generator.model, generator.device
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if not model.config.tied:

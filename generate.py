@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -59,15 +60,15 @@ def decode_one_token(model: Transformer, tokens: Tensor, positions: Tensor, slot
     return chosen
 
 
+@cache
 def import_fast():
     """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does not import."""
     try:
         import fast
-        return fast
+        return fast if fast.__file__ else None  # an empty folder is a package without a file
     except Exception as error:  # whatever is wrong with it, the plain path runs
-        if getattr(error, "name", "") != "fast":
+        if not isinstance(error, ModuleNotFoundError) or error.name != "fast":
             print(f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}", file=sys.stderr)
-        return None
 
 
 class ModelRunner:
@@ -425,8 +426,7 @@ def find_sampling(directory: Path, args: argparse.Namespace) -> Sampling:
     with reading(directory / "generation_config.json"):
         found = read_json(directory / "generation_config.json", {})
         found |= {key: value for key, value in vars(args).items() if value is not None}
-        names = "temperature", "top_k", "top_p"
-        return Sampling(**{name: found[name] for name in names if found.get(name) is not None})
+        return Sampling(**{key: found[key] for key in ("temperature", "top_k", "top_p") if found.get(key) is not None})
 
 
 def run_prompts(generator: Generator, completions: list[Completion], args: argparse.Namespace) -> list[Completion]:

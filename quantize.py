@@ -85,9 +85,12 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K]."""
-        codes, c = unpack(self.qweight, self.bits), self.groups()
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, c]
-        return ((codes.float() - zeros) * self.scales.float()[:, c]).to(dtype)
+        codes, scales = unpack(self.qweight, self.bits).float(), self.scales.float()
+        zeros = torch.full_like(scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
+        if self.g_idx is not None:
+            return ((codes - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
+        codes = codes.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
+        return ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
@@ -242,9 +245,8 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
             codes, scales, zeros = round_to_nearest(linear.weight, bits, group_size, sym, widest)
         else:
             codes, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
-        setattr(parent, own, QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx))
-        if hessian is not None:
             bar.set_postfix({own: f"{loss:.1e}"})
+        setattr(parent, own, QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx))
         bar.update()
 
     with tqdm(total=len(found), desc="quantizing", unit="matrix", disable=not progress) as bar:
@@ -504,14 +506,14 @@ def load_checkpoint(directory: Path, device: torch.device, dtype: torch.dtype, q
 # The command
 
 
-def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, length: int) -> Tensor:
-    """The text's first `wanted` tokens, less what is no whole row, in rows of `length`."""
+def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int) -> Tensor:
+    """The text's first `wanted` tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
     with reading(path):
         tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
     if len(tokens) < wanted:
         raise UserError(f"--calibration {path}: {len(tokens)} tokens, {wanted} are wanted: give more text, or lower "
                         "--calibration-tokens")
-    length = min(length, wanted)
+    length = min(2048, context, wanted)
     return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
 
 
@@ -555,8 +557,8 @@ def main() -> None:
         raise UserError(f"--out {args.out}: there is no directory {parent}; make it first")
     tokens = None
     if args.gptq:
-        length = min(2048, config.context)
-        tokens = read_calibration(args.calibration, Tokenizer(source), args.calibration_tokens, length).to(device)
+        tokens = read_calibration(args.calibration, Tokenizer(source), args.calibration_tokens, config.context)
+        tokens = tokens.to(device)
     how = dict(bits=args.bits, group_size=args.group_size, sym=args.sym)
     hub = dict(how, desc_act=args.act_order, lm_head=args.head, quant_method="gptq", checkpoint_format="gptq")
     with TemporaryDirectory(prefix=f"{args.out.name}.partial-", dir=parent) as partial_out:

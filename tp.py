@@ -137,7 +137,6 @@ def draft_splitter(team: "Team", config: Config) -> Callable[[Config, int], Shar
         with suppress(UserError):
             Shard(config, 128, team.rank, team.ranks)
             return splitter(team)
-    return None
 
 
 # The parallel layers
@@ -209,12 +208,11 @@ class Team:
 
     def agree(self, value):
         """Broadcasts rank 0's value, or what a function returns there. Anything that JSON holds."""
-        if self.rank == 0:
-            value = value() if callable(value) else value
         if self.ranks == 1:
-            return value
+            return value() if callable(value) else value
         self.agreed += 1
         if self.rank == 0:
+            value = value() if callable(value) else value
             self.store.set(f"agreed {self.agreed}", json.dumps(value))
             self.store.delete_key(f"agreed {self.agreed - 1000}")  # no rank is that late
         return json.loads(self.store.get(f"agreed {self.agreed}"))

@@ -48,7 +48,10 @@ KNOWN_FIELDS = {"dim", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn_dim", 
 def fusible(model: nn.Module) -> bool:
     """Whether each layer's q, k and v are one matrix, and gate and up are: of one type, their inputs in one order.
 
-    False, too, for a model with a Config field that this file does not know: its forward may have changed."""
+    False, too, for a model with a Config field that this file does not know: its forward may have changed.
+    Raises ValueError for a model that has its kernels already."""
+    if any(isinstance(layer.attn, FusedAttention) for layer in model.layers):
+        raise ValueError("this model has its kernels already: load it again")
     known = {field.name for field in fields(model.config)} <= KNOWN_FIELDS
     return known and all(isinstance(layer, nn.Linear | QuantizedLinear) for block in model.layers
                for layer in (block.attn.wqkv, block.ffn.w_gate_up))
@@ -163,9 +166,10 @@ def install_kernels(model: nn.Module) -> FusedDecoder:
     """Swaps in packed layers and attention, for prefill, and returns the module that decodes.
 
     Both share the weights and the caches. On a CPU the kernels' plain twins serve, as in the tests.
-    With several ranks all of them call this together. Raises ValueError for a model that has its kernels already."""
-    if any(isinstance(layer.attn, FusedAttention) for layer in model.layers):
-        raise ValueError("this model has its kernels already: load it again")
+    With several ranks all of them call this together. Raises ValueError for a model that is not
+    fusible() or has its kernels already."""
+    if not fusible(model):
+        raise ValueError("this model's layers cannot be fused")
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
         communication_buffers(model.embed.weight.device)

@@ -50,6 +50,8 @@ from tp import Shard, Team, all_reduce, join, run, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
+
+
 def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None) -> Transformer:
     """Normal weights of a scale that keeps activations near 1; norms are 1."""
     with torch.device("meta"):
@@ -282,7 +284,8 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
     return dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
         batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        compile=not args.no_compile, kernels=not args.no_kernels and not args.no_compile, torch=torch.__version__,
+        compile=not args.no_compile, kernels=find_mode(args) == "fast" and import_fast() is not None,
+        torch=torch.__version__,
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, commit=commit())
 
 
@@ -399,6 +402,28 @@ def assisted_tokens_per_s(directories: list[Path], prompt: list[int], dtype: tor
     return statistics.median(rates)
 
 
+def speculation_target(what: str, directory: Path, args: Namespace, device: torch.device,
+                       dtype: torch.dtype) -> Transformer:
+    """The checkpoint or, of a shape, the bundled model widened to it."""
+    if what not in SHAPES:
+        return load_checkpoint(directory, device, dtype, args.quantize, args.group_size)
+    tiny = load_checkpoint(directory, torch.device("cpu"), torch.float32)
+    model = widen(tiny, SHAPES[what], device, dtype)
+    if args.quantize:
+        round_model(model, args.quantize, args.group_size)
+    return model
+
+
+def forwards_ms(generator: Generator, k: int, rows: int) -> tuple[float, float]:
+    """Milliseconds of the target's forward that verifies k drafted tokens, and of the draft's k forwards."""
+    first, other = (forward_ms(generator.speculator.draft.runner, rows, T) for T in (2, 1))
+    return forward_ms(generator, rows, k + 1), first + (k - 1) * other
+
+
+def middle(runs: list[dict], key: str = "mean") -> dict:
+    return sorted(runs, key=lambda run: run[key])[len(runs) // 2]
+
+
 def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> Iterator[dict]:
     """A JSON line for each of --draft-tokens: the bundled pair, the target at the shape's cost, against plain decoding
     of the same batch."""
@@ -409,42 +434,31 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
     if args.against and (cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
         raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1 and --temperature 0")
     prompts = [tokenizer.encode(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
-    max_seq_len = max(map(len, prompts)) + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
     def generator(draft: Draft | None = None) -> Generator:
         gc.collect()
-        if what in SHAPES:
-            tiny = load_checkpoint(directory, torch.device("cpu"), torch.float32)
-            model = widen(tiny, SHAPES[what], device, dtype)
-            if args.quantize:
-                round_model(model, args.quantize, args.group_size)
-        else:
-            model = load_checkpoint(directory, device, dtype, args.quantize, args.group_size)
-        return Generator(model, max_seq_len, sampling, args.batch, mode=find_mode(args), draft=draft)
+        torch._dynamo.reset()
+        model = speculation_target(what, directory, args, device, dtype)
+        return Generator(model, max(map(len, prompts)) + args.new_tokens, sampling, args.batch, mode=find_mode(args),
+                         draft=draft)
 
     def one_run(generator: Generator) -> dict:
         times = until_the_end(generator, prompts, args.new_tokens, tokenizer.stops)
         bar.update()
         return dict(first=min(times), last=max(times), mean=statistics.mean(times))
 
-    def middle(runs: list[dict], key: str = "mean") -> dict:
-        return sorted(runs, key=lambda run: run[key])[len(runs) // 2]
-
-    torch._dynamo.reset()
-    slow = generator()
+    slow, plains = generator(), []
     one_run(slow)  # warms up
-    plains = []
     if cuda:  # its memory is needed
         plains, slow = [one_run(slow) for _ in range(args.runs)], None
-        torch._dynamo.reset()
     names = args.draft_tokens.split(",")
     draft = Draft(load_checkpoint(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
     fast = generator(draft)
     speculator = fast.speculator
     for name in names:
-        if name.isdecimal() and int(name) not in speculator.seconds:
-            raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.seconds)}; give others alone")
+        if name.isdecimal() and int(name) not in speculator.step_of:
+            raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.step_of)}; give others alone")
         speculator.policy = make_policy(name, speculator.seconds)
         runs, plains = [], plains if cuda else []
         for _ in range(args.runs):
@@ -453,27 +467,34 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
             speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
             runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = (plains[-1] if slow else middle(plains))["mean"] / runs[-1]["mean"]
-        run, plain, share, busy, verify, drafts = middle(runs), middle(plains), None, None, None, None
+        result = setting(what, args, device, dtype) | summarize(name, runs, middle(plains))
         if cuda and name.isdecimal():
-            verify = forward_ms(fast, args.batch, int(name) + 1)
-            first, other = (forward_ms(speculator.draft.runner, args.batch, T) for T in (2, 1))
-            drafts = first + (int(name) - 1) * other
-            cost = (verify + drafts) / plain["mean"]  # the bound: tokens a step over this
+            verify, drafts = forwards_ms(fast, int(name), args.batch)
+            cost = (verify + drafts) / result["plain_ms_per_token"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
+            result |= dict(verify_ms=verify, drafts_ms=drafts, bound=result["tokens_per_step"] / cost,
+                           share_of_bound=share)
         if cuda:
-            busy = busy_share(partial(until_the_end, fast, prompts, args.new_tokens, tokenizer.stops))
-        result = setting(what, args, device, dtype) | dict(
-            draft_tokens=name, plain_ms_per_token=plain["mean"],
-            ms_per_token={key: run[key] for key in ("first", "last", "mean")},
-            speed_up=statistics.median(run["speed_up"] for run in runs),
-            speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
-            acceptance=run["accepted"] / max(1, run["accepted"] + run["rejecting_steps"]),
-            accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=verify, drafts_ms=drafts,
-            bound=share and run["tokens"] / cost, share_of_bound=share, gpu_busy=busy)
+            run = partial(until_the_end, fast, prompts, args.new_tokens, tokenizer.stops)
+            result |= dict(gpu_busy=busy_share(run))
         if args.against:
             rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], dtype, args)
-            result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=1e3 / run["mean"] / rate))
+            ratio = 1e3 / result["ms_per_token"]["mean"] / rate
+            result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=ratio))
         yield result
+
+
+def summarize(draft_tokens: str, runs: list[dict], plain: dict) -> dict:
+    """The middle run, as part of speculate()'s line; what only a GPU measures is None."""
+    run = middle(runs)
+    return dict(
+        draft_tokens=draft_tokens, plain_ms_per_token=plain["mean"],
+        ms_per_token={key: run[key] for key in ("first", "last", "mean")},
+        speed_up=statistics.median(run["speed_up"] for run in runs),
+        speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
+        acceptance=run["accepted"] / max(1, run["accepted"] + run["rejecting_steps"]),
+        accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=None, drafts_ms=None, bound=None,
+        share_of_bound=None, gpu_busy=None)
 
 
 def commit() -> str | None:

@@ -111,6 +111,9 @@ def test_a_fast_that_cannot_be_imported_is_said_in_one_line_and_plain_pytorch_ru
     (tree / "fast" / "__init__.py").write_text('raise RuntimeError("broken")\n')
     broken = in_tree(tree, [sys.executable, *GREEDY, "--device", "cpu", "--compile"])
     assert (broken.returncode, broken.stdout) == (0, done["plain"].stdout)
+    (tree / "fast" / "__init__.py").unlink()  # what git may leave of a deleted folder: no file, perhaps caches
+    empty = in_tree(tree, [sys.executable, "-c", "import generate; print(generate.import_fast())"])
+    assert (empty.returncode, empty.stdout, empty.stderr) == (0, "None\n", "")
     assert broken.stderr == "fast/ cannot be imported, plain PyTorch runs: RuntimeError: broken\n"
 
 
