@@ -55,10 +55,10 @@ def report_errors(main, ranks: bool = False) -> None:
 def find_device(name: str | None) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
     # How many of each kind are here. Where the driver is unusable, GPUs may be counted and yet not available.
-    here = dict(cuda=torch.cuda.device_count() * torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=1)
-    name = next(kind for kind, count in here.items() if count) if name is None else name
+    num = dict(cuda=torch.cuda.device_count() * torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=1)
+    name = next(kind for kind, count in num.items() if count) if name is None else name
     kind, _, index = name.partition(":")
-    if (count := here.get(kind)) is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
+    if (count := num.get(kind)) is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {count:d} of those; --device cpu works")
