@@ -14,14 +14,14 @@ if __name__ == "__main__":  # PyTorch takes seconds to import, and compiling tak
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import gc
 import json
-import os
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,11 +29,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from chat import Chat, check_messages
 from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, read_json, reading
-from cli import (check_compiler, check_memory, find_draft, find_dtype, format_report, generate_args, memory_advice,
-                 rank_completions, report, save_trace, show)
+from cli import (add_headings, as_messages, cache_bytes, check_compiler, check_memory, find_draft, find_dtype,
+                 format_report, generate_args, keyword_options, llm_options, memory_advice, progress_of,
+                 rank_completions, read_prompts, report, save_trace, show)
+from formats import read_settings, unpack_quantized
 from model import Transformer
-from quantize import load_checkpoint, read_settings
+from quantize import check_quantize, load_checkpoint
 from sampling import Sampling, choose
 from speculative import SLACK, Draft, DraftModel, PromptLookup, Speculator, accept, propose
 from tp import Team, draft_splitter, join, run, splitter
@@ -74,8 +77,8 @@ def import_fast():
 class ModelRunner:
     """A model with its KV cache, and its prefill and decode functions, compiled or not.
 
-    The batch has `samples` rows for each of `prompts` prompts. mode: "eager"; "compile", torch.compile and nothing
-    else; or "fast", torch.compile and what fast/ puts in the place of the model's modules."""
+    The cache has `samples` rows for each of `prompts` prompts; a call may use fewer. mode: "eager"; "compile",
+    torch.compile and nothing else; or "fast", torch.compile and what fast/ puts in the place of the model's modules."""
 
     def __init__(self, model: Transformer, max_seq_len: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  mode: str = "eager"):
@@ -93,6 +96,8 @@ class ModelRunner:
         torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
         torch._dynamo.config.specialize_float = True  # dynamic=True is for the length of the prompt alone
+        # decode_one_token is compiled for each Sampling.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
         torch.fx.experimental._config.use_duck_shape = False  # do not unify dynamic sizes that happen to coincide
         torch._dynamo.config.automatic_dynamic_shapes = False  # do not make a size dynamic when it first changes
         for layer in self.model.layers:  # prefill: the code of one layer serves all
@@ -108,17 +113,18 @@ class ModelRunner:
         """The cache's first slots, at least the n that are in use. Kernels find these by themselves."""
         if self.kernels:
             return self.model.slots[:0]
+        if not self.compiled:
+            return self.model.slots[:(n + 7) // 8 * 8]
         # A power of two: each length is a CUDA graph of its own. Always a strict slice: the full view would specialize
         # and recompile.
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
-        if self.compiled:
-            torch._dynamo.maybe_mark_dynamic(slots, 0)
+        torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
     @torch.no_grad()
-    def prefill_prompts(self, prompts: list[list[int]], start: int) -> Tensor:
-        """Reads prompts, chunk by chunk, behind `start` cached tokens -> the next tokens and their log-probabilities
-        [2, B]."""
+    def prefill_prompts(self, prompts: list[list[int]], start: int, samples: int) -> Tensor:
+        """Reads prompts, chunk by chunk, behind `start` cached tokens -> the next tokens of each prompt's samples and
+        their log-probabilities [2, P x samples]."""
         size = max(2, PREFILL_TOKENS // len(prompts))  # columns of a chunk
         width = max(2, *map(len, prompts))
         width += width % size == 1  # dynamic=True would compile once more for a width of 1
@@ -130,10 +136,10 @@ class ModelRunner:
             # Not a slice of all positions: its strides would be new to the compiler.
             positions = start + at + torch.arange(chunk.shape[1], device=self.device)[None]
             slots = self.slots(start + at + chunk.shape[1])
-            fresh = self.prefill(self.model, chunk, positions, slots, end, self.sampling, self.choose, self.samples)
+            fresh = self.prefill(self.model, chunk, positions, slots, end, self.sampling, self.choose, samples)
             ends_here = last // size == at // size  # [P]
-            chosen = torch.where(ends_here.repeat_interleave(self.samples), fresh, chosen)
-        self.model.repeat_rows(self.samples)
+            chosen = torch.where(ends_here.repeat_interleave(samples), fresh, chosen)
+        self.model.repeat_rows(len(prompts), samples)
         return chosen
 
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -144,15 +150,16 @@ class ModelRunner:
 class Generator(ModelRunner):
     """The loop: prefill, then one decode step after the other or, with a draft, speculative steps.
 
-    max_seq_len: tokens of a prompt and its completion at most. Under tensor parallelism each of the team's ranks runs
-    a Generator with its part of the model.
+    max_seq_len: tokens of a prompt and its completion at most. prompts, samples: the usual number of prompts, and of
+    samples of each. Their product, B, is the number of rows at most; compiled, a step always has B rows. Under tensor
+    parallelism each of the team's ranks runs a Generator with its part of the model.
 
-    Shapes: P prompts, B = P x samples rows, T tokens of the longest prompt."""
+    Shapes: B rows, P prompts of a call, T tokens of the longest prompt."""
 
     def __init__(self, model: Transformer, max_seq_len: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  mode: str = "eager", draft: Draft | None = None, team: Team | None = None):
         super().__init__(model, max_seq_len + SLACK * bool(draft), sampling, prompts, samples, mode)
-        self.team, self.speculator = team or Team(), None
+        self.team, self.draft, self.speculator, self.runners = team or Team(), draft, None, [self]
         self.tokens = torch.zeros(self.batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         if self.compiled:
@@ -160,6 +167,7 @@ class Generator(ModelRunner):
                 torch._dynamo.mark_static_address(state)
         if draft:
             self.speculator = self.make_speculator(draft, prompts, mode)
+            self.prepare_steps()
         elif self.compiled:
             warm_up = threading.Thread(target=self.warm_up_kernels)
             warm_up.start()
@@ -183,36 +191,57 @@ class Generator(ModelRunner):
     @torch.no_grad()
     def make_speculator(self, draft: Draft, prompts: int, mode: str) -> Speculator:
         if draft.model is None:
-            drafter, runners = PromptLookup(self), [self]
+            drafter = PromptLookup(self)
         else:
             length = min(self.max_seq_len, draft.model.config.context)
             runner = ModelRunner(draft.model, length, self.sampling, prompts, self.samples, mode)
-            drafter, runners = DraftModel(runner, self.model.config.vocab_size), [self, runner]
+            drafter = DraftModel(runner, self.model.config.vocab_size)
+            self.runners.append(runner)
             if length < self.max_seq_len - SLACK:
                 print(f"the draft's context is {length} tokens: no token beyond is drafted", file=sys.stderr)
         speculator = Speculator(self, drafter, self.team.agree)
-        for runner in runners if self.compiled else ():
-            runner.prefill_prompts([[0, 0]] * prompts, 0)
-        # A CUDA graph captures kernels as they are, without torch.compile.
-        speculator.prepare(draft.policy, compile=self.compiled and not self.kernels)
+        if self.compiled:
+            self.compile_prefill(prompts)
         return speculator
 
-    def steps(self, prompts: list[list[int]], new_tokens: int, start: int) -> Iterator[Tensor]:
-        """Each step's tokens and log-probabilities [2, B], a speculative one's [B, 2, T + 1]. The next step overwrites
-        them."""
-        chosen = self.prefill_prompts(prompts, start)
+    @torch.no_grad()
+    def prepare_steps(self) -> None:
+        # A CUDA graph captures kernels as they are, without torch.compile.
+        self.speculator.prepare(self.draft.policy, compile=self.compiled and not self.kernels)
+
+    def compile_prefill(self, prompts: int) -> None:
+        """Reads so many prompts of two tokens. The compiler has one code for a single prompt and one for several."""
+        for runner in self.runners:
+            runner.prefill_prompts([[0, 0]] * prompts, 0, 1)
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """For the calls from now on. Compiled, each setting is compiled once; speculative steps are made anew."""
+        for runner in self.runners:
+            runner.sampling = sampling
         if self.speculator:
-            self.speculator.begin(prompts, start, chosen[0].long(), new_tokens)
+            self.prepare_steps()
+
+    def steps(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> Iterator[Tensor]:
+        """Each step's tokens and log-probabilities [2, B], a speculative one's [B, 2, T + 1]. The next step overwrites
+        them. Rows that are not in use come last; they are decoded, too, where the batch is compiled."""
+        chosen = self.prefill_prompts(prompts, start, samples)
+        if self.speculator:
+            self.speculator.begin(prompts, start, samples, chosen[0].long(), new_tokens)
             yield chosen  # only now: a row may finish with its first token
             yield from self.speculator.steps()
             return
         yield chosen
-        self.tokens.copy_(chosen[0])
+        used = chosen.shape[1]
         ends = torch.tensor([start + len(prompt) for prompt in prompts], device=self.device)
-        self.positions.copy_(ends.repeat_interleave(self.samples))
+        self.tokens[:used] = chosen[0]
+        self.positions.zero_()
+        self.positions[:used] = ends.repeat_interleave(samples)
+        tokens, positions = self.tokens, self.positions
+        if not self.compiled:  # a CUDA graph wants the same tensors each time
+            tokens, positions = tokens[:used], positions[:used]
         width = start + max(2, *map(len, prompts))
         for n in range(width + 1, width + new_tokens):
-            yield self.decode(self.tokens, self.positions, self.slots(n))
+            yield self.decode(tokens, positions, self.slots(n))
 
     def finish(self, row: int) -> None:
         """The caller wants no more tokens of this row."""
@@ -220,22 +249,25 @@ class Generator(ModelRunner):
             self.speculator.finish(row)
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], new_tokens: int,
-                 start: int = 0) -> Iterator[list[list[tuple[int, float]]]]:
+    def generate(self, prompts: list[list[int]], new_tokens: int, start: int = 0,
+                 samples: int | None = None) -> Iterator[list[list[tuple[int, float]]]]:
         """For each step and row the new tokens with their log-probabilities, on the host.
 
         Ragged prompts need no padding mask: see model.py. start: so many tokens, the same for all prompts, are in the
-        cache already. On a GPU a step is yielded after the next one is launched, so that the GPU never waits."""
-        steps = map(self.copy_to_host, self.steps(prompts, new_tokens, start))
+        cache already. samples: rows of each prompt, the constructor's if None. On a GPU a step is yielded after the
+        next one is launched, so that the GPU never waits."""
+        samples = samples or self.samples
+        rows = len(prompts) * samples
+        steps = map(self.copy_to_host, self.steps(prompts, new_tokens, start, samples))
         if self.device.type == "cuda":
             steps = one_behind(steps)
         for host, copied in steps:
             if copied:
                 copied.synchronize()
             if host.dim() == 3:
-                yield self.speculator.learn(host.tolist())
+                yield self.speculator.learn(host.tolist())[:rows]
             else:
-                yield [[(int(token), logprob)] for token, logprob in zip(*host.tolist())]
+                yield [[(int(token), logprob)] for token, logprob in zip(*host[:, :rows].tolist())]
 
     def copy_to_host(self, step: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """A copy, and the event that says when it is there."""
@@ -247,10 +279,9 @@ class Generator(ModelRunner):
 
 def one_behind(steps: Iterator) -> Iterator:
     """Holds a step, launches the next, yields the held one."""
-    held = None
+    held = next(steps, None)
     for step in steps:
-        if held is not None:
-            yield held
+        yield held
         held = step
     if held is not None:
         yield held
@@ -261,14 +292,14 @@ class Completion:
     """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
     prompt: str
     prompt_tokens: list[int]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
     limit: int  # new tokens at most
     stop_texts: list[str] = field(default_factory=list)
-    heading: str = ""  # shown before the text
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    heading: str = field(default="", repr=False)  # what the command line prints before the text
+    tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
+    logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
     steps: int = 0  # that of a stop token included
     first_s: float = 0.0  # when the first step came, since the start
     seconds: float = 0.0  # when the last one came
@@ -298,8 +329,10 @@ class Completion:
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
 
-    def mean_logprob(self) -> float:
-        return sum(self.logprobs) / max(1, len(self.logprobs))
+    @property
+    def mean_logprob(self) -> float | None:
+        """Of the tokens under the model's raw logits; None without tokens."""
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
 
     def visible(self) -> str:
         """The text, without an end that may yet turn out to begin a stop text."""
@@ -311,15 +344,16 @@ class Completion:
         return self.text[:len(self.text) - held]
 
 
-def complete(generator: Generator, completions: list[Completion], printing: Iterator, start: int = 0,
-             budget: float | None = None) -> None:
-    """Generates until each completion has ended or `budget` seconds are over. `start` tokens of the prompts are in the
-    cache already."""
-    next(printing, None)
+def complete(generator: Generator, completions: list[Completion], samples: int = 1, start: int = 0,
+             budget: float | None = None) -> Iterator[None]:
+    """Generates until each completion has ended or `budget` seconds are over, and yields after each step.
+
+    Each prompt has `samples` completions, one after the other. `start` tokens of the prompts are in the cache
+    already."""
     begun = time.perf_counter()
     agree = generator.team.agree if budget else float  # with a budget all ranks must stop at the same step
-    prompts = [completion.prompt_tokens[start:] for completion in completions[::generator.samples]]
-    for rows in generator.generate(prompts, completions[0].limit, start):
+    prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
+    for rows in generator.generate(prompts, completions[0].limit, start, samples):
         seconds = agree(time.perf_counter() - begun)
         for b, completion in enumerate(completions):
             if completion.finish_reason:
@@ -331,108 +365,229 @@ def complete(generator: Generator, completions: list[Completion], printing: Iter
                     completion.add(token, logprob, seconds)
             if completion.finish_reason:
                 generator.finish(b)
-        next(printing, None)
+        yield
         if all(completion.finish_reason for completion in completions):
             break
     if budget and not any(completion.steps for completion in completions):
         raise UserError(f"--time-budget {budget}: the first token took {seconds:.3f} s; allow more")
 
 
-def ask() -> str | None:
-    """The next line that the user types; None at the end of the input."""
-    try:
-        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
-        print()
-        return ""
+class LLM:
+    """A checkpoint, ready to generate: the Python API, and what the command line runs.
+
+        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
+        print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
+
+    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those of a generation, from
+    max_new_tokens to time_budget in --help, may be given here, for all calls, or to a call.
+
+    The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first call sets what is
+    not given, and a larger call lets it grow. With compile=True the first call takes 2,048 tokens at least if the model
+    has them, and when the cache grows the model is loaded and compiled again, and so are other LLMs of the process.
+    Calls of any size within these limits compile nothing again, but each new temperature, top_k or top_p is compiled
+    once; with a draft, each change of these takes seconds. Compiled, a step costs what max_batch_size rows cost, and
+    draws random numbers for as many.
+
+    ValueError for a mistake: an unknown keyword, a value out of its limits, a prompt or a batch that is too large. One
+    call at a time: another one ends a stream() that goes on. Under torchrun each rank makes the same calls."""
+
+    def __init__(self, checkpoint: str = TINY, max_batch_size: int | None = None, load: bool = True,
+                 quiet: bool = False, **options):
+        """load: False puts off reading the weights to load() or the first call. quiet: no loading bar."""
+        self.options = keyword_options(dict(checkpoint=checkpoint, **options))
+        if not (max_batch_size is None or type(max_batch_size) is int and max_batch_size > 0):
+            raise UserError(f"max_batch_size={max_batch_size!r}: want a whole number, 1 or more")
+        self.max_batch_size, self.quiet = max_batch_size, quiet
+        self.device, self.team = join(self.options.device)
+        self.dtype = find_dtype(self.options.dtype, self.device)
+        check_compiler(self.options.compile, self.device)
+        self.directory = find_checkpoint(str(checkpoint))
+        self.config, self.tokenizer = load_config(self.directory), Tokenizer(self.directory)
+        self.context = self.options.max_seq_length or self.config.context
+        if self.context > self.config.context:
+            raise UserError(f"--max-seq-length {self.context}: the model's context is {self.config.context}")
+        settings = read_settings(self.directory)
+        check_quantize(self.directory, self.options.quantize, self.options.group_size)
+        self.quantized = self.options.quantize or settings.get("name")
+        self.models, self.draft_directory = [(self.config, settings.get("bits"))], None
+        if self.options.draft not in (None, "prompt-lookup"):
+            self.draft_directory = find_draft(self.options.draft, self.config, self.tokenizer)
+            draft_bits = read_settings(self.draft_directory).get("bits")
+            self.models.append((load_config(self.draft_directory), draft_bits))
+        self.model = self.draft_model = self.generator = self.running = None
+        self.load_s, self.compile_s, self.room = 0.0, 0.0, 0  # room: tokens of a prompt and its completion
+        if self.team.ranks > 1:
+            torch.manual_seed(self.team.agree(torch.seed()))
+        if load and max_batch_size and self.options.max_seq_length:
+            self.prepare_for_any(max_batch_size, self.context)
+        elif load:
+            self.load(max_batch_size or 1, self.options.max_seq_length or 1)
+
+    def load(self, rows: int = 1, length: int = 1) -> None:
+        """Reads the weights. UserError where they and a cache of so many rows of `length` tokens do not fit."""
+        begun = time.perf_counter()
+        with memory_advice(self.check_memory(rows, length)):
+            options, progress = self.options, not self.quiet
+            self.model = load_checkpoint(self.directory, self.device, self.dtype, options.quantize, options.group_size,
+                                         progress, splitter(self.team))
+            if self.draft_directory:
+                self.draft_model = load_checkpoint(self.draft_directory, self.device, self.dtype,
+                                                   options.draft_quantize, None, progress,
+                                                   draft_splitter(self.team, self.models[1][0]))
+        self.load_s = time.perf_counter() - begun
+
+    def check_memory(self, rows: int, length: int) -> str:
+        return check_memory(self.models, rows, length + SLACK * bool(self.options.draft), self.device, self.dtype,
+                            self.team.ranks, loaded=self.model is not None)
+
+    def prepare(self, prompts: int, samples: int, length: int, sampling: Sampling | None = None) -> None:
+        """Makes the generator for so many prompts, samples of each, and tokens of a prompt and its completion. What is
+        not loaded yet is loaded, and what is to be compiled is compiled."""
+        options, rows = self.options, prompts * samples
+        if self.generator and options.compile:  # compiled code and kernels hold the old cache
+            if not self.quiet:
+                print(f"the KV cache grows to {rows} rows of {length} tokens: loading and compiling again; give "
+                      "max_batch_size and max_seq_length at the start to avoid this", file=sys.stderr)
+            self.generator = self.model = self.draft_model = None
+            torch._dynamo.reset()
+        elif self.generator:
+            self.generator = None
+            for model in filter(None, (self.model, self.draft_model)):
+                model.setup(1, 1)  # frees the old cache
+        gc.collect()
+        if self.model is None:
+            self.load(rows, length)
+        self.advice, begun = self.check_memory(rows, length), time.perf_counter()
+        reserve = rows * length * sum(cache_bytes(config, self.dtype) for config, _ in self.models)
+        for model in filter(None, () if options.compile else (self.model, self.draft_model)):
+            unpack_quantized(model, reserve, self.quiet)
+        mode = "compile" if options.no_kernels else "fast"
+        draft = Draft(self.draft_model, options.draft_tokens or "auto") if options.draft else None
+        stages = "prefill, decode and speculative steps" if draft else "prefill and decode"
+        with memory_advice(self.advice), progress_of(f"compiling {stages}", options.compile and not self.quiet):
+            self.generator = Generator(self.model, length, sampling or find_sampling(self.directory, options), prompts,
+                                       samples, mode if options.compile else "eager", draft, self.team)
+        self.room = length
+        self.compile_s = time.perf_counter() - begun if options.compile else 0.0
+
+    def prepare_for_any(self, rows: int, length: int, sampling: Sampling | None = None) -> None:
+        """prepare() for any call of up to so many rows and tokens."""
+        self.prepare(rows, 1, length, sampling)
+        if self.options.compile and rows > 1:
+            self.generator.compile_prefill(1)
+
+    def fit(self, rows: int, length: int, sampling: Sampling) -> None:
+        """Makes a generator for any call of so many rows and tokens, unless the one that is there serves."""
+        if self.max_batch_size and rows > self.max_batch_size:
+            raise UserError(f"{rows} rows (prompts times samples) exceed max_batch_size={self.max_batch_size}: give "
+                            "fewer at a time, or a larger max_batch_size")
+        if not self.generator or rows > self.generator.batch_size or length > self.room:
+            least = min(2048, self.context) if self.options.compile else 1
+            there = (self.generator.batch_size, self.room) if self.generator else (1, least)
+            rows = self.max_batch_size or max(rows, there[0])
+            self.prepare_for_any(rows, self.options.max_seq_length or max(length, least, there[1]), sampling)
+        elif sampling != self.generator.sampling:
+            self.generator.set_sampling(sampling)
+
+    def completions(self, prompts: list, options: argparse.Namespace) -> list[Completion]:
+        """A completion for each prompt and sample. A prompt is a text, or a chat's messages. UserError where the
+        context, or max_seq_length, has no room for it."""
+        if not prompts:
+            raise UserError("no prompt: want a text, messages, or a list of these")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
+        if [] in encoded:
+            raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
+        longest = max(map(len, encoded))
+        new_tokens = options.max_new_tokens or max(1, min(256, self.context - longest))
+        if longest + new_tokens > self.context:
+            limit = "--max-seq-length" if self.options.max_seq_length else "the model's context"
+            raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
+                            "shorten the prompt or lower --max-new-tokens")
+        return [self.completion(text, tokens, new_tokens, options.stop)
+                for text, tokens in zip(texts, encoded) for _ in range(options.num_samples)]
+
+    def completion(self, text: str, tokens: list[int], new_tokens: int, stop_texts: list[str]) -> Completion:
+        return Completion(text, tokens, self.tokenizer, new_tokens, stop_texts)
+
+    def encode(self, prompt: str | list[dict]) -> list[int]:
+        """A text's tokens or, through the chat template, those of messages."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        check_messages(prompt)
+        if not self.tokenizer.template:
+            raise UserError(f"{self.options.checkpoint} has no chat template: give a text, which is continued")
+        return self.tokenizer.encode_messages(prompt)
+
+    def steps(self, completions: list[Completion], options: argparse.Namespace) -> Iterator[None]:
+        """The steps that fill the completions, all of one limit; what they need is made first."""
+        if self.running:
+            self.running.close()  # a stream that goes on ends here
+        length = max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
+        self.fit(len(completions), length, find_sampling(self.directory, options))
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        self.running = self.complete(completions, options.num_samples, budget=options.time_budget)
+        return self.running
+
+    def complete(self, completions: list[Completion], samples: int = 1, start: int = 0,
+                 budget: float | None = None) -> Iterator[None]:
+        """The function complete(), with advice where memory runs out."""
+        with memory_advice(self.advice):
+            yield from complete(self.generator, completions, samples, start, budget)
+
+    def __call__(self, prompts: str | list, **options) -> Completion | list[Completion]:
+        """Completes a text or, given as a list of {"role": ..., "content": ...}, a chat's messages; or a list of these
+        as one batch. Of a list, and of several samples, a list of Completions: in the order of the prompts, then of
+        the samples or, with a time budget, of their rank."""
+        options = keyword_options(options, self.options)
+        if not isinstance(prompts, (str, list, tuple)):
+            raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
+        single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], dict)
+        completions = self.completions([prompts] if single else prompts, options)
+        for _ in self.steps(completions, options):
+            pass
+        if options.time_budget:
+            completions = rank_completions(completions, options.num_samples)
+        return completions[0] if single and options.num_samples == 1 else completions
+
+    def stream(self, prompt: str | list[dict], **options) -> Iterator[str]:
+        """The completion of one prompt, piece by piece, as it is generated. Another call ends it."""
+        options = keyword_options(options, self.options)
+        if options.num_samples > 1:
+            raise UserError(f"num_samples={options.num_samples}: a stream is of one sample")
+        [completion] = self.completions([prompt], options)
+        return self.pieces(completion, self.steps([completion], options))
+
+    @staticmethod
+    def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
+        shown = 0
+        for _ in steps:
+            text = completion.visible()
+            if len(text) > shown:
+                yield text[shown:]
+                shown = len(text)
 
 
-def fit_messages(messages: list[dict], tokenizer: Tokenizer, max_seq_len: int) -> tuple[list[dict], list[int]]:
-    """The messages and their tokens or, where they leave no room for an answer, those of the last message.
-
-    Without a chat template the messages are one text. UserError where the last message alone is too long."""
-    if tokenizer.template:
-        tokens = tokenizer.encode_messages(messages)
-    else:
-        tokens = tokenizer.encode("".join(message["content"] for message in messages))
-    if len(tokens) < max_seq_len:
-        return messages, tokens
-    if len(messages) == 1:
-        raise UserError(f"{len(tokens)} tokens leave no room in {max_seq_len}: shorten, or raise --max-seq-length")
-    print(f"the chat fills the {max_seq_len} tokens of --max-seq-length and starts afresh", file=sys.stderr)
-    return fit_messages(messages[-1:], tokenizer, max_seq_len)
-
-
-def chat(generator: Generator, tokenizer: Tokenizer, max_seq_len: int, args: argparse.Namespace) -> list[Completion]:
-    """Answers line by line. Without a chat template it continues the text so far and the line typed."""
-    with suppress(ImportError):
-        import readline  # noqa: F401: input() then edits lines and recalls them
-    hint = "Ctrl-C stops an answer, Ctrl-D leaves." if generator.team.ranks == 1 else "Ctrl-C and Ctrl-D leave."
-    print(hint if tokenizer.template else f"{hint} No chat template: your text is continued.", file=sys.stderr)
-    messages, cached, answers = [], [], []
-    while (line := generator.team.agree(ask)) is not None:
-        if not line.strip():
-            continue
-        try:
-            messages, tokens = fit_messages([*messages, dict(role="user", content=line)], tokenizer, max_seq_len)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            messages = []
-            continue
-        start = len(os.path.commonprefix([cached, tokens[:-1]]))  # the last token is read again, for its logits
-        limit = min(args.max_new_tokens or max_seq_len, max_seq_len - len(tokens))
-        answer = Completion(line, tokens, tokenizer, limit, args.stop)
-        printing = show([answer])
-        if generator.team.ranks == 1:
-            signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))  # after this step
-        complete(generator, [answer], printing, start)
-        if generator.team.ranks == 1:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        answers.append(answer)
-        cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
-        messages.append(dict(role="assistant", content=answer.text if tokenizer.template else answer.text + "\n"))
-        if not tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
-            messages = []
-    return answers
-
-
-def make_completions(args: argparse.Namespace, tokenizer: Tokenizer, max_seq_len: int) -> list[Completion]:
-    """A completion for each prompt and sample. UserError where max_seq_len has no room for it."""
-    if args.chat:
-        encoded = [tokenizer.encode_messages([dict(role="user", content=prompt)]) for prompt in args.prompt]
-    else:
-        encoded = [tokenizer.encode(prompt) for prompt in args.prompt]
-    if [] in encoded:
-        raise UserError("--prompt: the text is empty, and this tokenizer adds no beginning of sequence; give some text")
-    longest = max(map(len, encoded))
-    new_tokens = args.max_new_tokens or max(1, min(256, max_seq_len - longest))
-    if longest + new_tokens > max_seq_len:
-        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {max_seq_len}, the context or "
-                        "--max-seq-length: shorten the prompt or lower --max-new-tokens")
-    completions = []
-    for prompt, tokens in zip(args.prompt, encoded):
-        for sample in range(args.num_samples):
-            heading = "" if args.chat else prompt
-            if len(encoded) * args.num_samples > 1:
-                heading = f"--- {prompt}" + (f" ({sample + 1})\n" if args.num_samples > 1 else "\n")
-            completions.append(Completion(prompt, tokens, tokenizer, new_tokens, args.stop, heading))
-    return completions
-
-
-def find_sampling(directory: Path, args: argparse.Namespace) -> Sampling:
+def find_sampling(directory: Path, options: argparse.Namespace) -> Sampling:
     """The command line's options, else generation_config.json's, else Sampling's defaults."""
     with reading(directory / "generation_config.json"):
         found = read_json(directory / "generation_config.json", {})
-        found |= {key: value for key, value in vars(args).items() if value is not None}
+        found |= {key: value for key, value in vars(options).items() if value is not None}
         return Sampling(**{key: found[key] for key in ("temperature", "top_k", "top_p") if found.get(key) is not None})
 
 
-def run_prompts(generator: Generator, completions: list[Completion], args: argparse.Namespace) -> list[Completion]:
+def run_prompts(llm: LLM, completions: list[Completion], args: argparse.Namespace) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
     streamed = not args.json and not args.time_budget
-    complete(generator, completions, show(completions) if streamed else iter(()), budget=args.time_budget)
+    printing = show(completions) if streamed else iter(())
+    next(printing, None)
+    try:
+        for _ in llm.complete(completions, args.num_samples, budget=args.time_budget):
+            next(printing, None)
+    except UserError:
+        print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
+        raise
     if args.time_budget:
         completions = rank_completions(completions, args.num_samples)
         for _ in show(completions) if not args.json else ():
@@ -441,66 +596,39 @@ def run_prompts(generator: Generator, completions: list[Completion], args: argpa
 
 
 def main() -> None:
-    """Loads, compiles, generates and reports, in that order. Long, because it is the whole program."""
+    """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(__doc__, TINY)
-    device, team = join(args.device)
-    dtype = find_dtype(args.dtype, device)
-    check_compiler(args.compile, device)
-    directory = find_checkpoint(args.checkpoint)
-    config, tokenizer = load_config(directory), Tokenizer(directory)
-    if args.chat and not tokenizer.template:
-        raise UserError(f"--chat: {args.checkpoint} has no chat template; without --chat the prompt is continued")
-    sampling, prompts, max_seq_len = find_sampling(directory, args), 1, args.max_seq_length or config.context
-    if max_seq_len > config.context:
-        raise UserError(f"--max-seq-length {max_seq_len}: the model's context is {config.context}")
+    llm = LLM(load=False, quiet=args.quiet, **llm_options(args))
+    if (args.chat or args.system is not None) and not llm.tokenizer.template:
+        raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        max_seq_len = args.max_seq_length or min(max_seq_len, 8192)  # a chat's cache is allocated whole
+        size = 1, 1, args.max_seq_length or min(llm.context, 8192)  # a chat's cache is allocated whole
     else:
-        completions, prompts = make_completions(args, tokenizer, max_seq_len), len(args.prompt)
-        max_seq_len = max(len(c.prompt_tokens) + c.limit for c in completions)
-    settings = read_settings(directory)
-    quantized = args.quantize or (f"int{settings['bits']}" if settings else None)
-    models, draft_directory = [(config, settings.get("bits"))], None
-    if args.draft not in (None, "prompt-lookup"):
-        draft_directory = find_draft(args.draft, config, tokenizer)
-        models.append((load_config(draft_directory), read_settings(draft_directory).get("bits")))
-    cache_length = max_seq_len + SLACK * bool(args.draft)
-    advice = check_memory(models, prompts * args.num_samples, cache_length, device, dtype, team.ranks)
-
-    profiler, begun = torch.profiler.profile() if args.profile else nullcontext(), time.perf_counter()
-    with memory_advice(advice):
-        progress, draft_model = not args.quiet, None
-        model = load_checkpoint(directory, device, dtype, args.quantize, args.group_size, progress, splitter(team))
-        if draft_directory:
-            split = draft_splitter(team, models[1][0])
-            draft_model = load_checkpoint(draft_directory, device, dtype, args.draft_quantize, None, progress, split)
-        draft = Draft(draft_model, args.draft_tokens or "auto") if args.draft else None
-        loaded = time.perf_counter()
-        if quantized and not args.compile:
-            print("without --compile, quantized weights are unpacked at every step: slow", file=sys.stderr)
-        if args.compile and not args.quiet:
-            print("compiling ...", file=sys.stderr, flush=True)
-        mode = "compile" if args.no_kernels else "fast"
-        generator = Generator(model, max_seq_len, sampling, prompts, args.num_samples,
-                              mode if args.compile else "eager", draft, team)
-        ready = time.perf_counter()
-        if team.ranks == 1:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.manual_seed(team.agree(torch.seed() if args.seed is None else args.seed))
-        with profiler:
-            if args.interactive:
-                runs = [[answer] for answer in chat(generator, tokenizer, max_seq_len, args) if answer.steps]
-            else:
-                runs = [run_prompts(generator, completions, args)]
-    if args.profile and team.rank == 0:
+        prompts = llm.team.agree(lambda: read_prompts(args))
+        completions = llm.completions(as_messages(prompts, args, llm.tokenizer), args)
+        add_headings(completions, args)
+        longest = max(len(completion.prompt_tokens) for completion in completions)
+        size = len(prompts), args.num_samples, longest + completions[0].limit
+    llm.prepare(*size)
+    if llm.team.ranks == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    profiler = torch.profiler.profile() if args.profile else nullcontext()
+    with profiler:
+        if args.interactive:
+            runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
+        else:
+            runs = [run_prompts(llm, completions, args)]
+    if args.profile and llm.team.rank == 0:
         save_trace(profiler, args.profile)
     if not runs:
         return
-    result = report(generator, runs, checkpoint=args.checkpoint, quantize=quantized, load_s=loaded - begun,
-                    compile_s=ready - loaded if args.compile else 0.0, world_size=team.ranks)
+    result = report(llm.generator, runs, checkpoint=args.checkpoint, quantize=llm.quantized, load_s=llm.load_s,
+                    compile_s=llm.compile_s, world_size=llm.team.ranks)
     if args.json:
         print(json.dumps(result))
     if not args.quiet:

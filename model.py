@@ -77,11 +77,12 @@ class Transformer(nn.Module):
             for name in ("k_cache", "v_cache"):
                 layer.attn.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
 
-    def repeat_rows(self, n: int) -> None:
-        """Copies cache row i to rows i * n .. i * n + n - 1, so that one prefill serves n samples."""
+    def repeat_rows(self, rows: int, n: int) -> None:
+        """Copies each of the cache's first `rows` rows, i, to rows i * n .. i * n + n - 1: one prefill serves n
+        samples."""
         for layer in self.layers if n > 1 else ():
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
-                cache.copy_(cache[:len(cache) // n].repeat_interleave(n, dim=0))
+                cache[:rows * n] = cache[:rows].repeat_interleave(n, dim=0)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
                 last: Tensor | None = None) -> Tensor:

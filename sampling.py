@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+LIMITS = dict(temperature=(float, 0, 100), top_k=(int, 0, math.inf), top_p=(float, 1e-6, 1))  # a smaller top_p: 0 / 0
+
+
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 0.8  # 0: greedy, the likeliest token
@@ -18,8 +21,10 @@ class Sampling:
     top_p: float = 1.0  # 1: off
 
     def __post_init__(self):
-        if not (0 <= self.temperature <= 100 and isinstance(self.top_k, int) and 0 < self.top_p <= 1):
-            raise ValueError(f"{self}: want temperature from 0 to 100, a whole top_k, top_p above 0 and up to 1")
+        for name, (kind, low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if type(value) not in (int, kind) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r}: want {kind.__name__} from {low} to {high}")
 
     @property
     def greedy(self) -> bool:

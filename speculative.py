@@ -128,10 +128,10 @@ class DraftModel:
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         return self.runner.decoder(tokens.clamp(max=self.last_token), positions, slots)
 
-    def begin(self, prompts: list[list[int]], start: int, drafting: bool) -> None:
+    def begin(self, prompts: list[list[int]], start: int, samples: int, drafting: bool) -> None:
         """New prompts behind `start` tokens that are cached. One more token follows each, from the target's prefill."""
         width = max(map(len, prompts))
-        self.prompts, self.start = prompts, start
+        self.prompts, self.start, self.samples = prompts, start, samples
         self.reads_prompts = start < self.max_seq_len and (drafting or width > 256)
         if start:
             self.unread += 1 + width  # 1: the cache may lack the last answer's last token, which was drafted
@@ -142,7 +142,7 @@ class DraftModel:
         if self.reads_prompts:
             room = self.max_seq_len - self.start
             prompts = [[min(token, self.last_token) for token in prompt[:room]] for prompt in self.prompts]
-            self.runner.prefill_prompts(prompts, self.start)
+            self.runner.prefill_prompts(prompts, self.start, self.samples)
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
         """Reads what the cache lacks of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
@@ -287,8 +287,7 @@ class Speculator:
         self.text = torch.zeros(rows, self.max_seq_len, dtype=torch.long, device=self.device)
         self.last = torch.ones(rows, dtype=torch.long, device=self.device)  # the index of each row's last token
         self.ends = torch.full_like(self.last, self.max_seq_len)  # a row whose last token is there is done
-        # The lengths of the texts as far as the host knows them. A captured step looks at all slots.
-        self.seq_lens = [self.max_seq_len if self.cuda else 2] * rows
+        self.seq_lens = [2] * rows  # the lengths of the texts as far as the host knows them
         self.limits = [0] * rows  # the lengths at which they end
         self.step_of, self.seconds = {}, {}  # k -> a step that drafts k tokens; k -> its time, if a policy asks for it
         self.launched = deque()  # k of each step that the host has not heard of yet
@@ -297,6 +296,8 @@ class Speculator:
     def prepare(self, policy: str, compile: bool) -> None:
         """Captures and times a step of each k that the policy may use. compile: each step is compiled as a whole, so
         there are few."""
+        self.ends.fill_(self.max_seq_len)  # no row is done
+        self.seq_lens = [self.max_seq_len if self.cuda else 2] * len(self.text)  # a captured step looks at all slots
         lengths = [1, 2, 4, 8] if compile else list(DRAFT_LENGTHS[1:])
         if policy.isdecimal():
             lengths = [int(policy)]
@@ -329,19 +330,19 @@ class Speculator:
             times.append(self.agree(time.perf_counter() - begun))
         return min(times)
 
-    def begin(self, prompts: list[list[int]], start: int, tokens: Tensor, limit: int) -> None:
-        """Texts of `start` tokens that are there already, a prompt [for each target.samples rows] and the token [B]
-        that prefill drew after it. limit: new tokens at most, that one included."""
-        rows = [prompt for prompt in prompts for _ in range(self.target.samples)]
-        width = max(map(len, rows))
+    def begin(self, prompts: list[list[int]], start: int, samples: int, tokens: Tensor, limit: int) -> None:
+        """Texts of `start` tokens that are there already, a prompt [for each `samples` rows] and the token [P x
+        samples] that prefill drew after it. limit: new tokens at most, that one included. Other rows are done."""
+        rows = [prompt for prompt in prompts for _ in range(samples)]
+        width, unused = max(map(len, rows)), len(self.text) - len(rows)
         padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in rows])
-        self.text[:, start:start + width] = padded.to(self.device)
-        self.seq_lens = [start + len(prompt) + 1 for prompt in rows]
-        self.limits = [length + limit - 1 for length in self.seq_lens]
+        self.text[:len(rows), start:start + width] = padded.to(self.device)
+        self.seq_lens = [start + len(prompt) + 1 for prompt in rows] + [2] * unused
+        self.limits = [length + limit - 1 for length in self.seq_lens[:len(rows)]] + [0] * unused
         self.last.copy_(torch.tensor(self.seq_lens) - 1)
         self.ends.copy_(torch.tensor(self.limits) - 1)
-        self.text.scatter_(1, self.last[:, None], tokens[:, None])
-        self.draft.begin(prompts, start, self.policy.k > 0)
+        self.text[:len(rows)].scatter_(1, self.last[:len(rows), None], tokens[:, None])
+        self.draft.begin(prompts, start, samples, self.policy.k > 0)
         self.launched.clear()
         self.heard = time.perf_counter()
 

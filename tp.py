@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -49,23 +49,51 @@ def part_of(columns: int, ranks: int) -> int:
     return -(-columns // (8 * ranks)) * 8
 
 
+def units(config: Config, group: int) -> tuple[int, int]:
+    """A rank's kv heads and its feed-forward rows are multiples of these.
+
+    So many kv heads have outputs that fill whole words, and q heads whose outputs fill whole groups of o."""
+    H, K, E = config.n_head, config.n_kv_head, config.head_dim
+    word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
+    heads = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
+    return heads, math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
+
+
+def cannot_share(config: Config, group: int, ranks: int) -> str | None:
+    """Why so many ranks cannot share the model, None where they can."""
+    H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
+    head_unit, ffn_unit = units(config, group)
+    if ranks > -(-K // head_unit) and (ranks % K or H % ranks or H // ranks * E % group or group > 1 and E % 8):
+        groups = f", in groups of {group} quantized weights" if group > 1 else ""
+        return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
+    if ranks > -(-F // ffn_unit):
+        return f"{ranks} ranks cannot share {F} feed-forward rows in units of {ffn_unit}"
+    return None
+
+
+def count_names(counts: list[int]) -> str:
+    """[1, 2] -> "1 or 2"; [1, 2, 3, 6, 12] -> "1 to 3, 6 or 12"."""
+    run = sum(count == place for place, count in enumerate(counts, 1))  # how many are 1, 2, 3 and so on
+    names = [*map(str, counts)] if run < 3 else [f"1 to {run}", *map(str, counts[run:])]
+    return " or ".join(", ".join(names).rsplit(", ", 1))
+
+
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
     group: inputs of a quantized layer that share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and
-    down are cut between groups, so that any number of ranks holds the same quantized weights; quantize.QuantizedReader
+    down are cut between groups, so that any number of ranks holds the same quantized weights; formats.QuantizedReader
     reads the slices. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
         self.whole = config
         group = 32 if group == -1 else group  # packed codes want whole words, kernels multiples of 32
-        q, kv = self.cut_heads(config, group, rank, ranks)
-        F = config.ffn_dim
-        unit = math.lcm(group, 32 if F % 32 == 0 else 1)
-        if ranks > -(-F // unit):
-            raise UserError(f"{ranks} ranks cannot share {F} feed-forward rows in units of {unit}; want at most "
-                            f"{-(-F // unit)} ranks")
-        ffn, part = cut(F, unit, rank, ranks), part_of(config.vocab_size, ranks)
+        if reason := cannot_share(config, group, ranks):
+            works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
+            raise UserError(f"{reason}; want {count_names(works)} instead")
+        head_unit, ffn_unit = units(config, group)
+        q, kv = self.cut_heads(config, head_unit, rank, ranks)
+        ffn, part = cut(config.ffn_dim, ffn_unit, rank, ranks), part_of(config.vocab_size, ranks)
         vocabulary = min(config.vocab_size, rank * part), min(config.vocab_size, (rank + 1) * part)
         q_rows, kv_rows = ((begin * config.head_dim, end * config.head_dim) for begin, end in (q, kv))
         self.rows = dict(q_proj=q_rows, k_proj=kv_rows, v_proj=kv_rows, gate_proj=ffn, up_proj=ffn, lm_head=vocabulary)
@@ -73,19 +101,12 @@ class Shard:
         self.config = replace(config, n_head=q[1] - q[0], n_kv_head=kv[1] - kv[0], ffn_dim=ffn[1] - ffn[0])
 
     @staticmethod
-    def cut_heads(config: Config, group: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def cut_heads(config: Config, unit: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The rank's q heads and kv heads, each [begin, end). With more ranks than kv heads, several share one."""
-        H, K, E = config.n_head, config.n_kv_head, config.head_dim
-        word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
-        # unit: the kv heads whose own outputs fill whole words, and whose q heads' outputs fill whole groups of o
-        unit = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
+        H, K = config.n_head, config.n_kv_head
         if ranks <= -(-K // unit):
             kv = cut(K, unit, rank, ranks)
             return (kv[0] * (H // K), kv[1] * (H // K)), kv
-        if ranks % K or H % ranks or H // ranks * E % group or E % word:
-            groups = f", in groups of {group} quantized weights" if group > 1 else ""
-            raise UserError(f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}; want at most "
-                            f"{-(-K // unit)}, or a multiple of {K} that divides {H}{groups}")
         kv = rank * K // ranks, rank * K // ranks + 1
         return (rank * H // ranks, (rank + 1) * H // ranks), kv
 
@@ -222,15 +243,21 @@ def join(device: str | None) -> tuple[torch.device, Team]:
     """This rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
 
     UserError where torchrun did not start the ranks, or where there are too few GPUs."""
-    if (ranks := world_size()) == 1:
+    if world_size() == 1:
         return find_device(device), Team()
+    return join_ranks(device or ("cuda" if torch.cuda.is_available() else "cpu"), world_size())
+
+
+@cache
+def join_ranks(kind: str, ranks: int) -> tuple[torch.device, Team]:
+    """A process joins once. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
         raise UserError(f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them")
     rank, local, here = (int(os.environ[name]) for name in names[:3])
-    kind, gpus = device or ("cuda" if torch.cuda.is_available() else "cpu"), torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     if kind not in ("cuda", "cpu"):
-        raise UserError(f"--device {device}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
+        raise UserError(f"--device {kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
     if kind == "cuda" and here > gpus > 0:
         raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
                         "--device cpu")
@@ -262,12 +289,23 @@ def run(main: Callable[[], None]) -> None:
         code = 0
     except SystemExit as error:
         code = error.code
-    except BaseException:  # a bug
+    except BaseException as error:  # a bug
+        tell_torchrun(f"{type(error).__name__}: {error}")
         sys.stderr = sys.__stderr__
         sys.excepthook(*sys.exc_info())
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     os._exit(code)  # NCCL and CUDA graphs would hang in Python's own clean-up
+
+
+def tell_torchrun(reason: str, delay: int = 0) -> None:
+    """torchrun's own report comes last, and long: it ends with the reason that stands in this file. Of several ranks'
+    it takes the one with the earliest time, in whole seconds; `delay` is added to it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # as torch.distributed.elastic writes it
+        details = dict(py_callstack=reason, timestamp=str(int(time.time()) + delay))
+        with suppress(OSError), open(path, "w") as file:
+            json.dump(dict(message=dict(message=reason, extraInfo=details)), file)
 
 
 def run_rank(main: Callable[[], None], rank: int) -> None:
@@ -277,11 +315,13 @@ def run_rank(main: Callable[[], None], rank: int) -> None:
             torch.cuda.synchronize()
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
-    except (UserError, OSError):
+    except (UserError, OSError) as error:
         time.sleep(2 * (rank > 0))  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
         sys.stderr = sys.__stderr__
+        tell_torchrun(str(error))
         raise
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
+            tell_torchrun("another rank ended", delay=1)  # that rank's own reason comes first, in the same second too
             raise UserError(f"another rank ended: {error}") from error
         raise

@@ -3,18 +3,18 @@ The speed layer: whatever makes a step faster than plain PyTorch. It changes no 
 between two tokens.
 
 generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(model.py, quantize.py, sampling.py, speculative.py, tp.py; the command tune.py also checkpoint.py, cli.py and
+(model.py, formats.py, sampling.py, speculative.py, tp.py; the command tune.py also checkpoint.py, cli.py and
 scripts/shapes.py). Of the core, only generate.py imports this folder, and it guards the import. Delete the folder, and
 every command still works, slower. The package imports without Triton; the two packed kernels are then left out.
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
-    packed_linear.py  the same for int4 and int8 weights; the kernels are packed_gemv.py and packed_gemm.py
-    layout.py         puts int4 and int8 weights into the matrix unit's order, at load
+    packed_linear.py  the same for int4, int8 and FP8 weights; the kernels are packed_gemv.py and packed_gemm.py
+    layout.py         puts int4, int8 and FP8 weights into the matrix unit's order, at load
     attention.py      attention with rope and the KV cache's update inside
     sampling.py       temperature, top-k, top-p and speculative acceptance without a sort
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
-    cpu.py            a CPU's linear layers of few rows, for torch.compile to fuse
+    cpu.py            a CPU's linear layers: oneDNN's products and, of few rows, loops for torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
     tune.py           the command that writes tuned.json
@@ -23,7 +23,12 @@ every command still works, slower. The package imports without Triton; the two p
 decoder.py imports the kernels' files, and these import common.py and tuning.py. Beside each kernel stands its plain
 twin: PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare the kernel with it.
 """
+import signal
 import sys
+
+if sys.argv[:1] == ["-m"]:  # python -m fast.tune comes here first; Ctrl-C ends the imports at once, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,8 +37,8 @@ from torch import nn
 
 from fast.bandwidth import read_bandwidth
 from fast.common import triton
-from fast.cpu import CpuQuantizedLinear, row_decoder
-from fast.decoder import fusible, install_kernels, replace_quantized
+from fast.cpu import install_linears, row_decoder
+from fast.decoder import fusible, install_kernels
 from fast.sampling import fast_accept, fast_choose, fast_propose
 from sampling import choose
 from speculative import accept, propose
@@ -61,7 +66,7 @@ def optimize(model: nn.Module) -> Fast | None:
     before."""
     weight = model.embed.weight
     if weight.device.type == "cpu":
-        replace_quantized(model, lambda layer, name: CpuQuantizedLinear(layer))
+        install_linears(model)
         return Fast(row_decoder(model))
     if weight.device.type != "cuda":
         return None

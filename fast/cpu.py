@@ -1,37 +1,70 @@
 """
-Linear layers for a CPU: with few rows of x, products and sums that torch.compile fuses into one pass over the weights.
+Linear layers for a CPU: many rows of x go to oneDNN; few rows are products and sums, which torch.compile fuses into one
+pass over the weights.
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row.
 """
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
-from quantize import QuantizedLinear
+from formats import QuantizedLinear, from_e4m3
 
-FEW_ROWS = 8  # twice as many for quantized weights, which MKL wants dequantized into memory first
+FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
+FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """oneDNN's. PyTorch has no public name for it.
+
+    oneDNN makes a kernel for each number of rows and keeps it: 124 numbers of rows took 326 MiB with 5 layers of a
+    small model. So rows of zeros fill that number up, and 8 rows and more have 22 numbers up to 4096."""
+    rows = x.reshape(-1, x.shape[-1])
+    step = next(step for most, step in ((8, 1), (64, 8), (512, 64), (math.inf, 512)) if len(rows) <= most)
+    filled = F.pad(rows, (0, 0, 0, -len(rows) % step))
+    out = torch.ops.mkldnn._linear_pointwise(filled, w, bias, "none", [], "")
+    return out[:len(rows)].view(*x.shape[:-1], len(w))
+
+
+# Inductor compiles calls of that name for constant weights alone.
+compiled_product = library.custom_op("llama_fast::cpu_linear", product, mutates_args=(), device_types="cpu")
+
+
+@compiled_product.register_fake
+def _(x, w, bias):
+    return x.new_empty(*x.shape[:-1], len(w))
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear(), in fp32 by oneDNN.
+
+    F.linear() calls MKL, which does without AVX-512 on AMD's CPUs. 512 rows and 4096 x 4096 weights take it 180 ms,
+    oneDNN 78 ms; 16 rows take 9.8 and 5.3 ms (one core of an EPYC)."""
+    if not ONEDNN or not x.dtype == w.dtype == torch.float32:
+        return F.linear(x, w, bias)
+    return (compiled_product if torch.compiler.is_compiling() else product)(x, w, bias)
 
 
 class CpuLinear(nn.Module):
-    """nn.Linear whose product with few rows, once compiled, is one pass over the weights.
+    """nn.Linear by linear(). If it `decodes` and is compiled, its product with few rows is one pass over the weights.
 
     It reads them at 30 to 48 GB/s, MKL's matrix-vector product at 16 (fp32, 2 cores of an AMD EPYC): SmolLM2-135M
-    decodes at 79 tokens/s instead of 32. A feed-forward layer of its size takes 0.51 ms with 1 row, 0.46 with 2, 0.85
-    with 4, 1.7 with 9 and 2.2 with 16, with MKL 1.3, 1.9, 1.5, 1.6 and 1.3 (such cores, busier). Eager code and more
-    rows take the plain twin, F.linear."""
+    decodes at 79 tokens/s instead of 32."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias, self.decodes = linear.weight, linear.bias, False
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
         N, K = self.weight.shape
-        if not torch.compiler.is_compiling() or x.numel() > FEW_ROWS * K:
-            return F.linear(x, self.weight, self.bias)
+        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > FEW_ROWS * K:
+            return linear(x, self.weight, self.bias)
         w, rows = self.weight.float(), x.reshape(-1, K).float().unbind()
         y = torch.stack([(w * row).sum(-1) for row in rows])  # [M, N], in one loop: what is read of w serves all rows
         if self.bias is not None:
@@ -43,17 +76,19 @@ class CpuQuantizedLinear(nn.Module):
     """QuantizedLinear with a code a byte, int4 too. Groups lie side by side (see group_inputs()).
 
     If it `decodes` and is compiled, few rows go over the codes as CpuLinear's go over the weights; a group's scale and
-    zero point come to its sum. Else the weights are dequantized first."""
+    zero point come to its sum. Else the weights are dequantized first. One row and 4096 x 4096 weights take 1.5 ms in
+    int8 and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it 2.9 (2 cores)."""
 
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
         codes, scales, zeros, perm = group_inputs(layer)
         middle, scales = 2 ** (layer.bits - 1), scales.float()
         zeros = torch.zeros_like(scales) if zeros is None else zeros - middle
-        codes = (codes.to(torch.int16) - middle).to(torch.int8)
+        if not layer.e4m3:
+            codes = (codes.to(torch.int16) - middle).to(torch.int8)
         self.codes, self.scales, self.offsets = (nn.Parameter(tensor, requires_grad=False)
                                                  for tensor in (codes, scales, scales * zeros))
-        self.bias, self.decodes = layer.bias, False
+        self.bias, self.e4m3, self.decodes = layer.bias, layer.e4m3, False
         self.register_buffer("perm", perm, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,10 +96,11 @@ class CpuQuantizedLinear(nn.Module):
         (N, K), C = self.codes.shape, self.scales.shape[1]  # K with what fills the groups up
         if self.perm is not None:
             x = x[..., self.perm]
-        codes = self.codes.view(N, C, K // C).float()
-        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > 2 * FEW_ROWS * K:
+        codes = self.codes.view(N, C, K // C)
+        codes = from_e4m3(codes) if self.e4m3 else codes.float()
+        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > FEW_QUANTIZED_ROWS * K:
             w = codes * self.scales[:, :, None] - self.offsets[:, :, None]
-            return F.linear(x, w.flatten(1).to(x.dtype), self.bias)
+            return linear(x, w.flatten(1).to(x.dtype), self.bias)
         rows = x.reshape(-1, C, K // C).float().unbind()  # [C, K / C] each
         y = torch.stack([((codes * row).sum(-1) * self.scales - self.offsets * row.sum(-1)).sum(-1) for row in rows])
         if self.bias is not None:
@@ -72,16 +108,23 @@ class CpuQuantizedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
+def install_linears(model: nn.Module) -> None:
+    """Puts a CpuLinear in the place of each nn.Linear, a CpuQuantizedLinear in that of each QuantizedLinear."""
+    fast = {nn.Linear: CpuLinear, QuantizedLinear: CpuQuantizedLinear}
+    for module in [module for module in model.modules() if type(module) not in fast]:
+        for name, child in list(module.named_children()):
+            if type(child) in fast:
+                setattr(module, name, fast[type(child)](child))
+
+
 def row_decoder(module: nn.Module) -> nn.Module:
     """A copy of the module for decoding on a CPU: the same weights and caches, and linear layers for few rows.
 
     Prefill keeps the original. Its number of rows is dynamic, so that one compiled code serves all prompts, and a layer
     that asks for the number would make the compiler specialize on it."""
-    if type(module) is nn.Linear:
-        return CpuLinear(module)
     decoder = copy.copy(module)
     decoder._modules = {name: row_decoder(child) for name, child in module.named_children()}
     decoder._compiled_call_impl = None
-    if isinstance(module, CpuQuantizedLinear):
+    if isinstance(module, (CpuLinear, CpuQuantizedLinear)):
         decoder.decodes = True
     return decoder

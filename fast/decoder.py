@@ -24,20 +24,11 @@ from fast.attention import update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.linear import linear
 from fast.packed_linear import PackedLinear
-from quantize import QuantizedLinear
+from formats import QuantizedLinear, replace_quantized
 from tp import ColumnParallelLinear, RowParallelLinear
 
 OPERATORS = ("linear", "packed_linear", "update_and_attend", "sample", "distribute", "fused_all_reduce",
              "fused_all_gather")
-
-
-def replace_quantized(model: nn.Module, build: Callable[[QuantizedLinear, str], nn.Module]) -> None:
-    """Puts build(layer, its name) in the place of each QuantizedLinear."""
-    # The list holds no QuantizedLinear itself, so that each is freed once its place is taken.
-    for module in [module for module in model.modules() if not isinstance(module, QuantizedLinear)]:
-        for name, child in list(module.named_children()):
-            if isinstance(child, QuantizedLinear):
-                setattr(module, name, build(child, name))
 
 
 # The fields of model.Config that this file's modules, or model.py's around them, take into account.

@@ -34,6 +34,8 @@ The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp l
 
     qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
 
+FP8's codes, e4m3, lie as int8's do.
+
 Of a gated layer a row block holds 8 rows of the gate and the 8 rows of up that they gate. Where N or K ends inside of a
 block, the rest is zeros.
 
@@ -42,13 +44,20 @@ A group may be smaller than a block (int4 in groups of 32 or 64); a block then h
 
     scales_and_zeros int32 [row blocks, C / parts, 16 rows, parts]
 
+Where the scales are fp32, they take the whole word, and scales_and_zeros is fp32: zero points are 2 ** (bits - 1) then.
+e4m3 has fp32 scales always, and no zero points. Its scales are stored 2 ** 8 times as large (E4M3_SCALE), because what
+the kernels make of a code is 2 ** -8 times the number.
+
 Shapes: N outputs, K inputs, C groups of a row, W = 16 ceil(K / (512 / bits)) words of a row.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantize import QuantizedLinear, unpack
+from formats import QuantizedLinear, unpack
+
+
+E4M3_SCALE = 256
 
 
 def block_size(bits: int) -> int:
@@ -102,22 +111,27 @@ def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None, bits: int, parts: int, gated: bool) -> Tensor:
-    """scales fp16 [N, C], zeros [N, C] or None for 2 ** (bits - 1) -> scales_and_zeros."""
-    zeros = 2 ** (bits - 1) if zeros is None else zeros.int()
-    words = scales.view(torch.int16).int() & 0xFFFF | zeros << 16
+    """scales fp16 [N, C], zeros [N, C] or None for 2 ** (bits - 1) -> scales_and_zeros. Or scales fp32 and None."""
+    if scales.dtype == torch.float32:
+        words = scales
+    else:
+        zeros = 2 ** (bits - 1) if zeros is None else zeros.int()
+        words = scales.view(torch.int16).int() & 0xFFFF | zeros << 16
     return tile(F.pad(words, (0, -words.shape[1] % parts)), parts, gated)
 
 
-def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, gated: bool) -> tuple[Tensor, Tensor]:
+def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, bits: int, gated: bool) -> tuple[Tensor, Tensor]:
     """scales_and_zeros -> scales fp32 [N, C] and zeros int32 [N, C]; the inverse of pack_scales()."""
     words = untile(scales_and_zeros, N, gated)[:, :C]
+    if words.dtype == torch.float32:
+        return words, torch.full_like(words, 2 ** (bits - 1), dtype=torch.int32)
     return words.to(torch.int16).view(torch.float16).float(), words >> 16
 
 
 def group_inputs(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The layer's codes with the inputs of a group side by side, and all groups of one size, as the kernels need them.
 
-    -> codes uint8 [N, K'], scales fp16 [N, C'], zeros int16 [N, C'] or None, and perm [K']: x[:, perm] are the inputs
+    -> codes uint8 [N, K'], scales [N, C'], zeros int16 [N, C'] or None, and perm [K']: x[:, perm] are the inputs
     in the order of the codes; None if they are in that order already. A group has K' / C' inputs.
 
     GPTQ's act-order gives each input a group (g_idx). A rank that holds some of the inputs has groups without an input,
@@ -145,7 +159,8 @@ def fill_groups(codes: Tensor, zeros: Tensor | None, bits: int, g_idx: Tensor, p
                 counts: Tensor) -> tuple[Tensor, Tensor]:
     """For group_inputs(): codes [N, K'] and perm [K'] with each group filled up to a multiple of 32.
 
-    A filled place has the group's zero point for a code, which is a weight of 0; its input is the layer's first."""
+    A filled place has the group's zero point for a code, which is a weight of 0; its input is the layer's first. Where
+    zeros is None the code is 2 ** (bits - 1): the middle of integers, and e4m3's -0."""
     missing = -counts % 32  # [C]
     wide = torch.arange(len(counts), device=codes.device).repeat_interleave(counts + missing)  # [K']: the group of each
     before = (missing.cumsum(0) - missing)[g_idx[perm]]  # how many places are filled in the groups before

@@ -28,6 +28,7 @@ from fast.common import arrive, constexpr, gdc_launch_dependents, gdc_wait, jit,
 class GemmSizes:
     """What packed_gemm() is compiled for."""
     bits: int
+    e4m3: bool  # codes are numbers of their own: FP8
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
@@ -41,14 +42,24 @@ class GemmSizes:
 
 
 @constexpr_function
-def dequantize_asm(bits, half, scaled):
+def dequantize_asm(bits, half, scaled, wide, e4m3):
     """PTX that makes a pair of weights, fp16 (half) or bf16: $0 the pair, $1 a word of codes, $3 the bit at which the
     codes start, $5 a pair of -(offset + zero point), $7 a pair of scales.
 
-    -> the PTX, the bits of -offset, to which a zero point is added, and the factor that makes a pair of the sum."""
+    -> the PTX, the bits of -offset, to which a zero point is added, and the factor that makes a pair of the sum.
+
+    wide: the zero point is 2 ** (bits - 1), a constant of the PTX. e4m3: the weights are 2^-8 times the numbers."""
     one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
     get = "shr.u32 t, $1, $3; "
-    if bits == 4:
+    if e4m3:
+        # The pair's codes to the high bytes. There the sign is in its place; the other 7 bits are shifted to the low
+        # bits of the exponent and the high ones of the mantissa. bf16's offset makes that 2^-120 times the number.
+        shift, mask = (1, "3f80") if half else (4, "07f0")
+        get += f"""prmt.b32 t, t, 0, 0x1404; shr.u32 a, t, {shift}; and.b32 t, t, 0x80008000;
+            lop3.b32 t, a, 0x{mask}{mask}, t, 0xea;"""
+        if not half:
+            get += "mov.b32 a, 0x77807780; mov.b32 b, 0x80008000; fma.rn.bf16x2 t, t, a, b;"  # times 2^112
+    elif bits == 4:
         get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
     elif half:
         get += "prmt.b32 t, t, 0x64646464, 0x4140; fma.rn.f16x2 t, t, one, $5;"
@@ -59,20 +70,29 @@ def dequantize_asm(bits, half, scaled):
     result = f"mov.b32 a, 0x80008000; fma.rn.{kind} $0, t, $7, a;" if scaled else "mov.b32 $0, t;"
     asm = f"{{ .reg .b32 t, a, b, one; .reg .f32 f, g, z; mov.b32 one, 0x{one}{one}; {get} {result} }}"
     if bits == 8 and not half:
-        return asm, -0x35000000, 1  # the bits of -2^23
-    return asm, 0xE400 if half else 0xC300, 0x10001  # the bits of -1024, or of -128
+        offset, pair = -0x35000000, 1  # the bits of -2^23
+    else:
+        offset, pair = 0xE400 if half else 0xC300, 0x10001  # the bits of -1024, or of -128
+    if wide:
+        constant = (2 ** (bits - 1) + offset) * pair & 0xFFFFFFFF
+        asm = asm.replace("{ ", f"{{ .reg .b32 c; mov.b32 c, 0x{constant:08x}; ", 1).replace("$5", "c")
+    return asm, offset, pair
 
 
 @jit
 def scale_of(group):
-    """The fp16 scale in the low half of a word of scales_and_zeros."""
-    return (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    """The fp16 scale in the low half of a word of scales_and_zeros, or the fp32 scale that is all of it."""
+    if group.dtype == tl.float32:
+        scale = group
+    else:
+        scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale
 
 
 @jit
 def dequantize(q, shift, group, xs, S: constexpr):
     """A step's words q [SPLITS, BN, 16] and groups [SPLITS, BN, PARTS] -> weights [SPLITS, BN, BLOCK] of xs's type:
-    code - zero point and, with S.scaled, times the scale.
+    code - zero point, e4m3: 2^-8 times the code's number; with S.scaled, times the scale.
 
     A code OR-ed into the mantissa of 1024 in fp16, of 128 in bf16 or of 2^23 in fp32 makes that offset + code, as these
     types count by ones there. An FMA takes the offset and the zero point away, without rounding. This replaces the
@@ -82,14 +102,17 @@ def dequantize(q, shift, group, xs, S: constexpr):
     shift [P] is loaded from memory, though it is constant: the compiler brings the words into the matrix unit's layout
     before they are dequantized only if every input of the dequantization was loaded. After it, they are larger."""
     P: constexpr = 16 // S.bits
-    ASM: constexpr = dequantize_asm(S.bits, xs.dtype == tl.float16, S.scaled)
+    ASM: constexpr = dequantize_asm(S.bits, xs.dtype == tl.float16, S.scaled, group.dtype == tl.float32, S.e4m3)
     SPLITS: constexpr = S.splits
     BN: constexpr = S.block_n
     PARTS: constexpr = S.parts
     shape: constexpr = (SPLITS, BN, 16, P, 2)
     wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
     pair = (scale_of(group).to(xs.dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
-    zero = ((group >> 16) + ASM[1]) * ASM[2]
+    if group.dtype == tl.float32:
+        zero = group.to(tl.int32, bitcast=True)  # not read
+    else:
+        zero = ((group >> 16) + ASM[1]) * ASM[2]
     # a part's scale and zero point for each of its words
     pair = tl.broadcast_to(tl.reshape(pair, (SPLITS, BN, 1, PARTS, 1)), wide)
     zero = tl.broadcast_to(tl.reshape(zero, (SPLITS, BN, 1, PARTS, 1)), wide)

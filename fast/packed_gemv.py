@@ -19,7 +19,9 @@ taken away from a group's sum, which costs a few instructions for 16 rows:
 
     sum of (code - zero) x  =  sum of (code + offset) x  -  sum of offset x  -  zero * sum of x
 
-The last two sums are the same for all rows of w. prepare_x() makes them once.
+The last two sums are the same for all rows of w. prepare_x() makes them once. FP8, e4m3, has neither offset nor zero
+point: its code's bits in fp16's places are 2^-8 times the number, and its scales are stored 2^8 times as large. Hopper
+converts e4m3 by an instruction, to the number itself.
 
 The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: |x| is at most sqrt(K) times the norm's
 weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
@@ -42,6 +44,8 @@ from fast.common import gdc_launch_dependents, gdc_wait, last_arriver, silu_gate
 class GemvSizes:
     """What packed_gemv() is compiled for."""
     bits: int
+    e4m3: bool  # codes are numbers of their own: FP8
+    converts: bool  # e4m3, on a GPU with a fast instruction for it
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
@@ -53,13 +57,25 @@ class GemvSizes:
     full: bool  # the last slice's last round is a whole one: loads need no mask
 
 
-# Two codes at a time become fp16: $0 to $7 are the weights of an int4 word $8, $0 to $3 those of an int8 word $4.
+# Two codes at a time become fp16: $0 to $7 are the weights of a word $8.
 INT4_TO_HALF = gl.constexpr("""{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
     lop3.b32 a0, $8, 0x000f000f, 0x64006400, 0xea; lop3.b32 a1, $8, 0x00f000f0, 0x54005400, 0xea;
     lop3.b32 a2, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 a3, t, 0x00f000f0, 0x54005400, 0xea;
     mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; mov.b32 {$4, $5}, a2; mov.b32 {$6, $7}, a3; }""")
-INT8_TO_HALF = gl.constexpr("""{ .reg .b32 a0, a1; prmt.b32 a0, $4, 0x64646464, 0x4140;
-    prmt.b32 a1, $4, 0x64646464, 0x4342; mov.b32 {$0, $1}, a0; mov.b32 {$2, $3}, a1; }""")
+
+
+@gluon.constexpr_function
+def byte_asm(S):
+    """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize()."""
+    halves = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
+    if S.converts:
+        return """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4; cvt.rn.f16x2.e4m3x2 a, low;
+            cvt.rn.f16x2.e4m3x2 b, high; """ + halves
+    if S.e4m3:
+        return """{ .reg .b32 t, a, b; prmt.b32 a, $4, 0, 0x1404; prmt.b32 b, $4, 0, 0x3424;
+            shr.u32 t, a, 1; and.b32 a, a, 0x80008000; lop3.b32 a, t, 0x3f803f80, a, 0xea;
+            shr.u32 t, b, 1; and.b32 b, b, 0x80008000; lop3.b32 b, t, 0x3f803f80, b, 0xea; """ + halves
+    return """{ .reg .b32 a, b; prmt.b32 a, $4, 0x64646464, 0x4140; prmt.b32 b, $4, 0x64646464, 0x4342; """ + halves
 
 
 @gluon.constexpr_function
@@ -296,7 +312,7 @@ def dequantize(words, S: gl.constexpr):
     mantissa of 64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two
     pairs. int8: prmt joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which
     runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743)
-    does so, too."""
+    does so, too. e4m3: a code's sign stays, its other 7 bits go one place down; fp16 reads 2^-8 times the number."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
@@ -307,8 +323,8 @@ def dequantize(words, S: gl.constexpr):
         w = gl.join(gl.join(gl.join(p[0], p[4]), gl.join(p[2], p[6])),
                     gl.join(gl.join(p[1], p[5]), gl.join(p[3], p[7])))
     else:
-        p = gl.inline_asm_elementwise(INT8_TO_HALF, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True,
-                                      pack=1)
+        ASM: gl.constexpr = byte_asm(S)
+        p = gl.inline_asm_elementwise(ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1)
         w = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
     w = gl.reshape(w, [WARPS, 16, 4, CHAINS, 4 // CHAINS, 16 // S.bits, 2])
     w = gl.reshape(gl.permute(w, [3, 0, 1, 4, 5, 2, 6]), [CHAINS * WARPS, 16, BK])
@@ -342,20 +358,24 @@ def multiply(w, x, S: gl.constexpr):
 
 @gluon.jit
 def scale(y, group, sums, at, S: gl.constexpr):
-    """(y - sum of offset x - zero * sum of x) * scale, added up over the parts: [WARPS, 16 rows, 4]."""
+    """(y - sum of offset x - zero * sum of x) * scale, or y * scale of e4m3, summed over the parts: [WARPS, 16, 4]."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     TURNS: gl.constexpr = turn_count(S)
     COLUMNS: gl.constexpr = column_layout(S, PARTS)
-    zero = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7632;", "=r,r", [group], dtype=gl.int32,
-                                     is_pure=True, pack=1)  # 2^23 and the zero point
-    zero = zero.to(gl.float32, bitcast=True) - 8388608
-    scale = (group & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    offset = load_sums(sums, TURNS + at, S)
-    offset += load_sums(sums, at, S) * zero
-    offset = gl.convert_layout(offset, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
-    scale = gl.convert_layout(scale, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
-    y = (y + gl.expand_dims(offset, 2)) * gl.expand_dims(scale, 2)
+    if group.dtype == gl.float32:
+        zero = gl.full(group.shape, 2 ** (S.bits - 1), gl.float32, group.type.layout)
+        scale = group
+    else:
+        zero = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7632;", "=r,r", [group], dtype=gl.int32,
+                                         is_pure=True, pack=1)  # 2^23 and the zero point
+        zero = zero.to(gl.float32, bitcast=True) - 8388608
+        scale = (group & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    if not S.e4m3:
+        offset = load_sums(sums, TURNS + at, S)
+        offset += load_sums(sums, at, S) * zero
+        y += gl.expand_dims(gl.convert_layout(offset, gl.SliceLayout(2, COLUMNS), assert_trivial=True), 2)
+    y *= gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, COLUMNS), assert_trivial=True), 2)
     return gl.convert_layout(gl.sum(gl.reshape(y, [PARTS, WARPS, 16, 4]), 0), column_layout(S, 1),
                              assert_trivial=True)
 
@@ -428,6 +448,7 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
         fetch_words(rings, qweight, item, items, start, KB, S)
     next_groups = load_groups(scales_and_zeros, first_tile, first_round, C, S)
     xs, sums, factor = prepare_x(x, norm, perm, first_round, K, eps, S, PDL)
+    factor /= 1024 if S.converts else 4  # four columns are equal; what is converted needs no scales times 2^8
 
     acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
     i = gl.arange(0, 16, layout=ROWS)
@@ -449,8 +470,7 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
             y = multiply(w, load_x(xs, at, S), S)
             acc += scale(y, groups[0 if S.per_channel else d], sums, at, S)
         if last_round:
-            # / 4: the four columns are equal
-            total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * (factor / 4), ROWS, assert_trivial=True)
+            total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * factor, ROWS, assert_trivial=True)
             acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
             complete = last_round  # True here; not the constant, as the variable must keep its type
             if S.slices > 1:

@@ -1,5 +1,6 @@
 """
-A linear layer with int4 or int8 weights for a GPU: its custom operator, and the choice between three ways to multiply.
+A linear layer with int4, int8 or FP8 weights for a GPU: its custom operator, and the choice between three ways to
+multiply.
 
     one row of x        packed_gemv.py
     2 to 512 rows       packed_gemm.py
@@ -9,6 +10,7 @@ tuning.py says where one ends and the next begins. The plain twin is plain_packe
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
 """
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,11 +18,11 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, gpu, jit, pdl_options, tl, triton
-from fast.layout import (block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order,
+from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order,
                          unpack_scales, untile)
 from fast.linear import plain_linear, rms_norm
 from fast.tuning import kernel_for
-from quantize import QuantizedLinear
+from formats import QuantizedLinear, from_e4m3, say_once
 
 if triton:
     from fast.packed_gemm import GemmSizes, packed_gemm, scale_of
@@ -45,6 +47,7 @@ class Weights(NamedTuple):
     bits: int
     group_size: int
     gated: bool
+    e4m3: bool
 
     @property
     def per_channel(self) -> bool:
@@ -53,7 +56,7 @@ class Weights(NamedTuple):
     @property
     def sizes(self) -> dict:
         """The fields that GemvSizes and GemmSizes have in common."""
-        return dict(bits=self.bits, per_channel=self.per_channel, parts=self.scales_and_zeros.shape[3],
+        return dict(bits=self.bits, e4m3=self.e4m3, per_channel=self.per_channel, parts=self.scales_and_zeros.shape[3],
                     group=2 ** 30 if self.per_channel else self.group_size)
 
     def new_output(self, x: Tensor) -> Tensor:
@@ -82,8 +85,9 @@ def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: 
     rounds = triton.cdiv(blocks, warps * depth * slices)
     slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
     programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
-    sizes = GemvSizes(**w.sizes, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds, slices=slices,
-                      full=w.K == rounds * slices * warps * depth * block_size(w.bits))
+    converts = w.e4m3 and gpu(x.device).major >= 9
+    sizes = GemvSizes(**w.sizes, converts=converts, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds,
+                      slices=slices, full=w.K == rounds * slices * warps * depth * block_size(w.bits))
     out = w.new_output(x)
     partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
     pdl = pdl_options(x.device)
@@ -137,7 +141,7 @@ def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
 
 @jit
 def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr, BITS: constexpr,
-                      GATED: constexpr, SPAN: constexpr):
+                      E4M3: constexpr, GATED: constexpr, SPAN: constexpr):
     """Program (row block, SPAN blocks along K): write their weights to out [N, K], rows in the layer's order."""
     BLOCK: constexpr = 512 // BITS
     P: constexpr = 16 // BITS
@@ -157,8 +161,13 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
     group = tl.load(scales_and_zeros + ((nb * C + chunk) * 16 + r[:, None]) * PARTS + (k // G % PARTS)[None, :])
     scale = scale_of(group).to(tl.float32)
-    # OR-ed into 2^23, an integer is a float without a conversion (see dequantize() in packed_gemm.py)
-    w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
+    if E4M3:  # the code's bits in fp32's places are 2^-120 times the number, and the scale is 2^8 times as large
+        w = ((codes & 0x80) << 24 | (codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0 ** 112
+    elif group.dtype == tl.float32:
+        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2 ** 23 + 2 ** (BITS - 1))
+    else:
+        # OR-ed into 2^23, an integer is a float without a conversion (see dequantize() in packed_gemm.py)
+        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
     w *= scale
     if GATED:
         n = nb * 8 + r % 8 + r // 8 * (N // 2)
@@ -177,17 +186,18 @@ def dequantize(x: Tensor, w: Weights) -> Tensor:
     grid = len(w.qweight), triton.cdiv(w.K, 4 * block_size(w.bits))
     sizes = w.sizes
     dequantize_kernel[grid](w.qweight, w.scales_and_zeros, out, w.N, w.K, w.scales_and_zeros.shape[1], sizes["group"],
-                            sizes["parts"], w.bits, w.gated, 4, num_warps=2)
+                            sizes["parts"], w.bits, w.e4m3, w.gated, 4, num_warps=2)
     return out
 
 
 def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, bits, group_size, norm=None,
-                        bias=None, residual=None, gated=False, eps=1e-5) -> Tensor:
+                        bias=None, residual=None, gated=False, eps=1e-5, e4m3=False) -> Tensor:
     """The plain twin of packed_linear()."""
     K = x.shape[1] if perm is None else len(perm)
-    scales, zeros = unpack_scales(scales_and_zeros, N, K // group_size, gated)
+    scales, zeros = unpack_scales(scales_and_zeros, N, K // group_size, bits, gated)
     codes = from_mma_order(untile(qweight, N, gated), bits, K).view(N, K // group_size, group_size)
-    w = ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
+    w = from_e4m3(codes) / E4M3_SCALE if e4m3 else codes - zeros[:, :, None]
+    w = (w * scales[:, :, None]).flatten(1).to(x.dtype)
     if perm is not None:
         x, norm = x[:, perm], None if norm is None else norm[perm]
     return plain_linear(x, w, norm, bias, residual, gated, eps)
@@ -198,14 +208,14 @@ def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, 
 def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
                   semaphores: Tensor, N: int, bits: int, group_size: int, norm: Tensor | None = None,
                   bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
-                  eps: float = 1e-5) -> Tensor:
+                  eps: float = 1e-5, e4m3: bool = False) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
 
     gated: the first half of w is the gate, the second half up, and the result silu(gate) * up [M, N / 2], without bias
     and residual. The other arguments are a PackedLinear's. semaphores holds an int32 0 for each tile; when the kernel
     is done, they are 0 again."""
     K = x.shape[1] if perm is None else len(perm)
-    w = Weights(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, bits, group_size, gated)
+    w = Weights(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, bits, group_size, gated, e4m3)
     choice = choose(w, len(x), x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":
@@ -224,7 +234,7 @@ packed_linear.register_kernel("cpu")(plain_packed_linear)
 
 @packed_linear.register_fake
 def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, bits, group_size, norm=None, bias=None, residual=None,
-      gated=False, eps=1e-5):
+      gated=False, eps=1e-5, e4m3=False):
     return x.new_empty(len(x), N // 2 if gated else N)
 
 
@@ -233,7 +243,7 @@ def row_chunks(layer: QuantizedLinear) -> Iterator[QuantizedLinear]:
     for at in range(0, max(1, layer.out_features), REPACKED_ROWS):
         rows = slice(at, at + REPACKED_ROWS)
         zeros = None if layer.zeros is None else layer.zeros[rows]
-        yield QuantizedLinear(layer.qweight[rows], layer.scales[rows], zeros, layer.bits, None, layer.g_idx)
+        yield QuantizedLinear(layer.qweight[rows], layer.scales[rows], zeros, layer.bits, None, layer.g_idx, layer.e4m3)
 
 
 class PackedLinear(nn.Module):
@@ -253,8 +263,14 @@ class PackedLinear(nn.Module):
             scales.append(chunk_scales)
             zeros.append(chunk_zeros)
         scales, zeros = torch.cat(scales), None if layer.zeros is None else torch.cat(zeros)
+        if layer.e4m3:
+            scales = scales.float() * E4M3_SCALE
+        elif zeros is not None and scales.dtype == torch.float32:
+            say_once("scales in fp32 are rounded to fp16 where zero points stand beside them", file=sys.stderr)
+            scales = scales.half()
         self.N, K, C, block = layer.out_features, codes.shape[1], scales.shape[1], block_size(layer.bits)
-        self.bits, self.group_size, self.gated, self.bias = layer.bits, K // C, gated, layer.bias
+        self.bits, self.e4m3, self.group_size, self.gated = layer.bits, layer.e4m3, K // C, gated
+        self.bias = layer.bias
         parts = block // self.group_size if C > 1 and block % self.group_size == 0 else 1
         qweight = tile(torch.cat(words), 16, gated)
         self.qweight = nn.Parameter(qweight, requires_grad=False)
@@ -268,7 +284,7 @@ class PackedLinear(nn.Module):
               eps: float = 1e-5) -> Tensor:
         """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
         return packed_linear(x, self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores, self.N,
-                             self.bits, self.group_size, norm, self.bias, residual, gated, eps)
+                             self.bits, self.group_size, norm, self.bias, residual, gated, eps, self.e4m3)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]; gated: [..., N / 2]"""

@@ -22,6 +22,7 @@ serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, 
     scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
+FP8 takes int8's choices: as many bytes come from memory.
 python -m fast.tune writes the file.
 """
 import functools

@@ -12,6 +12,11 @@ Each configuration is one JSON object on one line of stdout; the progress bar is
 in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against. Without fast/ there is
 no read bandwidth.
 """
+import signal
+
+if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import gc
 import json
 import math
@@ -132,8 +137,8 @@ def parse_args() -> Namespace:
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
     add_quantize(parser)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
-    add("--device", help="as generate.py's")
-    add("--dtype", choices=DTYPES, help="as generate.py's")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas"]

@@ -3,6 +3,11 @@ Fetch a checkpoint from the Hub ahead of time: the files that generate.py reads 
 
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct
 """
+import signal
+
+if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import sys
 from pathlib import Path
 

@@ -3,16 +3,26 @@ Measure how well a checkpoint predicts a text, or what quantization costs it.
 
     python scripts/evaluate.py --checkpoint checkpoints/tiny --text README.md
     python scripts/evaluate.py --checkpoint DIR --text FILE --compare DIR:int8 DIR:int4-g64 GPTQ_DIR
+    python scripts/evaluate.py --checkpoint DIR --tasks hellaswag,winogrande --compare DIR:int8 DIR:int4
 
 Windows of --context tokens move over the text by --stride. Each token is scored once, in the first window that has it:
 after context - stride others at least, or all there are. Where the tokenizer adds no beginning of sequence, nothing
 predicts the first token (or several, of one character): its bytes do not count. Bytes and words are the text's own.
+The word perplexity is left out (null, "-") above 10 ** 6, more choices than a dictionary has words. What stands between
+spaces is then no word that the model knows: a script without spaces, numbers, source code, or a foreign language.
 
 One JSON object on one line of stdout and a table on stderr; with --compare, a Markdown table on stdout; with --json,
 JSON alone, a line for each model. All models of a comparison read the same text, in windows of the same length.
 
+--tasks runs tasks of lm-evaluation-harness (`pip install lm_eval`), which fetches their data: see tasks.py.
+
 Shapes: N tokens, T tokens of a window, W windows, B windows at once, V vocabulary.
 """
+import signal
+
+if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import json
 import math
 import re
@@ -29,11 +39,14 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config, reading  # noqa: E402
-from cli import DTYPES, GIB, Parser, find_dtype, memory_advice, within  # noqa: E402
+from checkpoint import Tokenizer, UserError, is_file, reading  # noqa: E402
+from cli import DTYPES, GIB, Parser, memory_advice, within, world_size  # noqa: E402
+from formats import unpack_quantized  # noqa: E402
+from generate import LLM, import_fast  # noqa: E402
 from model import Transformer  # noqa: E402
-from quantize import default_group, group_of, load_checkpoint, read_settings  # noqa: E402
-from tp import Team, join, run, splitter  # noqa: E402
+from tp import run  # noqa: E402
+
+MOST_WORDS = 10 ** 6  # more than a large dictionary's entries
 
 
 def parse_spec(spec: str) -> dict:
@@ -80,31 +93,37 @@ def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int
     return nats
 
 
-def perplexity(nats: float, count: int) -> float | None:
-    """None (JSON's null) beyond a float: a long text without spaces is one word."""
-    return math.exp(nats / count) if nats < 700 * count else None
+def perplexity(nats: float, count: int, most: float = 1e300) -> float | None:
+    """None (JSON's null) above `most`, by default what a float holds."""
+    return math.exp(nats / count) if nats < math.log(most) * count else None
 
 
-def evaluate(spec: dict, directory: Path, text: str, device: torch.device, team: Team, args: Namespace) -> dict:
+def speed_up(llm: LLM) -> None:
+    """On a CPU fast/'s products serve eager code too: on AMD's a text takes 60% of the time."""
+    if llm.device.type == "cpu" and (fast := import_fast()):
+        fast.optimize(llm.model)
+
+
+def evaluate(spec: dict, llm: LLM, text: str, args: Namespace) -> dict:
     """The JSON line of one model."""
-    ids, first, skipped = encode(Tokenizer(directory), text)
+    ids, first, skipped = encode(llm.tokenizer, text)
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
-    dtype = find_dtype(args.dtype, device)
-    with memory_advice(f"{spec['model']}: out of memory on {device}; a smaller --context or dtype helps"):
-        model = load_checkpoint(directory, device, dtype, spec["quantize"], spec["group_size"], sys.stderr.isatty(),
-                           splitter(team))
-        model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with memory_advice(f"{spec['model']}: out of memory on {llm.device}; a smaller --context or dtype helps"):
+        llm.load()
+        model_bytes = sum(tensor.nbytes for tensor in (*llm.model.parameters(), *llm.model.buffers()))
+        speed_up(llm)
         begun = time.perf_counter()
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
-            nats = score(model, torch.tensor(ids, device=device), first, args.context, args.stride, bar)
+            nats = score(llm.model, torch.tensor(ids, device=llm.device), first, args.context, args.stride, bar)
+    llm.model = None
     if not math.isfinite(nats):
-        advice = "its weights may be broken" if dtype == torch.float32 else "--dtype float32 may help"
-        raise UserError(f"{spec['model']}: its logits are not finite in {dtype}; {advice}")
+        advice = "its weights may be broken" if llm.dtype == torch.float32 else "--dtype float32 may help"
+        raise UserError(f"{spec['model']}: its logits are not finite in {llm.dtype}; {advice}")
     return spec | dict(
-        dtype=str(dtype).removeprefix("torch."), device=str(device), context=args.context, stride=args.stride,
+        dtype=str(llm.dtype).removeprefix("torch."), device=str(llm.device), context=args.context, stride=args.stride,
         tokens=tokens, bytes=size, words=words, bits_per_byte=nats / math.log(2) / size,
-        word_perplexity=perplexity(nats, words), token_perplexity=perplexity(nats, tokens), model_bytes=model_bytes,
-        seconds=time.perf_counter() - begun)
+        word_perplexity=perplexity(nats, words, MOST_WORDS), token_perplexity=perplexity(nats, tokens),
+        model_bytes=model_bytes, seconds=time.perf_counter() - begun)
 
 
 def comparison_table(results: list[dict]) -> str:
@@ -124,57 +143,101 @@ def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, help="directory or Hub id")
-    add("--text", required=True, type=Path, metavar="FILE", help="plain text in UTF-8")
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--text", type=Path, metavar="FILE", help="plain text in UTF-8")
+    measured.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, in place of a text")
+    add("--task-path", metavar="DIR", help="with --tasks: where tasks of your own are defined (default: nowhere)")
+    add("--few-shot", type=within(int, 0), metavar="N", help="with --tasks: examples before each (default: the task's)")
+    add("--limit", type=within(int, 1), metavar="N", help="with --tasks: only the first N of each (default: all)")
     add("--quantize", choices=("int8", "int4"), help="round the weights of --checkpoint")
-    add("--group-size", type=within(int, -1), metavar="G", help="weights that share a scale; -1: a row's")
+    add("--group-size", type=within(int, -1), metavar="G",
+        help="weights that share a scale; -1: a row's (default: -1, int4 32)")
     add("--compare", nargs="+", default=[], type=parse_spec, metavar="CHECKPOINT",
         help="others to measure against --checkpoint; DIR:int8, DIR:int4 or DIR:int4-g64 rounds the weights of DIR")
-    add("--max-tokens", type=within(int, 1), metavar="N", help="read as much of the text as N tokens of --checkpoint")
+    add("--max-tokens", type=within(int, 1), metavar="N",
+        help="read as much of the text as N tokens of --checkpoint hold (default: all of it)")
     add("--context", type=within(int, 1), metavar="C", help="tokens of a window (default: 2048, or what the model has)")
     add("--stride", type=within(int, 1), metavar="S", help="tokens from window to window (default: half of --context)")
-    add("--device", help="as generate.py's")
-    add("--dtype", choices=DTYPES, help="as generate.py's")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--json", action="store_true", help="a JSON line for each model, and no table")
     args = parser.parse_args()
     if args.group_size is not None and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize int8 or int4")
+    for name in ("max_tokens", "context", "stride") if args.tasks else ("task_path", "few_shot", "limit"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
     return args
+
+
+def task_table(results: list[dict]) -> str:
+    """Markdown: a row for each model, a column for each task's metrics."""
+    columns = [(task, metric) for task, found in results[0]["tasks"].items() for metric in found]
+    lines = ["| model | " + " | ".join(f"{task} {metric}" for task, metric in columns) + " |",
+             "|---|" + "---:|" * len(columns)]
+    for result in results:
+        cells = " | ".join(f"{result['tasks'][task][metric]:.4f}" for task, metric in columns)
+        lines.append(f"| {result['model']} | {cells} |")
+    return "\n".join(lines)
+
+
+def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
+    """The JSON line of one model: task -> metric -> value, and how far a value may be off by chance."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        from scripts.tasks import Harness
+    except ImportError as error:
+        raise UserError(f"--tasks: {error}; pip install lm_eval") from error
+    manager, names = TaskManager(include_path=args.task_path), args.tasks.split(",")
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise UserError(f"--tasks {unknown[0]}: no such task; `lm_eval ls tasks` lists them, --task-path adds others")
+    llm.load()
+    unpack_quantized(llm.model, quiet=True)
+    speed_up(llm)
+    begun = time.perf_counter()
+    found = simple_evaluate(Harness(llm), tasks=names, task_manager=manager, num_fewshot=args.few_shot,
+                            limit=args.limit, log_samples=False) or dict(results={})  # it gives rank 0 alone a result
+    llm.model = llm.generator = None
+    tasks = {name: {metric.removesuffix(",none"): float(value) for metric, value in metrics.items()
+                    if "," in metric and isinstance(value, float)} for name, metrics in found["results"].items()}
+    return spec | dict(dtype=str(llm.dtype).removeprefix("torch."), device=str(llm.device),
+                       tasks=llm.team.agree(tasks), seconds=time.perf_counter() - begun)
 
 
 def main() -> None:
     args = parse_args()
-    with reading(args.text):
-        text = args.text.read_bytes().decode()  # line ends as they are: bytes count
+    if world_size() == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a comparison then shows what it has
+    text = None
+    if args.text:
+        is_file(args.text)
+        with reading(args.text):
+            text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]
-    directories = [find_checkpoint(spec["checkpoint"]) for spec in specs]
-    configs = [load_config(directory) for directory in directories]
-    limits = [config.context for config in configs]
-    for spec, directory, config in zip(specs, directories, configs):
-        if not spec["quantize"]:
-            continue
-        if read_settings(directory):
-            raise UserError(f"{spec['model']}: {directory} is quantized already; leave out {spec['quantize']}")
-        for name, (_, _, shape) in hf_weights(config).items():
-            if "_proj.weight" in name:
-                group_of(shape[1], default_group(spec["quantize"], spec["group_size"]))
+    llms = [LLM(spec["checkpoint"], load=False, quiet=not sys.stderr.isatty(), quantize=spec["quantize"],
+                group_size=spec["group_size"], device=args.device, dtype=args.dtype) for spec in specs]
+    limits = [llm.context for llm in llms]
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):
         raise UserError(f"--context {args.context}: {specs[limits.index(min(limits))]['model']} has {min(limits)}")
     args.stride = args.stride or max(1, args.context // 2)
     if args.stride > args.context:
         raise UserError(f"--stride {args.stride} leaves tokens out: want at most --context, {args.context}")
-    if args.max_tokens:
-        text = beginning(Tokenizer(directories[0]), text, args.max_tokens)
-    (device, team), results = join(args.device), []
+    if text and args.max_tokens:
+        text = beginning(llms[0].tokenizer, text, args.max_tokens)
+    results = []
     try:
-        for spec, directory in zip(specs, directories):
-            results.append(evaluate(spec, directory, text, device, team, args))
+        for spec, llm in zip(specs, llms):
+            results.append(evaluate_tasks(spec, llm, args) if args.tasks else evaluate(spec, llm, text, args))
             if args.json or not args.compare:
                 print(json.dumps(results[-1]), flush=True)
     finally:  # should one fail or Ctrl-C come, the others are not lost
         if results and not args.json:
-            print(comparison_table(results), file=sys.stdout if args.compare else sys.stderr)
+            table = task_table(results) if args.tasks else comparison_table(results)
+            print(table, file=sys.stdout if args.compare else sys.stderr)
 
 
 if __name__ == "__main__":

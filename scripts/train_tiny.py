@@ -5,6 +5,11 @@ between two: two minutes on an H200. Each checkpoint is written beside its place
     python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt --out checkpoints
     python scripts/train_tiny.py --measure --eval validation.txt --out checkpoints    # measure the pair that is there
 """
+import signal
+
+if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import io
 import json
@@ -176,13 +181,14 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
     parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--out", type=Path, default=Path("checkpoints"),
+                        help="the directory of both (default: checkpoints)")
     parser.add_argument("--measure", action="store_true", help="no training: measure the pair in --out")
-    parser.add_argument("--vocab", type=int, default=2048, help="pieces of the tokenizer")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=64, help="rows a step")
-    parser.add_argument("--context", type=int, default=512, help="tokens a row")
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--vocab", type=int, default=2048, help="pieces of the tokenizer (default: 2048)")
+    parser.add_argument("--steps", type=int, default=6000, help="of each model's training (default: 6000)")
+    parser.add_argument("--batch", type=int, default=64, help="rows a step (default: 64)")
+    parser.add_argument("--context", type=int, default=512, help="tokens a row (default: 512)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="the highest learning rate (default: 0.01)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not args.measure:

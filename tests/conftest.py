@@ -1,4 +1,5 @@
 import importlib
+import io
 import sys
 from collections.abc import Callable
 
@@ -47,8 +48,9 @@ def fresh_compiler():
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command's main() with these arguments in this process; returns exit code, stdout, stderr."""
-    def run(name: str, main: Callable[[], None], *args) -> tuple[int, str, str]:
+    def run(name: str, main: Callable[[], None], *args, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         code = 0
         try:
             report_errors(main)

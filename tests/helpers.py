@@ -1,6 +1,8 @@
 """What several test files share: paths, tiny models and checkpoints, and running a generator, a command or ranks."""
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
+import formats
 import quantize
 from checkpoint import UserError, config_from_hf, hf_weights
+from formats import QuantizedLinear
 from generate import Generator
 from model import Config, Transformer
-from quantize import QuantizedLinear
 from sampling import Sampling
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +29,7 @@ GOLDEN = ROOT / "tests" / "golden"
 CPU, F32 = torch.device("cpu"), torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = Sampling(temperature=0)
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's
 
 
 def error(out: Tensor, ref: Tensor) -> float:
@@ -98,15 +102,14 @@ def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
 
 
 def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,
-          head: bool = False) -> Transformer:
-    """A quantized checkpoint as the command writes it; the model of which it was written."""
+          head: bool = False, form: str = "gptq", **config) -> Transformer:
+    """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
     model = checkpoint.load_model(directory, CPU, F32)
     tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
     quantize.quantize_model(model, bits, group_size, sym, act_order, head, tokens)
     out.mkdir()
-    hub = dict(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, quant_method="gptq",
-               checkpoint_format="gptq", lm_head=head)
-    quantize.write_checkpoint(model, directory, out, hub)
+    config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
+    formats.write_checkpoint(model, directory, out, config)
     return model
 
 
@@ -123,7 +126,12 @@ def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-# Processes
+# Processes and the README
+
+
+def python_blocks() -> list[str]:
+    """The README's Python code."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
 
 def torchrun(*args, ranks: int = 2) -> list[str]:
@@ -141,6 +149,20 @@ def ended(command: list, seconds: float, typed: str = "", cwd: Path = ROOT,
     finally:
         process.terminate()  # which torchrun passes on
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def interrupted(command: list, path="") -> tuple[int, bytes]:
+    """Exit code and stderr of a command that gets Ctrl-C once it has printed something. path: where it looks first."""
+    process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(path)))
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate()[1]
+    return process.returncode, errors
+
+
+def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Python code in a process of its own, which finds no module of this repository but those in cwd."""
+    return ended([sys.executable, "-c", code], 120, cwd=cwd, PYTHONPATH="")
 
 
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:

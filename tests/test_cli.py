@@ -1,10 +1,13 @@
 """The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
+import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import generate
 import quantize
-from helpers import DRAFT, ROOT, TINY, tiny
+from cli import check_writable, progress_of, show
+from helpers import DRAFT, ROOT, TEMPLATE, TINY, absent, interrupted, refusal, tiny
+from scripts import benchmark, download, evaluate, train_tiny
 
 
 @pytest.fixture
@@ -97,6 +102,52 @@ def test_profile_replaces_files_alone(cli, tmp_path):
     assert (tmp_path / "trace.partial.json").read_text() == "kept" and (tmp_path / "pipe").is_fifo()
 
 
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
+    monkeypatch.setattr("cli.TemporaryDirectory", refuse)  # as root, the tests could write where a user cannot
+    code, out, err = cli("--profile", tmp_path / "trace.json")
+    assert (code, out, err.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == []
+    assert f"--profile {tmp_path / 'trace.json'}: cannot write there: Permission denied" in err
+
+
+def test_what_can_be_written_leaves_nothing_behind(tmp_path):
+    check_writable(tmp_path / "file", "--out")
+    assert list(tmp_path.iterdir()) == []
+    assert absent("--out none/file write", refusal(check_writable, tmp_path / "none" / "file", "--out")) == []
+
+
+def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
+    out = tmp_path / "a b"
+    code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
+    size, before = ((path / "model.safetensors").stat().st_size / 1e6 for path in (out, TINY))
+    assert (code, printed) == (0, "") and err.splitlines()[-2:] == [
+        f"{out}: {size:.1f} MB of weights, {before:.1f} MB before",
+        f"next: python generate.py --checkpoint '{out}' --compile"]
+    assert size < before / 2
+
+
+@pytest.mark.parametrize("main", [quantize.main, benchmark.main, download.main, evaluate.main, train_tiny.main],
+                         ids=lambda main: main.__module__)
+def test_help_names_the_default_of_each_option_that_has_one(main, monkeypatch):
+    parsers = []
+
+    def stop(parser):
+        parsers.append(parser)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli.Parser.parse_args", stop)
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    for option in parsers[0]._actions:
+        if {"--device", "--dtype", "--group-size", "--max-tokens", "--stride"} & set(option.option_strings):
+            assert "default: " in option.help, option.option_strings  # one that is found later on
+        elif option.nargs != 0 and option.default not in (None, "", [], argparse.SUPPRESS):
+            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
+
+
 @pytest.mark.parametrize("CXX, named", [
     (None, "clang++" if sys.platform == "darwin" else "g++"), ("/no/c++", "/no/c++")])
 def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch, CXX, named):
@@ -117,12 +168,14 @@ def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
 
 
 @pytest.mark.parametrize("values", [
-    {"temperature": "hot"}, {"temperature": -1}, {"top_k": 50.5}, {"top_p": 0}, {"top_p": "all"}, {"temperature": 1e9}])
+    {"temperature": "hot"}, {"temperature": -1}, {"top_k": 50.5}, {"top_p": 0}, {"top_p": "all"}, {"temperature": 1e9},
+    {"top_k": True}, {"temperature": True}, {"top_k": -5}, {"top_p": 1e-46}, {"top_p": True}])
 def test_absurd_sampling_in_generation_config_is_one_line(cli, tmp_path, values):
     directory = shutil.copytree(TINY, tmp_path / "absurd")
     (directory / "generation_config.json").write_text(json.dumps(values))
     code, out, err = cli("--checkpoint", directory)
-    assert (code, out, err.count("\n")) == (2, "", 1) and "generation_config.json" in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert absent(f"generation_config.json: {[*values][0]} want from to", err) == []
 
 
 def test_a_full_disk_is_one_line():
@@ -169,11 +222,12 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--max-seq-length", "4096"], "the model's context is 512"),
     (["--prompt", "word " * 600], "exceed 512"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-    (["--prompt-file", "/dev/null"], "no prompt in it"),
+    (["--prompt-file", "/dev/null"], "want a regular file"),
     (["--stop", ""], "--stop"),
     (["--interactive", "--json"], "--interactive"),
     (["--profile", "no/such/dir/trace.json"], "no/such/dir"),
     (["--profile", "/tmp"], "--profile /tmp"),
+    (["--checkpoint", TINY / "model.safetensors"], f"want its directory, {TINY}"),
     (["--prompt", "\udcff is not UTF-8"], "the text: 'utf-8' codec can't encode character '\\udcff'"),
     (["--interactive", "--chat"], "has no chat template"),
     (["--num-samples", "99999"], "out of memory"),
@@ -185,7 +239,7 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
     (["--draft", DRAFT, "--draft-tokens", "many"], "'many' is none of"),
     (["--draft", DRAFT, "--num-samples", "99999"], "or no --draft, help"),
     (["--time-budget", "0"], "--time-budget"),
-    (["--time-budget", "1e-6"], "the first token took"),
+    (["--time-budget", "1e-6"], "the first token took"), (["--draft", ""], "--draft: want a checkpoint"),
     (["--time-budget", "1", "--interactive"], "--interactive"),
     (["--draft", DRAFT, "--time-budget", "1e-6"], "the first token took"),
 ])
@@ -194,14 +248,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: ") and said in err
 
 
-@pytest.mark.parametrize("draft", [[], ["--draft", DRAFT], ["--draft", "prompt-lookup"]])
-def test_weights_that_are_no_numbers_are_said(cli, tmp_path, draft):
+@pytest.mark.parametrize("options, said", [
+    (["--json"], ""), (["--json", "--draft", DRAFT], ""), (["--json", "--draft", "prompt-lookup"], ""),
+    ([], "Once upon a time\n")])  # the message has a line of its own
+def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     directory = shutil.copytree(TINY, tmp_path / "tiny")
     weights = load_file(directory / "model.safetensors")
     weights["model.norm.weight"][:] = torch.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    code, out, err = cli("--checkpoint", directory, "--json", *draft)
-    assert (code, out) == (2, "") and "the logits are not finite" in err.splitlines()[-1]
+    code, out, err = cli("--checkpoint", directory, *options)
+    assert (code, out) == (2, said) and "the logits are not finite" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys, terminal):
+    text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    completion = argparse.Namespace(finish_reason="stop", heading=text, prompt=text, visible=lambda: text)
+    assert list(show([completion])) == []
+    assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
 
 
 @pytest.mark.parametrize("stream", ["<", ">", "2>"])
@@ -213,14 +278,16 @@ def test_streams_may_be_closed(stream):
 
 
 def test_ctrl_c_is_quiet(tmp_path):
-    """While PyTorch is imported, for which a module stands that sleeps; and while text comes."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
     command = [sys.executable, ROOT / "generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz"]
-    for path, code in ((tmp_path, -signal.SIGINT), ("", 130)):
-        process = subprocess.Popen(command, stdout=-1, stderr=-1, env=dict(os.environ, PYTHONPATH=str(path)))
-        assert process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate()[1] == b"" and process.returncode == code
+    assert interrupted(command) == (130, b"")
+
+
+@pytest.mark.parametrize("file", ["generate.py", "quantize.py", *(f"scripts/{name}.py" for name in (
+    "benchmark", "download", "evaluate", "train_tiny"))])
+def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, file):
+    """A module that sleeps stands for it."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    assert interrupted([sys.executable, ROOT / file], tmp_path) == (-signal.SIGINT, b"")
 
 
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
@@ -310,3 +377,90 @@ def test_train_tiny_writes_a_pair_that_generates(cli, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tiny", "tiny-draft"]
     for name in ("tiny", "tiny-draft"):
         assert cli("--checkpoint", tmp_path / "out" / name, "--max-new-tokens", "5")[0] == 0
+
+
+SHORT = "--max-new-tokens", "3", "--temperature", "0", "--json"
+
+
+def prompts_of(result: tuple[int, str, str]) -> list[str]:
+    code, out, err = result
+    assert code == 0, err
+    return [sample["prompt"] for sample in json.loads(out)["samples"]]
+
+
+@pytest.mark.parametrize("args, stdin, prompts", [
+    ([], "One day\n", ["One day"]), ([], "One\nday\n\n", ["One\nday\n"]), ([], "", ["Once upon a time"]),
+    ([], " \n", ["Once upon a time"]), (["-p", "Tom"], "One day", ["Tom"]), (["-p", "-"], "One day\n", ["One day"]),
+    (["-p", "Tom", "--prompt", "-"], "One\nday", ["Tom", "One\nday"]),
+    (["--prompt-file", "-"], "One day\n\nTom\n", ["One day", "Tom"]),
+    (["--prompt-file", "-", "--whole"], "One day\n\nTom\n", ["One day\n\nTom"])])
+def test_prompts_from_stdin(call, args, stdin, prompts):
+    run = call("generate.py", generate.main, *args, *SHORT, "--device", "cpu", stdin=stdin)
+    assert prompts_of(run) == prompts
+
+
+@pytest.mark.parametrize("args, prompts", [([], ["One day", "Tom"]), (["--whole"], ["One day\n\nTom"])])
+def test_prompts_from_a_file(cli, tmp_path, args, prompts):
+    (tmp_path / "prompts").write_text("\ufeffOne day\n\nTom\n", encoding="utf-8")
+    assert prompts_of(cli("--prompt-file", tmp_path / "prompts", *args, *SHORT)) == prompts
+
+
+@pytest.mark.parametrize("args, stdin, said", [
+    (["-p", "-"], b"", "--prompt -: stdin is empty"), (["--prompt-file", "-"], b"\n", "--prompt-file -: no prompt"),
+    (["-p", "-", "--prompt-file", "-"], b"x", "stdin can be read once"), ([], b"\xff", "stdin: 'utf-8' codec"),
+    (["--whole"], b"", "--whole goes with --prompt-file"), (["--system", "x"], b"", "--system goes with --chat"),
+    (["--temprature", "1"], b"", "--temprature: no such option, did you mean --temperature?"),
+    (["--prompt=a", "--max_new_tokens", "1"], b"", "did you mean --max-new-tokens?"),
+    (["hello"], b"", "hello: no such option, want -p before a prompt; --help")])
+def test_a_mistaken_input_is_one_line(args, stdin, said):
+    command = [sys.executable, ROOT / "generate.py", "--device", "cpu", *args]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=60)
+    err = done.stderr.decode()
+    assert (done.returncode, done.stdout, err.count("\n")) == (2, b"", 1) and said in err
+
+
+def test_after_a_second_of_waiting_it_says_that_stdin_is_read():
+    command = [sys.executable, ROOT / "generate.py", "--device", "cpu", "--max-new-tokens", "3"]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert "reading the prompt from stdin" in process.stderr.readline()
+    out, err = process.communicate("One day\r\n", timeout=60)
+    assert out.startswith("One day") and "\r" not in out and "tokens/s" in err
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_types(cli, name, dtype):
+    assert json.loads(cli("--dtype", name, *SHORT)[1])["dtype"] == dtype
+
+
+def test_a_bare_prompt_and_a_chat_template_point_at_chat_which_takes_a_system_message(cli, tmp_path):
+    directory = shutil.copytree(TINY, tmp_path / "chatty")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    bare, chat, system = (cli("--checkpoint", directory, "-p", "Hi", *SHORT, *args)
+                          for args in ([], ["--chat"], ["--chat", "--system", "Be brief."]))
+    assert "--chat puts it into the checkpoint's chat template" in bare[2] and "template" not in chat[2]
+    counts = [json.loads(out)["samples"][0]["prompt_tokens"] for _, out, _ in (bare, chat, system)]
+    assert counts == sorted(set(counts))
+    assert "--chat" not in cli("--checkpoint", directory, "-p", "Hi", *SHORT, "--quiet")[2]
+
+
+def test_help_has_its_options_in_groups_and_says_every_default(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--help"])
+    with pytest.raises(SystemExit):
+        generate.generate_args("", "")
+    text = capsys.readouterr().out
+    for group in ("model", "speed", "quantization", "speculation", "prompt", "generation", "output"):
+        assert f"\n{group}:\n" in text
+    entries = re.split(r"\n  (?=-)", text.partition("\nmodel:")[2])[1:]
+    for entry in (" ".join(entry.split()) for entry in entries):
+        assert "default" in entry or entry.startswith("--stop"), entry
+
+
+def test_what_takes_long_says_so_on_a_terminal_alone(capsys, monkeypatch):
+    with progress_of("compiling prefill", True):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress_of("compiling prefill", True):
+        time.sleep(0.11)
+        assert capsys.readouterr().err == "compiling prefill ..."
+    assert re.fullmatch(r" 0\.[1-9] s\n", capsys.readouterr().err)

@@ -14,9 +14,9 @@ from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Tokenizer, UserError, load_model
-from helpers import CPU, F32, GOLDEN, ROOT, TINY
+from generate import LLM
+from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, subprocess_python
 from scripts import evaluate
-from tp import Team
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
 TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
@@ -58,7 +58,7 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
     """tokenizer.json, a byte a token, with normalization or with a beginning of sequence; or sentencepiece, with or
     without a space that it puts in front."""
     directory.mkdir()
-    config = dict(vocab_size=600, bos_token_id=1 if kind != "bytes" else None)
+    config = SHAPE | dict(model_type="llama", vocab_size=600, bos_token_id=1 if kind != "bytes" else None)
     (directory / "config.json").write_text(json.dumps(config))
     if kind.startswith("bytes"):
         alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
@@ -107,18 +107,17 @@ def test_a_cut_text_is_the_longest_that_its_tokens_hold_and_ends_with_a_whole_ch
 
 
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
-def test_what_nothing_predicts_is_neither_scored_nor_counted(monkeypatch, tmp_path, text, size, words):
-    checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
+def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, size, words):
+    tokenizer = checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
     model = load_model(GOLDEN / "llama2", CPU, F32)
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
-    monkeypatch.setattr(evaluate, "load_checkpoint", lambda *_: model)
-    args = Namespace(dtype=None, context=3, stride=2)
-    line = evaluate.evaluate(evaluate.parse_spec("x"), tmp_path / "bytes", text, CPU, Team(), args)
+    llm = Namespace(tokenizer=tokenizer, model=model, load=lambda: None, device=CPU, dtype=F32)
+    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2))
     assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
     assert line["bits_per_byte"] == pytest.approx(math.log2(600))
     assert line["token_perplexity"] == pytest.approx(600)
-    assert line["word_perplexity"] == pytest.approx(600 ** (size / words))
+    assert line["word_perplexity"] == (pytest.approx(600) if size == words else None)  # 600 ** 3 are too many words
 
 
 @pytest.mark.parametrize("spec, want", [
@@ -131,6 +130,21 @@ def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
 def test_a_text_without_spaces_has_no_word_perplexity_that_a_float_holds():
     assert evaluate.perplexity(2 * math.log(3), 2) == pytest.approx(3)
     assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None
+
+
+@pytest.mark.parametrize("text, says", [
+    ("Once upon a time, there was a little girl named Lily. She loved to play in the park.", True),
+    ("OnceuponatimetherewasalittlegirlnamedLily. Shelovedtoplayinthepark.", False),
+    ("世界你好世界你好 世界你好", False),
+    ("314159265358 979323846264 338327950288", False), ("self.x[i]=foo(bar,**kw) lambda:0x1f<<2;y={}", False)])
+def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
+    llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
+    line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32))
+    nats = line["bits_per_byte"] * math.log(2) * line["bytes"]
+    assert line["word_perplexity"] == (pytest.approx(math.exp(nats / line["words"])) if says else None)
+    assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]))
+    cells = evaluate.comparison_table([line]).splitlines()[-1].split(" | ")
+    assert (cells[3] == "-") != says and "-" not in cells[4]
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
@@ -149,7 +163,7 @@ def test_the_json_line_says_what_was_measured(tmp_path, call):
     counts = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5)
     assert counts.items() <= line.items()
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
-    assert line["word_perplexity"] == pytest.approx(math.exp(nats / line["words"]), rel=1e-4)
+    assert line["word_perplexity"] is None and math.exp(nats / line["words"]) > 1e14  # the model knows no emoji
     assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]), rel=1e-4)
     known = dict(checkpoint=str(TINY), quantize=None, group_size=None, dtype="float32", device="cpu")
     assert known.items() <= line.items() and line["model_bytes"] == 4 * 3967744 and line["seconds"] > 0
@@ -202,13 +216,31 @@ def test_a_comparison_that_ends_early_shows_what_it_has(call, monkeypatch, probl
     assert ended == code and out.count("\n") == 3 and f"| {TINY} |" in out and words in err and "Traceback" not in err
 
 
+def test_ctrl_c_leaves_the_table_of_what_was_measured():
+    """As a process that was started with SIGINT's default action, as evaluate.py starts itself."""
+    program = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path.insert(0, "scripts")
+import evaluate
+measure = evaluate.evaluate
+evaluate.evaluate = lambda spec, *rest: (os.kill(os.getpid(), signal.SIGINT) if spec["quantize"] else
+                                         measure(spec, *rest))
+sys.argv = ["evaluate.py", "--checkpoint", {str(TINY)!r}, "--text", "README.md", "--max-tokens", "40",
+            "--compare", {str(TINY) + ":int8"!r}, "--device", "cpu"]
+evaluate.run(evaluate.main)
+"""
+    done = subprocess_python(program, ROOT)
+    assert done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
 def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(evaluate, "read_settings", lambda directory: dict(bits=4))
+    monkeypatch.setattr("quantize.read_settings", lambda directory: dict(bits=4))
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: 1 / 0)
     code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", "README.md",
                           "--compare", f"{TINY}:int4", "--device", "cpu")
-    assert code == 2 and not out and err.count("\n") == 1 and f"{TINY}:int4" in err and "already" in err
+    assert code == 2 and not out and err.count("\n") == 1 and f"int4: {TINY}" in err and "already" in err
 
 
 def test_a_text_of_no_token_but_the_first_is_refused():
@@ -219,13 +251,17 @@ def test_a_text_of_no_token_but_the_first_is_refused():
 
 @pytest.mark.parametrize("args, words", [
     (["--text", "missing.txt"], ["missing.txt"]), (["--text", TINY / "model.safetensors"], ["utf-8"]),
-    (["--text", "/dev/null"], ["2 tokens"]), (["--context", 600], ["600", "512"]),
+    (["--text", "/dev/null"], ["regular file"]), (["--context", 600], ["600", "512"]),
     (["--context", 8, "--stride", 9], ["--stride 9", "8"]), (["--stride", 0], ["--stride"]),
     (["--group-size", 64], ["--group-size", "--quantize"]), (["--compare", "nowhere:int8"], ["nowhere", "directory"]),
-    (["--compare"], ["--compare"]), (["--max-tokens", 0], ["--max-tokens"])])
+    (["--compare"], ["--compare"]), (["--max-tokens", 0], ["--max-tokens"]),
+    (["--limit", 5], ["--limit", "--tasks"]), (["--few-shot", 0], ["--few-shot", "--tasks"]),
+    (["--task-path", "."], ["--task-path", "--tasks"]), (["--tasks", "piqa", "--context", 9], ["--context", "--text"]),
+    (["--tasks", "piqa", "--max-tokens", 9], ["--max-tokens", "--text"]),
+    (["--tasks", "piqa", "--stride", 9], ["--stride", "--text"])])
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
-    text = () if "--text" in args else ("--text", "README.md")
+    text = () if {"--text", "--tasks"} & {*args} else ("--text", "README.md")
     code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, *text, *args, "--device", "cpu")
     assert code == 2 and not out and err.count("\n") == 1, err
     assert all(word in err for word in words), err

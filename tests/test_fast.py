@@ -4,15 +4,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import library, nn
 from torch._dynamo.utils import counters
 
 from fast import optimize
-from fast.cpu import CpuLinear, row_decoder
+from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
 from fast.decoder import fusible, install_kernels
+from formats import QuantizedLinear, SeparateLinears
 from generate import Generator
 from helpers import error
-from quantize import QuantizedLinear, SeparateLinears, load_checkpoint
+from quantize import load_checkpoint
 from sampling import Sampling, choose
 from speculative import accept, propose
 
@@ -24,8 +25,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("dtype, tolerance, bias", [(torch.float32, 1e-6, True), (torch.bfloat16, 4e-3, False)])
 def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias):
     linear = nn.Linear(577, 131, bias=bias).to(dtype).requires_grad_(False)
-    compiled = torch.compile(CpuLinear(linear), fullgraph=True)
-    for shape in [(577,), (2, 4, 577), (9, 577)]:  # 8 rows are few, 9 are not
+    compiled = torch.compile(row_decoder(CpuLinear(linear)), fullgraph=True)
+    for shape in [(577,), (2, 2, 577), (5, 577)]:  # 4 rows are few, 5 are not
         x = torch.randn(shape, dtype=dtype)
         b = linear.bias.double() if bias else None
         ref = F.linear(x.double(), linear.weight.double(), b)
@@ -34,14 +35,36 @@ def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias):
         assert error(out, ref) < tolerance
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("shape", [(577,), (1, 577), (2, 9, 577), (0, 577), (300, 577)])
+def test_a_cpus_product_is_linears(shape, dtype, tolerance):
+    x, w, bias = torch.randn(shape, dtype=dtype), torch.randn(131, 577, dtype=dtype), torch.randn(131, dtype=dtype)
+    for b in bias, None:
+        out, ref = linear(x, w, b), F.linear(x.double(), w.double(), None if b is None else b.double())
+        assert out.shape == ref.shape and out.dtype == dtype
+        assert not out.numel() or error(out, ref) < tolerance
+        if ONEDNN and dtype == torch.float32:
+            library.opcheck(compiled_product, (x, w, b))
+
+
+@pytest.mark.parametrize("x", [torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(5, 1154)[:, ::2],
+                               torch.randn(1, 577).expand(6, 577)])
+def test_a_cpus_product_takes_any_strides(x):
+    w = torch.randn(577, 131).T
+    assert error(linear(x, w, None), F.linear(x.double(), w.double())) < 1e-6
+
+
 def test_the_decoder_of_a_cpu_has_the_same_weights():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
     x, before = torch.randn(2, 3), dict(model.named_parameters())
-    ref, decoder = model(x), row_decoder(model)
-    assert isinstance(decoder[0], CpuLinear) and isinstance(decoder[1][0], CpuLinear)
-    assert type(model[0]) is type(model[1][0]) is nn.Linear
-    assert all(before[name] is parameter for name, parameter in decoder.named_parameters())
-    assert decoder(x).equal(ref)
+    ref = model(x)
+    install_linears(model)
+    decoder = row_decoder(model)
+    for found, decodes in (model, False), (decoder, True):
+        assert type(found[0]) is type(found[1][0]) is CpuLinear
+        assert found[0].decodes is found[1][0].decodes is decodes
+        assert all(before[name] is parameter for name, parameter in found.named_parameters())
+        torch.testing.assert_close(found(x), ref)
 
 
 @torch.no_grad()
@@ -140,7 +163,7 @@ def test_one_prefill_serves_many_samples():
     tokens, at = torch.randint(vocabulary, (2, 5)), torch.arange(5)[None]
     for model in (plain, fast):
         model(tokens, at)
-        model.repeat_rows(3)
+        model.repeat_rows(2, 3)
     tokens, at = torch.randint(vocabulary, (6, 1)), torch.full((6, 1), 5)
     assert torch.allclose(plain(tokens, at), decoder(tokens, at), atol=1e-4)
 

@@ -1,9 +1,6 @@
-"""Prefill and decode, eager and compiled; streaming, stops, chat."""
-import os
-import signal
+"""Prefill and decode, eager and compiled; streaming and stops."""
 import subprocess
 import sys
-from argparse import Namespace
 from itertools import islice
 
 import pytest
@@ -12,7 +9,8 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from checkpoint import Tokenizer, load_model
-from generate import Completion, Generator, chat, complete, show
+from cli import show
+from generate import Completion, Generator, complete
 from helpers import DEVICES, GOLDEN, GREEDY, ROOT, TINY, run, tiny
 from sampling import Sampling
 
@@ -194,84 +192,11 @@ def test_streams_from_the_first_token(tokenizer, capsys):
     shown = []
     add = completion.add
     completion.add = lambda *args: shown.append(capsys.readouterr().out) or add(*args)
-    complete(generator, [completion], show([completion]))
+    printing = show([completion])
+    next(printing)
+    for _ in complete(generator, [completion]):
+        next(printing, None)
     assert shown[:3] == ["Once upon a time", ",", " there"]
-
-
-def converse(monkeypatch, capsys, tokenizer, lines: list[str], length: int = 300, stop=(),
-             on_prefill=lambda width: None):
-    """A chat with these lines typed; returns what stdout showed and the width of each prefill."""
-    generator = Generator(tiny(), length, GREEDY)
-    typed, widths, prefill = iter(lines), [], generator.prefill
-
-    def type_line(prompt=""):
-        line = next(typed, None)
-        if line is None:
-            raise EOFError
-        if line == "^C":
-            raise KeyboardInterrupt
-        return line
-
-    def watch(model, tokens, *rest):
-        widths.append(tokens.shape[1])
-        on_prefill(len(widths))
-        return prefill(model, tokens, *rest)
-
-    generator.prefill = watch
-    monkeypatch.setattr("builtins.input", type_line)
-    chat(generator, tokenizer, length, Namespace(max_new_tokens=12, stop=stop))
-    return capsys.readouterr().out, widths
-
-
-@pytest.fixture
-def chatty() -> Tokenizer:
-    tokenizer = Tokenizer(TINY)
-    tokenizer.template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
-    return tokenizer
-
-
-def test_chat_reads_only_what_is_new(monkeypatch, capsys, chatty):
-    _, widths = converse(monkeypatch, capsys, chatty, ["Tell me of a fox who lived in the wood.", "And then?"])
-    assert widths[1] < widths[0]
-
-
-def test_chat_over_a_kept_cache_equals_a_fresh_one(monkeypatch, capsys, chatty):
-    lines = ["Hello fox", "And then?"]
-    kept, _ = converse(monkeypatch, capsys, chatty, lines)
-    monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
-    fresh, widths = converse(monkeypatch, capsys, chatty, lines)
-    assert kept == fresh and widths[1] > widths[0]
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch, capsys, chatty):
-    def interrupt_first(count: int) -> None:
-        if count == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    out, widths = converse(monkeypatch, capsys, chatty, ["Hello", "^C", "Hello again"], on_prefill=interrupt_first)
-    first, second = out.split("\n\n")
-    assert first == "" and second.strip() and len(widths) == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_conversation_too_long_starts_afresh(monkeypatch, capsys, chatty):
-    out, widths = converse(monkeypatch, capsys, chatty, ["word " * 60, "Hello"], length=50)
-    assert len(widths) == 1 and out.strip()
-
-
-def test_a_conversation_that_grew_too_long_goes_on_with_its_last_line(monkeypatch, capsys, chatty):
-    out, widths = converse(monkeypatch, capsys, chatty, ["Hello fox", "Where is the tree?", "And then?"], length=48)
-    assert len(widths) == len(out.strip().split("\n")) == 3
-
-
-def test_without_a_template_the_text_is_continued(monkeypatch, capsys, tokenizer):
-    out, widths = converse(monkeypatch, capsys, tokenizer, ["Once upon a time", "Then"])
-    assert out.startswith(", there was") and widths[1] <= 6
-
-
-def test_a_stop_text_does_not_end_the_story_that_is_continued(monkeypatch, capsys, tokenizer):
-    _, widths = converse(monkeypatch, capsys, tokenizer, ["Once upon a time", "dog"], stop=["little"])
-    assert widths[1] > len(tokenizer.encode("dog"))  # the text so far is read, too
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():

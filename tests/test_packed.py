@@ -3,32 +3,41 @@ import pytest
 import torch
 
 from fast.cpu import CpuQuantizedLinear
-from fast.layout import (block_size, from_mma_order, group_inputs, pack_scales, tile, to_mma_order, unpack_scales,
-                         untile)
+from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, pack_scales, tile, to_mma_order,
+                         unpack_scales, untile)
 from fast.packed_linear import PackedLinear, plain_packed_linear
-from quantize import QuantizedLinear, pack
+from formats import QuantizedLinear, pack, say_once
 from helpers import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is
+SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is: "wide" for fp32 scales, "e4m3"
     (1536, 576, 4, 9, True, False, "norm bias"), (2 * 37, 288, 4, 9, True, True, "norm gated"),
     (35, 96, 4, 1, False, False, "residual"), (100, 640, 8, 1, False, False, "norm gated"),
     (561, 512, 8, 16, True, True, "bias residual"), (48, 1024, 8, 8, True, False, "norm"),
     (80, 256, 4, 4, True, False, "norm bias"),
     (48, 192, 4, 2, False, False, "residual"), (48, 64, 4, 1, True, False, ""),
-    (40, 32, 8, 1, True, False, "norm bias")]
+    (40, 32, 8, 1, True, False, "norm bias"),
+    (100, 640, 8, 1, False, False, "norm gated e4m3"), (561, 512, 8, 16, False, True, "bias residual e4m3"),
+    (48, 1024, 8, 8, False, False, "norm e4m3"), (35, 288, 8, 9, False, False, "residual e4m3"),
+    (48, 192, 4, 2, False, False, "residual wide"), (74, 288, 4, 9, False, True, "norm gated wide"),
+    (80, 256, 8, 2, False, False, "bias wide"), (40, 640, 8, 1, False, False, "norm wide")]
 LARGE = [(4096, 11008, 4, 86, False, False, "residual"), (22016, 4096, 4, 32, True, False, "norm gated"),
          (6144, 4096, 4, 128, True, True, "norm bias"), (4096, 14336, 8, 1, False, False, "residual"),
-         (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias")]
+         (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias"),
+         (4096, 11008, 8, 86, False, False, "residual e4m3"), (22016, 4096, 8, 32, False, False, "norm gated e4m3"),
+         (6144, 4096, 8, 1, False, False, "norm e4m3"), (4096, 11008, 4, 86, False, False, "residual wide")]
 
 
-def random_layer(N, K, bits, C, zeros, act_order, dtype, device, bias=False):
+def random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts=""):
     codes = torch.randint(2 ** bits, (N, K), device=device)
-    scales = (torch.rand(N, C, device=device) + 0.5) / K ** 0.5 / 2 ** (bits - 2)
+    e4m3 = "e4m3" in parts
+    codes -= (codes % 128 == 127).long() * e4m3  # NaN
+    scales = (torch.rand(N, C, device=device) + 0.5) / K ** 0.5 / (256 if e4m3 else 2 ** (bits - 2))
+    scales = scales if e4m3 or "wide" in parts else scales.half()
     points = torch.randint(1, 2 ** bits, (N, C), device=device) if zeros else None
-    bias = torch.randn(N, device=device, dtype=dtype) if bias else None
+    bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
     g_idx = torch.randperm(K, device=device) // (K // C) if act_order else None
-    return QuantizedLinear(pack(codes, bits), scales, points, bits, bias, g_idx)
+    return QuantizedLinear(pack(codes, bits), scales, points, bits, bias, g_idx, e4m3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -57,7 +66,7 @@ def test_scales_and_zeros_come_back(zeros):
     scales, points = torch.randn(35, 5).half(), torch.randint(256, (35, 5)) if zeros else None
     packed = pack_scales(scales, points, 8, 2, False)  # 5 groups in blocks of 2: the last block is half full
     assert packed.shape == (3, 3, 16, 2)
-    got = unpack_scales(packed, 35, 5, False)
+    got = unpack_scales(packed, 35, 5, 8, False)
     assert got[0].equal(scales.float()) and got[1].equal(points.int() if zeros else torch.full((35, 5), 128).int())
 
 
@@ -93,7 +102,7 @@ def test_filled_groups_give_the_same_weights(bits, zeros):
         g_idx[g_idx == 1] = 0
         codes = torch.randint(2 ** bits, (6, K))
         points = torch.randint(2 ** bits, (6, C)) if zeros else None
-        layer = QuantizedLinear(pack(codes, bits), torch.rand(6, C), points, bits, None, g_idx)
+        layer = QuantizedLinear(pack(codes, bits), torch.rand(6, C).half(), points, bits, None, g_idx)
         regrouped, scales, _, perm = group_inputs(layer)
         assert len(g_idx.unique()) == 1 or regrouped.shape[1] == len(perm) == 32 * scales.shape[1] < K + 32 * C
         assert regrouped_weights(layer).equal(layer.dequantize(torch.float64))
@@ -103,19 +112,45 @@ def test_filled_groups_give_the_same_weights(bits, zeros):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("e4m3", [True, False])
+def test_fp32_scales_take_the_whole_word(bits, e4m3):
+    """And come back as they were; e4m3's codes come as PyTorch reads them."""
+    parts = "e4m3" if e4m3 and bits == 8 else "wide"
+    layer = random_layer(35, 96, bits, 3, False, False, None, "cpu", parts)
+    packed = PackedLinear(layer)
+    assert packed.scales_and_zeros.dtype == torch.float32 and packed.e4m3 == layer.e4m3
+    assert unpack_scales(packed.scales_and_zeros, 35, 3, bits, False)[0].equal(
+        layer.scales * (E4M3_SCALE if layer.e4m3 else 1))
+    if layer.e4m3:
+        numbers = layer.qweight.view(torch.uint8).view(torch.float8_e4m3fn).float()
+        assert layer.dequantize(torch.float32).equal(numbers * layer.scales.repeat_interleave(32, 1))
+
+
+def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
+    say_once.cache_clear()
+    layer = random_layer(35, 96, 4, 3, True, False, None, "cpu", "wide")
+    x = torch.randn(3, 96)
+    for _ in range(2):
+        assert 0 < error(PackedLinear(layer)(x), layer(x)) < 1e-3
+    assert capsys.readouterr().err.count("rounded to fp16") == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_a_layer_without_outputs_gives_none(bits):
     """As a rank has it of a small head."""
-    layer = QuantizedLinear(torch.zeros(0, 576 * bits // 32, dtype=torch.int32), torch.zeros(0, 9), None, bits)
+    layer = QuantizedLinear(torch.zeros(0, 576 * bits // 32, dtype=torch.int32), torch.zeros(0, 9).half(), None, bits)
     for one in layer, PackedLinear(layer), CpuQuantizedLinear(layer):
         assert one(torch.randn(3, 576)).shape == (3, 0)
 
 
-@pytest.mark.parametrize("bits, C, zeros, compiled", [
-    (4, 9, True, False), (4, 1, False, False), (8, 1, False, False), (8, 9, True, False), (4, 9, True, True),
-    (8, 1, False, True)])
-def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled):
+@pytest.mark.parametrize("bits, C, zeros, compiled, parts", [
+    (4, 9, True, False, "bias"), (4, 1, False, False, "bias"), (8, 1, False, False, "bias"),
+    (8, 9, True, False, "bias"), (4, 9, True, True, "bias"), (8, 1, False, True, "bias"),
+    (8, 9, False, False, "bias e4m3"),
+    (8, 9, False, True, "bias e4m3"), (8, 1, False, True, "bias e4m3"), (4, 9, False, True, "bias wide")])
+def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled, parts):
     """Compiled, few rows go another way."""
-    layer = random_layer(40, 576, bits, C, zeros, True, torch.float32, "cpu", bias=True)
+    layer = random_layer(40, 576, bits, C, zeros, True, torch.float32, "cpu", parts)
     run = CpuQuantizedLinear(layer)
     if compiled:
         run.decodes = True
@@ -132,9 +167,9 @@ def test_the_cpu_layer_is_its_weights(bits, C, zeros, compiled):
       for dtype in (torch.bfloat16, torch.float16) for shape in SHAPES + LARGE)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 40, 128, 200, 520])  # 520: the library's
 def test_packed_kernels(device, dtype, rows, shape):
-    """int4 and int8 products equal float64's with the same dequantized weights; x spans six orders of magnitude."""
+    """The products equal float64's with the same dequantized weights; x spans six orders of magnitude."""
     N, K, bits, C, zeros, act_order, parts = shape
-    layer = random_layer(N, K, bits, C, zeros, act_order, dtype, device, "bias" in parts)
+    layer = random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts)
     w = layer.dequantize(torch.float64)
     x = (torch.randn(rows, K, device=device) * 10 ** torch.empty(rows, 1, device=device).uniform_(-3, 3)).to(dtype)
     norm = torch.rand(K, device=device, dtype=dtype) + 0.5 if "norm" in parts else None
@@ -146,7 +181,8 @@ def test_packed_kernels(device, dtype, rows, shape):
         torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
     out = packed.fused(x, norm, residual, gated)
     twin = plain_packed_linear(x, packed.qweight, packed.scales_and_zeros, packed.perm, packed.shifts,
-                               packed.semaphores, N, bits, packed.group_size, norm, layer.bias, residual, gated)
+                               packed.semaphores, N, bits, packed.group_size, norm, layer.bias, residual, gated,
+                               e4m3=packed.e4m3)
     assert out.shape == ref.shape and out.dtype == dtype
     floor = 1e-5 if device == "cpu" else 1.5e-2 if gated else 5e-3  # gated, the errors of two products meet
     for one, plain, exact in zip(out, twin, ref):
@@ -181,7 +217,7 @@ def gemm(*sizes):
 def test_slices_of_k(monkeypatch, choice, rows, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""
     *shape, gated = shape
-    layer = PackedLinear(random_layer(*shape, torch.bfloat16, "cuda", bias=not gated), gated)
+    layer = PackedLinear(random_layer(*shape, torch.bfloat16, "cuda", "" if gated else "bias"), gated)
     N, K, *_ = shape
     x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
     residual = None if gated else torch.randn(rows, N, device="cuda", dtype=torch.bfloat16)

@@ -1,8 +1,10 @@
 """
 Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
 """
+import fcntl
 import json
 import signal
+from argparse import Namespace
 from functools import partial
 from itertools import pairwise
 
@@ -12,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
+import formats
 import quantize
 from checkpoint import UserError, hf_weights
 from cli import report_errors
+from formats import QuantizedLinear
 from helpers import CPU, F32, ROOT, TINY, change, error, make, quantized_layers, refusal, write
-from quantize import QuantizedLinear, gptq, load_checkpoint, quantize_model, round_to_nearest
+from quantize import gptq, load_checkpoint, quantize_model, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
@@ -31,16 +35,19 @@ def dense(module: QuantizedLinear) -> Tensor:
     return module.dequantize(torch.float64)
 
 
-def decode_by_hand(held: dict[str, Tensor], name: str, bits: int, offset: int = 1) -> Tensor:
-    """The weights [N, K] of a file, bit by bit: code k of a column lies in word k // (32 / bits)."""
+def decode_by_hand(held: dict[str, Tensor], name: str, bits: int, offset: int = 0) -> Tensor:
+    """The weights [N, K] of a file, bit by bit: code k of a column lies in word k // (32 / bits).
+
+    offset: what each zero point lacks. It was taken from whole words, as if they were numbers of 32 bits."""
     words, qzeros, scales, g_idx = (held[name + kind].tolist() for kind in ("qweight", "qzeros", "scales", "g_idx"))
     per, mask = 32 // bits, 2 ** bits - 1
+    added = sum(offset << bits * i for i in range(per))
     w = torch.empty(len(scales[0]), len(g_idx), dtype=torch.float64)
     for k, group in enumerate(g_idx):
         for n in range(len(w)):
             code = (words[k // per][n] % 2 ** 32) // 2 ** (bits * (k % per)) & mask
-            zero = (qzeros[group][n // per] % 2 ** 32) // 2 ** (bits * (n % per)) & mask
-            w[n, k] = (code - (zero + offset & mask)) * scales[group][n]
+            zero = (qzeros[group][n // per] + added) % 2 ** 32 // 2 ** (bits * (n % per)) & mask
+            w[n, k] = (code - zero) * scales[group][n]
     return w
 
 
@@ -206,9 +213,10 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 @pytest.mark.parametrize("group_size", [32, -1])
 @pytest.mark.parametrize("sym", [False, True])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_order):
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_order, form):
     theirs = make(tmp_path / "in", "qwen2")
-    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, head=True)
+    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, checkpoint_format=form)
     held, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_checkpoint(tmp_path / "out", CPU, F32)
     want, got = quantized_layers(made), quantized_layers(loaded)
     assert want.keys() == got.keys() and len(want) == 2 * 4 + 1
@@ -220,7 +228,7 @@ def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_
             assert torch.equal(held[name], theirs[name]), name  # as it was, its dtype too
         elif name.startswith("model.layers.1.self_attn") or name == "lm_head.weight":
             w = dense(want[ours.removesuffix(".weight")])[row:row + N]
-            assert torch.equal(w, decode_by_hand(held, name.removesuffix("weight"), bits)), name
+            assert torch.equal(w, decode_by_hand(held, name.removesuffix("weight"), bits, form == "gptq")), name
     tokens, positions = torch.arange(20)[None], torch.arange(20)[None]
     logits = []
     for model in (made, loaded):
@@ -229,10 +237,33 @@ def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_
     torch.testing.assert_close(*logits)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("sym", [False, True])
+def test_compressed_tensors_written_and_loaded_bit_for_bit(tmp_path, bits, group_size, sym):
+    """What the package reads of them: see the README. Code k of a row lies in word k // (32 / bits)."""
+    theirs = make(tmp_path / "in", "qwen2")
+    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, head=True, form="compressed-tensors")
+    held, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_checkpoint(tmp_path / "out", CPU, F32)
+    want, got = quantized_layers(made), quantized_layers(loaded)
+    assert want.keys() == got.keys() and len(want) == 2 * 4 + 1
+    for name in want:
+        assert torch.equal(dense(want[name]), dense(got[name])), name
+    assert all(torch.equal(held[name], theirs[name]) for name in held if name in theirs)
+    per, mask, scales = 32 // bits, 2 ** bits - 1, held[Q + "weight_scale"]
+    assert held[Q + "weight_shape"].tolist() == [64, 64] and scales.shape == (64, 1 if group_size == -1 else 2)
+    assert (Q + "weight_zero_point" in held) != sym
+    for n, k in torch.randint(64, (50, 2)).tolist():
+        c, word = k // (64 if group_size == -1 else 32), held[Q + "weight_packed"][n, k // per].item()
+        zero = 2 ** (bits - 1) if sym else held[Q + "weight_zero_point"][n // per, c].item() >> bits * (n % per) & mask
+        code = word >> bits * (k % per) & mask
+        assert dense(want["layers.1.attn.wqkv"])[n, k] == (code - zero) * scales[n, c].item()
+
+
 @pytest.mark.parametrize("form, offset", [("gptq", 1), ("gptq_v2", 0), (None, 1)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_file_made_by_hand_loads(tmp_path, form, offset, bits):
-    """All codes and stored zero points there are, also the one that wraps; a gptq file has zero - 1 in it."""
+    """All codes and stored zero points there are, also those that borrowed from a neighbour when 1 was taken away."""
     make(tmp_path / "in")
     write(tmp_path / "in", tmp_path / "out", bits, 32, False)
     held = load_file(tmp_path / "out" / "model.safetensors")
@@ -427,13 +458,14 @@ def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monk
     assert losses[1] < 0.7 * losses[0]
     config = json.loads((tmp_path / "gptq" / "config.json").read_text())
     assert config["quantization_config"] == dict(
-        bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq", checkpoint_format="gptq")
+        bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq",
+        checkpoint_format="gptq_v2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gptq", "rounded", "text"]
 
 
 def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     make(tmp_path / "in")
-    monkeypatch.setattr(quantize, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(formats, "SHARD_BYTES", 20_000)
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
@@ -447,8 +479,8 @@ def test_a_source_in_shards_leaves_no_index_behind(tmp_path, monkeypatch):
     (tmp_path / "in" / "model.safetensors").unlink()
     (tmp_path / "in" / "gone.json").symlink_to(tmp_path / "nowhere")  # nor what is not there
     with monkeypatch.context() as small:
-        small.setattr(quantize, "SHARD_BYTES", 20_000)
-        quantize.write_shards(iter(weights.items()), tmp_path / "in")
+        small.setattr(formats, "SHARD_BYTES", 20_000)
+        formats.write_shards(iter(weights.items()), tmp_path / "in")
     assert (tmp_path / "in" / "model.safetensors.index.json").exists()
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
@@ -462,7 +494,9 @@ def logits_of_small(model) -> Tensor:
 
 @pytest.mark.parametrize("options, words", [
     (["--group-size", "64"], "64 96 32"), (["--head"], "--head"), (["--bits", "3"], "3"),
-    (["--gptq"], "--calibration"), (["--act-order"], "--gptq"), (["--out", "."], "exists"),
+    (["--gptq"], "--calibration"), (["--act-order"], "--gptq"), (["--calibration-tokens", "9"], "--gptq"),
+    (["--format", "awq"], "--format compressed-tensors"), (["--out", "."], "exists"),
+    (["--format", "compressed-tensors", "--gptq", "--act-order", "--calibration", __file__], "--act-order gptq"),
     (["--gptq", "--calibration", __file__, "--calibration-tokens", "99999999"], "99999999 tokens"),
     (["--gptq", "--calibration", "/none"], "/none"), (["--out", "/none/x"], "/none make"),
     (["--out", "{}/link"], "link exists")])
@@ -475,6 +509,15 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, monkey
             *(option.format(tmp_path) for option in options))
     assert [word for word in words.split() if word not in str(caught.value)] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "link"]
+
+
+@pytest.mark.parametrize("size, words", [(10 ** 12, "hidden_size"), (2 ** 16, "GiB of weights")])
+def test_sizes_that_no_machine_holds_are_refused(tmp_path, monkeypatch, size, words):
+    make(tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config |= dict(hidden_size=size, intermediate_size=2 ** 20)
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    assert words in refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -500,10 +543,10 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-@pytest.mark.parametrize("where", ["save_file", "round_to_nearest"])
-def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, where):
+@pytest.mark.parametrize("module, where", [(formats, "save_file"), (quantize, "round_to_nearest")])
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, module, where):
     make(tmp_path / "in")
-    calls, plain = [], getattr(quantize, where)
+    calls, plain = [], getattr(module, where)
 
     def fail_later(*args, **more):
         calls.append(None)
@@ -511,16 +554,47 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error, where):
             raise error
         return plain(*args, **more)
 
-    monkeypatch.setattr(quantize, where, fail_later)
-    monkeypatch.setattr(quantize, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(module, where, fail_later)
+    monkeypatch.setattr(formats, "SHARD_BYTES", 20_000)
     with pytest.raises((KeyboardInterrupt, UserError, OSError)):
         run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
     assert len(calls) == 2 and [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_what_a_killed_run_left_is_removed_and_what_another_makes_or_a_user_has_is_kept(tmp_path, monkeypatch):
+    make(tmp_path / "in")
+    for name in ("killed", "running", "user"):
+        (tmp_path / f"out.partial-{name}").mkdir()
+    (tmp_path / "out.partial-killed" / "lock").write_text("")
+    with open(tmp_path / "out.partial-running" / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run(monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "out.partial-running", "out.partial-user"}
+    assert not (tmp_path / "out" / "lock").exists()
+
+
+def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, monkeypatch):
+    source, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    for place in (source, blobs):
+        place.mkdir(parents=True)
+    make(source)
+    for place, name in ((blobs, "vocab.txt"), (tmp_path, "secret.txt")):
+        (place / name).write_text("words")
+        (source / name).symlink_to(place / name)
+    run(monkeypatch, "--checkpoint", source, "--out", tmp_path / "out", "--group-size", 32)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "vocab.txt"}
+
+
+def test_a_disk_without_room_is_said_before_the_work(tmp_path, monkeypatch):
+    make(tmp_path / "in")
+    monkeypatch.setattr(quantize.shutil, "disk_usage", lambda path: Namespace(free=1000))
+    monkeypatch.setattr(quantize, "load_model", None)
+    assert "are free there" in refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+
+
 def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
     make(tmp_path / "in")
-    monkeypatch.setattr(quantize, "save_file", lambda *args, **more: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(formats, "save_file", lambda *args, **more: signal.raise_signal(signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as caught:

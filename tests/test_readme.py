@@ -1,14 +1,36 @@
 """The README is true today."""
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
 import generate
+import quantize
+from scripts import benchmark, evaluate
 
 ROOT = Path(generate.__file__).parent
 README = (ROOT / "README.md").read_text()
 
 
 BENCHMARKS = (ROOT / "BENCHMARKS.md").read_text()
+PARSERS = {"scripts/benchmark.py": benchmark.parse_args, "scripts/evaluate.py": evaluate.parse_args,
+           "quantize.py": quantize.parse_args, "generate.py": lambda: generate.generate_args("", "")}
+
+
+def commands() -> list[str]:
+    """Of BENCHMARKS.md, without "python". In a table the first code of a row follows the command that was named last,
+    in the table's header or before it."""
+    found, begun = [], ""
+    for line in BENCHMARKS.splitlines():
+        command = re.search(r"python ((?:-m fast\.tune|(?:scripts/)?\w+\.py)\b[^`]*)", line)
+        row = re.match(r"\|.*?`(?!python)(.+?)`", line)
+        if command:
+            begun = command[1].strip()
+            found += [begun] if line.startswith("python ") else []
+        elif row:
+            found.append(f"{begun} {row[1]}")
+    return found
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
@@ -38,3 +60,17 @@ def test_the_bundled_pair_stays_small_and_shares_its_tokenizer():
     assert sum(path.stat().st_size for path in files) < 9_000_000
     tiny, draft = (ROOT / "checkpoints" / name / "tokenizer.model" for name in ("tiny", "tiny-draft"))
     assert tiny.read_bytes() == draft.read_bytes()
+
+
+def test_benchmarks_has_commands():
+    assert len(commands()) > 40
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_benchmarks_is_understood_and_has_no_placeholder(command, monkeypatch):
+    script, *words = shlex.split(command)
+    assert not {"A", "B", "C", "DIR", "FILE", "TEXT"} & set(re.findall(r"\w+", command))
+    if script in PARSERS:
+        monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
+        monkeypatch.setattr("sys.argv", [script, *words])
+        PARSERS[script]()

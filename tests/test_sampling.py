@@ -1,7 +1,11 @@
 """Sampling in plain PyTorch against its definition, and the kernels against it."""
+import math
+from contextlib import suppress
+
 import pytest
 import torch
 
+from cli import keyword_options
 from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, plain_sample, sample
 from helpers import error
 from sampling import Sampling, choose, distribution, draw, probabilities
@@ -29,6 +33,21 @@ def test_probabilities_equal_the_spelt_out_ones(temperature, top_k, top_p):
     out = probabilities(logits, Sampling(temperature, top_k, top_p))
     for row, ref in zip(out, logits.tolist()):
         assert error(row, torch.tensor(reference_probabilities(ref, temperature, top_k, top_p))) < 1e-5
+
+
+@pytest.mark.parametrize("name, good, bad", [
+    ("temperature", [0, 0.5, 100], [-0.1, 100.5, math.nan]), ("top_k", [0, 7, 10 ** 12], [-1, 0.5]),
+    ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan])])
+def test_files_and_options_have_the_same_limits(name, good, bad):
+    def takes(function, **values) -> bool:
+        with suppress(ValueError):
+            function(**values)
+            return True
+        return False
+
+    for value in good + bad:
+        assert takes(Sampling, **{name: value}) == takes(keyword_options, keywords={name: value}) == (value in good)
+    assert not takes(Sampling, **{name: True}) and not takes(Sampling, **{name: "1"})  # files alone have types
 
 
 def test_choose_draws_from_the_probabilities():

@@ -193,7 +193,8 @@ def test_a_text_ends_inside_an_accepted_run():
         generator = Generator(tiny(), 60, GREEDY, draft=Draft(tiny(), "7"))  # its own draft: all are kept
         generate = generator.generate
         generator.generate = lambda *args: (handed.append(len(rows[0])) or rows for rows in generate(*args))
-        complete(generator, [completion], iter(()))
+        for _ in complete(generator, [completion]):
+            pass
         return completion
 
     whole = tell(40)
@@ -213,7 +214,7 @@ def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     generator = Generator(model, 10 + 35, GREEDY, rows, draft=Draft(random_model(1), "32"))
     assert run(generator, prompts, 35) == expected and generator.speculator.counts["accepted"] == 64 * rows
     with torch.no_grad():
-        ahead = one_behind(map(Tensor.clone, generator.steps(prompts, 35, 0)))
+        ahead = one_behind(map(Tensor.clone, generator.steps(prompts, 35, 0, 1)))
         first, *steps = (step if step.dim() == 2 else generator.speculator.learn(step.tolist()) for step in ahead)
     assert [len(step[0]) for step in steps] == [33, 33, 0]
     rest = [[token for step in steps for token, _ in step[b]][:34] for b in range(rows)]

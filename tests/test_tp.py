@@ -5,7 +5,10 @@ for each thing that the command is to do.
 import io
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -234,15 +237,35 @@ def test_a_ranks_config_is_that_of_its_part(heads, kv_heads, changes, group, ran
 
 @pytest.mark.parametrize("heads, kv_heads, E, ffn, group, ranks, words", [
     (4, 2, 16, 96, 1, 3, "3 ranks 4 heads 2 key/value"), (8, 2, 16, 512, 1, 16, "16 ranks 8 heads 2 key/value"),
-    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32 3 ranks"),
-    (32, 32, 16, 256, 64, 8, "8 ranks 256 units 64 4 ranks"), (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32"),
-    (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32 at most 1")])
+    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32 1 to 3"),
+    (32, 32, 16, 256, 64, 8, "8 ranks 256 units 64 1 to 4"), (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32"),
+    (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32")])
 def test_too_many_ranks_are_refused_with_both_numbers(heads, kv_heads, E, ffn, group, ranks, words):
     """In the last cases a rank's head would have half of a quantized group, or half of a word of zero points."""
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E)
     with pytest.raises(UserError) as caught:
         Shard(config, group, 0, ranks)
     assert "\n" not in str(caught.value) and [word for word in words.split() if word not in str(caught.value)] == []
+
+
+def refused(config: Config, group: int, ranks: int) -> str | None:
+    try:
+        for rank in range(ranks):
+            Shard(config, group, rank, ranks)
+    except UserError as reason:
+        return str(reason)
+
+
+@pytest.mark.parametrize("heads, kv_heads, E, ffn, group, ranks, said", [
+    (2, 1, 128, 640, 1, 3, "1 or 2"), (8, 2, 16, 512, 1, 3, "1, 2, 4 or 8"), (64, 8, 128, 28672, 128, 9, None),
+    (12, 3, 16, 1024, 1, 5, "1 to 3, 6 or 12"), (8, 8, 16, 96, 1, 8, "1 to 3"), (2, 2, 16, 96, 32, 2, "1"),
+    (64, 8, 20, 512, -1, 9, None), (32, 32, 128, 11008, 128, 80, "1 to 32")])
+def test_the_numbers_of_ranks_that_a_refusal_names_are_those_that_work(heads, kv_heads, E, ffn, group, ranks, said):
+    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E)
+    named = refused(config, group, ranks).partition("; want ")[2].removesuffix(" instead")
+    assert said in (None, named)
+    run = re.sub(r"1 to (\d+)", lambda found: ", ".join(map(str, range(1, int(found[1]) + 1))), named)
+    assert [int(n) for n in re.findall(r"\d+", run)] == [n for n in range(1, 65) if not refused(config, group, n)]
 
 
 def test_a_draft_is_split_where_that_pays():
@@ -278,7 +301,7 @@ def test_ranks_that_torchrun_did_not_start_are_told_so(environment, monkeypatch)
 @pytest.mark.parametrize("device, gpus, words", [
     (None, 2, "3 ranks 2 GPUs --nproc-per-node --device cpu"), ("cuda", 1, "3 ranks 1 GPUs"),
     ("cuda:1", 4, "--device cuda:1: 3 ranks want cuda or cpu"), ("mps", 0, "--device mps: want cuda or cpu"),
-    ("cuda", 0, "finds 0 of those; --device cpu")])
+    ("cuda", 0, "finds none of those; --device cpu")])
 def test_devices_that_the_ranks_cannot_have_are_refused(environment, device, gpus, words):
     environment(3, gpus)
     with pytest.raises(UserError) as caught:
@@ -362,22 +385,33 @@ def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, monke
     assert done.stdout.count("\n") == 2
 
 
+def torchruns_last(done: subprocess.CompletedProcess) -> str:
+    """The last line of torchrun's own report, above its rule."""
+    *_, line, rule = done.stderr.splitlines()
+    assert set(rule) == {"="} and line.startswith("  traceback : "), done.stderr
+    return line.removeprefix("  traceback : ")
+
+
 def test_a_mistake_is_one_line_of_rank_0(commands):
     done = commands["mistake"]
     assert (done.returncode, done.stdout) == (1, "")  # torchrun's own
     assert len(told(done)) == 1 and "no/such/dir" in told(done)[0]
+    assert torchruns_last(done) == told(done)[0].removeprefix("generate.py: ")
 
 
 def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
     done = commands["unreadable"]
     assert done.returncode == 1
     assert [line for line in told(done, "unreadable.py") if "model.safetensors" in line]
+    assert "model.safetensors" in torchruns_last(done)
 
 
-def test_a_bug_on_one_rank_leaves_its_traceback():
+def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
     program = "import tp; tp.run(lambda: {}['a bug'])"
-    done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1")
+    done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1",
+                 TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "KeyError: 'a bug'"
 
 
 SLEEPER = """
@@ -422,6 +456,29 @@ def children(pid: int) -> dict[int, int]:
     return found
 
 
+def test_when_a_rank_is_killed_rank_0_says_so(endless):
+    """Started without torchrun, which may end rank 0 before it does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = ("--checkpoint", endless, "--max-new-tokens", 10_000, "--max-seq-length", 12_000, "--temperature", 0)
+    command = [sys.executable, *map(str, (ROOT / "generate.py", *options)), "--device", "cpu"]
+    shared = os.environ | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port),
+                               OMP_NUM_THREADS="1")
+    first, second = (subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True,
+                                      env=shared | dict(RANK=rank, LOCAL_RANK=rank)) for rank in "01")
+    try:
+        assert first.stdout.read(30) == "Once upon a time, there was a "  # they are at it
+        second.kill()
+        _, errors = first.communicate(timeout=15)
+        assert first.returncode == 2 and errors.startswith("generate.py: another rank ended: "), errors
+        assert len(errors.splitlines()) == 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -435,7 +492,7 @@ def endless(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("endless") / "endless"
     directory.mkdir()
     for name in ("tokenizer.model", "model.safetensors"):
-        (directory / name).symlink_to(Path(TINY) / name)
+        shutil.copy(Path(TINY) / name, directory)
     config = json.loads((Path(TINY) / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=20_000, eos_token_id=None)))
     return directory
@@ -458,7 +515,9 @@ def test_when_one_ends_all_do(endless, how):
         _, errors = torchrunner.communicate(timeout=15)
         assert time.monotonic() - begun < (15 if how == "a rank is killed" else 5) and torchrunner.returncode != 0
         lines = [line for line in errors.splitlines() if line.startswith("generate.py: ")]
-        assert [("another rank ended" in line) for line in lines] == [True] * (how == "a rank is killed")
+        if how == "a rank is killed":  # torchrun says it; so does rank 0, unless torchrun ended it first
+            assert f"Signal 9 (SIGKILL) received by PID {workers[1]}" in errors.splitlines()[-2], errors
+        assert ["another rank ended" in line for line in lines] in ([], [True] * (how == "a rank is killed"))
         assert not any(map(running, workers.values()))
     finally:
         for pid in (torchrunner.pid, *children(torchrunner.pid).values()):

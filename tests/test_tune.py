@@ -1,5 +1,6 @@
 """fast/tune.py with made-up times: what it finds is what kernel_for() then takes."""
 import json
+import signal
 import sys
 import zlib
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from checkpoint import UserError
 from fast import common, tune, tuning
 from fast.tuning import LIBRARY, kernel_for
+from helpers import interrupted
 
 GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
 CPU = torch.device("cpu")
@@ -321,3 +323,9 @@ def test_a_whole_layer_is_timed(monkeypatch):
         with torch.no_grad():
             assert tune.Tuner("small", format, CPU).chain("out", 1, LIBRARY) == 2e3 / 3
     assert len(runs) == 2
+
+
+def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path):
+    """A module that sleeps stands for it."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    assert interrupted([sys.executable, "-m", "fast.tune"], tmp_path) == (-signal.SIGINT, b"")

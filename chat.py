@@ -1,0 +1,222 @@
+"""
+The chat on a terminal: a line, or a pasted text of several, goes in as a turn, and the answer is streamed. Lines that
+begin with a slash are commands: see HELP.
+
+Without a chat template the text so far and what is typed are continued.
+"""
+import json
+import os
+import re
+import signal
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from checkpoint import UserError, read_text, reading
+from cli import show
+
+HELP = """\
+/reset        forget the conversation
+/system TEXT  set the system message and forget the conversation; without TEXT: remove it
+/save FILE    write the conversation as JSON messages
+/load FILE    go on with a conversation of such a file
+/quit         leave, as do exit, Ctrl-D, and Ctrl-C twice at an empty prompt
+Ctrl-C stops an answer. A pasted text of several lines is one turn."""
+
+
+def check_messages(messages) -> None:
+    """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"message {message!r:.60}: want a role and a content, both text")
+
+
+def save_messages(messages: list[dict], path: Path) -> None:
+    """Writes the file whole, or not at all."""
+    with reading(f"/save {path}"):
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def load_messages(path: Path) -> list[dict] | str:
+    """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
+    try:
+        with reading(f"/load {path}"):
+            messages = json.loads(read_text(path))
+            check_messages(messages)
+            return messages
+    except UserError as error:
+        return str(error)
+
+
+class Chat:
+    """llm: a generate.LLM that is prepared for one row; args: the command line's."""
+
+    def __init__(self, llm, args: Namespace):
+        self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
+        self.system = [] if args.system is None else [dict(role="system", content=args.system)]
+        self.messages = list(self.system)
+        self.cached = []  # the tokens whose keys and values the cache has
+        self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
+        self.told_dropped = False
+
+    def run(self) -> deque:
+        """Answers until the user leaves. Returns the last answers, a generate.Completion each."""
+        with suppress(ImportError):
+            import readline  # input() then edits lines and recalls them
+            readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted newline does not end the line
+        leaving = "Ctrl-C and Ctrl-D leave" if self.team.ranks > 1 else "Ctrl-C stops an answer, Ctrl-D leaves"
+        untold = "" if self.tokenizer.template else " No chat template: your text is continued."
+        self.say(f"/help lists the commands, {leaving}.{untold}")
+        while (line := self.team.agree(self.ask)) is not None:
+            if not line.strip():
+                continue
+            if line.strip() in ("exit", "quit", "/exit", "/quit"):
+                break
+            try:
+                if command := re.fullmatch(r" */(\w+)(?: +(.*?))? *", line):
+                    self.command(*command.groups())
+                else:
+                    self.turn(line)
+            except UserError as error:
+                self.say(error)
+            except KeyboardInterrupt:  # before the answer began
+                print()
+        return self.answers
+
+    def say(self, text) -> None:
+        if not self.args.quiet or isinstance(text, UserError):
+            print(text, file=sys.stderr)
+
+    def ask(self) -> str | None:
+        """What the user types; None when it is time to leave."""
+        prompt, interrupted = "> " if sys.stdin.isatty() and sys.stdout.isatty() else "", False
+        while True:
+            try:
+                return input(prompt)
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                print()
+                empty = not typed_so_far()
+                if empty and interrupted:
+                    return None
+                interrupted = empty
+                self.say("Ctrl-C again leaves." if empty else "")
+
+    def command(self, name: str, text: str | None) -> None:
+        """A line "/name text". UserError where it cannot be done; then nothing has changed."""
+        if name == "help":
+            print(HELP, file=sys.stderr)
+        elif name == "reset":
+            self.messages = list(self.system)
+            self.say("The conversation is forgotten.")
+        elif name == "system":
+            if not self.tokenizer.template:
+                raise UserError("/system: this checkpoint has no chat template, so there is no system message")
+            self.system = [dict(role="system", content=text)] if text else []
+            self.messages = list(self.system)
+            self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
+        elif name == "save" and text:
+            if self.team.rank == 0:
+                save_messages(self.messages, Path(text).expanduser())
+            self.say(f"{len(self.messages)} messages are in {text}.")
+        elif name == "load" and text:
+            loaded = self.team.agree(lambda: load_messages(Path(text).expanduser()))
+            if isinstance(loaded, str):
+                raise UserError(loaded)
+            self.messages = loaded
+            self.system = loaded[:1] if loaded[0]["role"] == "system" else []
+            self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
+        elif name in ("save", "load"):
+            raise UserError(f"/{name}: want a file's name")
+        else:
+            raise UserError(f"/{name}: no such command; /help lists them")
+
+    def turn(self, text: str) -> None:
+        """The user's turn and the answer. UserError where the turn alone is too long; it is then forgotten."""
+        messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
+        start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
+        limit = min(self.args.max_new_tokens or self.llm.room, self.llm.room - len(tokens))
+        answer = self.llm.completion(text, tokens, limit, self.args.stop)
+        self.cached, printing = [], show([answer])
+        next(printing, None)
+        with stopped_by_ctrl_c(answer, self.team.ranks):
+            for _ in self.llm.complete([answer], start=start):
+                next(printing, None)
+        if answer.finish_reason == "interrupted" and not answer.tokens:
+            return  # as if the turn had not been
+        self.answers.append(answer)
+        self.cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
+        ending = "" if self.tokenizer.template else "\n"
+        self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
+        if not self.tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
+            self.messages = []
+        if sys.stderr.isatty() and answer.steps > 1:
+            rate = (answer.steps - 1) / max(1e-9, answer.seconds - answer.first_s)
+            full = ", the context is full" if len(tokens) + len(answer.tokens) == self.llm.room else ""
+            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {rate:.1f} tokens/s{full}\x1b[0m")
+
+    def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
+        """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
+        until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
+        long."""
+        tokens, room, kept = self.encode(messages), self.llm.room, len(self.system)
+        if room - len(tokens) >= min(self.args.max_new_tokens or room, room // 8) or self.turns(messages) == 1:
+            self.check_room(len(tokens))
+            return messages, tokens
+        while len(tokens) > room * 3 // 4 and self.turns(messages) > 1:
+            del messages[kept]
+            while messages[kept]["role"] != "user":
+                del messages[kept]
+            tokens = self.encode(messages)
+        self.check_room(len(tokens))
+        if not self.told_dropped:
+            self.say(f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are dropped from now on")
+            self.told_dropped = True
+        return messages, tokens
+
+    def check_room(self, tokens: int) -> None:
+        if tokens >= self.llm.room:
+            raise UserError(f"{tokens} tokens leave no room in {self.llm.room}: shorten, or raise --max-seq-length")
+
+    @staticmethod
+    def turns(messages: list[dict]) -> int:
+        return sum(message["role"] == "user" for message in messages)
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Without a chat template the messages are one text."""
+        if self.tokenizer.template:
+            return self.tokenizer.encode_messages(messages)
+        [text], marks = self.tokenizer.mark([dict(content="".join(message["content"] for message in messages))])
+        return self.tokenizer.encode(text["content"], marks=marks)
+
+
+def typed_so_far() -> str:
+    """What stands on the line that Ctrl-C interrupted."""
+    with suppress(ImportError):
+        import readline
+        return readline.get_line_buffer()
+    return ""
+
+
+@contextmanager
+def stopped_by_ctrl_c(answer, ranks: int) -> Iterator[None]:
+    """Ctrl-C ends the answer after the current step. Several ranks end as a whole: see tp.run()."""
+    if ranks > 1:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

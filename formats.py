@@ -1,0 +1,639 @@
+"""
+Quantized checkpoints: the plain quantized layer, the Hub's formats, and how they are read and written.
+
+    quant_method         what is read                                                            what is written
+    gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic           4 and 8 bits
+    awq                  4 bits, version gemm
+    compressed-tensors   pack-, int-, float- and naive-quantized: 4 and 8 bits, FP8 e4m3         pack-quantized
+    fp8                  e4m3 with a scale a block or a tensor
+
+A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and have no zero. A group of G weights of one
+row, along K, shares scale and zero. The layouts of the files are in the docstrings of QuantizedReader's methods. They
+follow the packages that define them: gptqmodel 7.7, autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
+
+Shapes: N outputs, K inputs, C groups of a row (K / G).
+"""
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from checkpoint import (MOST_TOKENIZER, UserError, hf_weights, is_inside, read_json, read_tensor, reading,
+                        tensor_files)
+from cli import GIB, free_memory
+from model import Transformer
+
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
+SHARD_BYTES = 4 * GIB
+say_once = cache(tqdm.write)
+
+
+# The plain quantized layer
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
+
+
+def from_e4m3(codes: Tensor) -> Tensor:
+    """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
+
+    A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
+    exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
+    codes = codes.int()
+    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0 ** 120
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear with int4, int8 or FP8 e4m3 weights, which it dequantizes in each call.
+
+    w[n, k] = (code[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k. e4m3 has no zeros.
+
+    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C]; zeros: integers
+    [N, C], None for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where each K / C consecutive
+    inputs are a group."""
+
+    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
+                 g_idx: Tensor | None = None, e4m3: bool = False):
+        super().__init__()
+        self.bits, self.e4m3 = bits, e4m3
+        self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // bits
+
+        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
+            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+        self.qweight, self.scales = parameter(qweight), parameter(scales)
+        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
+        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
+
+    def groups(self) -> Tensor:
+        """Each input's group [K]."""
+        K, C = self.in_features, self.scales.shape[1]
+        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K]."""
+        codes, scales = unpack(self.qweight, self.bits), self.scales.float()
+        w = from_e4m3(codes) if self.e4m3 else codes.float()
+        middle = 0 if self.e4m3 else 2 ** (self.bits - 1)
+        zeros = torch.full_like(scales, middle) if self.zeros is None else self.zeros
+        if self.g_idx is not None:
+            return ((w - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
+        w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
+        return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+def replace_quantized(model: nn.Module, build: Callable[[QuantizedLinear, str], nn.Module]) -> None:
+    """Puts build(layer, its name) in the place of each QuantizedLinear."""
+    # The list holds no QuantizedLinear itself, so that each is freed once its place is taken.
+    for module in [module for module in model.modules() if not isinstance(module, QuantizedLinear)]:
+        for name, child in list(module.named_children()):
+            if isinstance(child, QuantizedLinear):
+                setattr(module, name, build(child, name))
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False) -> None:
+    """Puts plain layers with the same weights in the place of quantized ones, if memory allows and leaves `reserve`
+    bytes.
+
+    Eager code unpacks a quantized layer in each call, and is several times slower than with plain layers."""
+    weight = model.embed.weight
+    needed = weight.itemsize * sum(module.out_features * module.in_features for module in model.modules()
+                                   if isinstance(module, QuantizedLinear))
+    if not needed:
+        return
+    if fits := needed + reserve < 0.9 * free_memory(weight.device):
+        replace_quantized(model, lambda layer, name: plain_linear(layer.dequantize(weight.dtype), layer.bias))
+    if not quiet:
+        how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
+        print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
+
+
+class SeparateLinears(nn.ModuleList):
+    """q, k and v, or gate and up, as layers of their own: some are not quantized, or differ in codes or groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self], dim=-1)
+
+
+def fuse(linears: list[nn.Module]) -> nn.Module:
+    """One layer of q, k and v, or of gate and up, where all are quantized alike and have the same groups."""
+    first = linears[0]
+    quantized = all(isinstance(linear, QuantizedLinear) for linear in linears)
+    if not quantized or not all((linear.bits, linear.e4m3) == (first.bits, first.e4m3) and
+                                torch.equal(linear.groups(), first.groups()) for linear in linears):
+        return SeparateLinears(linears)
+    qweight, scales = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("qweight", "scales"))
+    middle = 2 ** (first.bits - 1)
+    zeros = torch.cat([torch.full_like(linear.scales, middle, dtype=torch.int16) if linear.zeros is None
+                       else linear.zeros for linear in linears])
+    bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
+    zeros = None if (zeros == middle).all() else zeros
+    return QuantizedLinear(qweight, scales, zeros, first.bits, bias, first.g_idx, first.e4m3)
+
+
+def group_of(K: int, group_size: int) -> int:
+    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
+    G = K if group_size == -1 else group_size
+    if K % 32:
+        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
+    if not isinstance(G, int) or G < 32 or G % 32 or K % G:
+        sizes = [str(size) for size in (32, 64, 128) if K % size == 0]
+        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer into groups of 32 or a "
+                        f"multiple: {', '.join(sizes)} or -1 does")
+    return G
+
+
+def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
+    """The linear layers, the head only if asked for: the name in the model, the parent module, the name there."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
+    return [(name, model.get_submodule(parent), own) for name, parent, own in split]
+
+
+# What config.json says
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; -1: all of them do.
+
+    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes) or int (int8); e4m3."""
+    layout: str
+    bits: int
+    group: int = -1
+    rows: int = 1
+    zeros: bool = True  # the file has zero points
+    act_order: bool = False  # the file must say which group an input belongs to
+
+    @property
+    def name(self) -> str:
+        return "fp8" if self.layout == "e4m3" else f"int{self.bits}"
+
+
+# The first rule whose pattern matches the beginning of a layer's name says how the layer is held. None: unquantized.
+Rules = list[tuple[re.Pattern, Scheme | None]]
+EVERY = re.compile("")
+OTHERS = {"mxfp4": "MXFP4", "mxfp6": "MXFP6", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "-24": "2:4 sparse",
+          "sparse": "sparse", "hqq": "HQQ", "gguf": "GGUF"}  # parts of names -> what people call these formats
+
+
+def wanted(settings: dict, key: str, values: list, default=None):
+    """settings[key], which must be one of the values. UserError names what was found and what is read."""
+    found = settings.get(key, default)
+    if not any(type(found) is type(value) and found == value for value in values):
+        told = f"{found} {settings.get('quant_algo')}".lower()  # modelopt's own key
+        known = next((f" ({name})" for part, name in OTHERS.items() if part in told), "")
+        raise UserError(f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}")
+    return found
+
+
+def expression(pattern: str) -> re.Pattern:
+    """A file's regular expression. ValueError for one whose search could take ages: with something repeated in what is
+    repeated, or with many repetitions."""
+    plain = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > 4:
+        raise ValueError(f"{pattern!r:.200}: want 4 repetitions at most, and none of a group")
+    return re.compile(pattern)
+
+
+def wanted_group(settings: dict) -> int:
+    found = settings.get("group_size", -1)
+    if type(found) is not int or found != -1 and (found < 32 or found % 32):
+        raise UserError(f"quantization_config: group_size {found!r} is not supported, want -1 or a multiple of 32")
+    return found
+
+
+def wanted_block(settings: dict, key: str) -> tuple[int, int]:
+    """The rows and inputs of a block."""
+    found = settings.get(key)
+    if type(found) is not list or [type(n) for n in found] != [int, int] or min(found) < 1 or found[1] % 32:
+        raise UserError(f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], the inputs a "
+                        "multiple of 32")
+    return found[0], found[1]
+
+
+def gptq_rules(settings: dict) -> Rules:
+    """gptqmodel's `dynamic`: "-:REGEX" leaves layers as they were, "+:REGEX" or "REGEX" has settings of their own."""
+    def scheme(of: dict) -> Scheme:
+        layout = wanted(of, "checkpoint_format", ["gptq", "gptq_v2"], of.get("format", "gptq"))
+        return Scheme(layout, wanted(of, "bits", [4, 8]), wanted_group(of), act_order=bool(of.get("desc_act")))
+
+    rules = [(expression(re.sub(r"^[-+]:", "", key)), None if key.startswith("-:") else scheme(settings | changes))
+             for key, changes in (settings.get("dynamic") or {}).items()]
+    return [*rules, (EVERY, scheme(settings))]
+
+
+def awq_rules(settings: dict) -> Rules:
+    """autoawq calls the layout `version`, gptqmodel `checkpoint_format` or `format`."""
+    version = next((settings[key] for key in ("version", "checkpoint_format", "format") if settings.get(key)), "gemm")
+    wanted(dict(version=str(version).lower()), "version", ["gemm"])
+    return [(EVERY, Scheme("awq", wanted(settings, "bits", [4]), wanted_group(settings)))]
+
+
+def fp8_rules(settings: dict) -> Rules:
+    """A name in modules_to_not_convert or ignored_layers stands for a module and all in it, or is the end of a name, as
+    in transformers' should_convert_module()."""
+    wanted(settings, "fmt", ["e4m3"], "e4m3")
+    rows = group = -1
+    if settings.get("weight_block_size") is not None:
+        rows, group = wanted_block(settings, "weight_block_size")
+    names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
+    rules = [(expression(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$"), None) for name in names]
+    return [*rules, (EVERY, Scheme("e4m3", 8, group, rows, zeros=False))]
+
+
+def compressed_tensors_rules(settings: dict) -> Rules:
+    """`ignore` comes first, then `targets`: names, "re:" and a regular expression, then "Linear", the class."""
+    sparsity = settings.get("sparsity_config") or {}
+    wanted(dict(sparsity_config=sparsity.get("format", "dense")), "sparsity_config", ["dense"])
+    transforms = settings.get("transform_config") or {}  # of the weights, which would have to be undone
+    wanted(dict(transform_config=transforms.get("config_groups") or {}), "transform_config", [{}])
+
+    def pattern(target: str) -> re.Pattern:
+        if target == "Linear":
+            return EVERY
+        return expression(target[3:]) if target.startswith("re:") else re.compile(re.escape(target) + "$")
+
+    targets = {}
+    for group in settings["config_groups"].values():
+        form = group.get("format") or settings.get("format")
+        weights = group.get("weights") and compressed_tensors_scheme(group["weights"], form)
+        targets |= dict.fromkeys(group["targets"], weights)
+    order = sorted(targets, key=lambda target: (target == "Linear", "re:" in target, target))
+    ignored = [(pattern(target), None) for target in settings.get("ignore") or []]
+    return [*ignored, *((pattern(target), targets[target]) for target in order)]
+
+
+def compressed_tensors_scheme(weights: dict, form: str) -> Scheme:
+    """weights: the description of a config group's weights; form: what the package calls its format."""
+    wanted(dict(format=form), "format", ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"])
+    kind = wanted(weights, "type", ["int"] if form[:3] in ("pac", "int") else ["int", "float"], "int")
+    bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
+    inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
+    strategy = wanted(dict(strategy=weights.get("strategy") or inferred), "strategy",
+                      ["tensor", "channel", "group", "block"])
+    wanted(weights, "dynamic", [False], False)
+    layout = {"float": "e4m3", "int": "packed" if form == "pack-quantized" else "int"}[kind]
+    zeros = not wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    act_order = weights.get("actorder") in ("group", "dynamic", True)
+    if strategy == "block":
+        rows, group = wanted_block(weights, "block_structure")
+        return Scheme(layout, bits, group, rows, zeros)
+    group = wanted_group(weights) if strategy == "group" else -1
+    return Scheme(layout, bits, group, -1 if strategy == "tensor" else 1, zeros, act_order)
+
+
+RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules}
+
+
+def read_settings(directory: Path) -> dict:
+    """config.json's quantization_config; {} where there is none. UserError for a format that is not read here.
+
+    Its own keys beside those of the file: rules; name, such as "int4", and bits: of the most exact scheme."""
+    path = directory / "config.json"
+    config = read_json(path)
+    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    if not settings:
+        return {}
+    with reading(f"{path}: quantization_config"):
+        settings = dict(settings)
+        method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
+        rules = RULES[method](settings)
+        schemes = [scheme for _, scheme in rules if scheme]
+        if not schemes:
+            return {}
+        best = max(schemes, key=lambda scheme: (scheme.bits, scheme.name))
+        return settings | dict(rules=rules, name=best.name, bits=best.bits)
+
+
+def shared_inputs(settings: dict) -> int:
+    """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words."""
+    return math.lcm(*(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group
+                      for _, scheme in settings["rules"] if scheme))
+
+
+# Reading a checkpoint
+
+
+def lossless(scales: Tensor) -> Tensor:
+    """The scales in fp16 where that holds them exactly, else in fp32."""
+    half = scales.half()
+    return half if torch.equal(half.float(), scales.float()) else scales.float()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is read of one of Hugging Face's layers: its name with a dot, its shape, and the rank's part of it."""
+    name: str
+    N: int
+    K: int
+    rows: slice
+    columns: slice
+    scheme: Scheme
+
+    @property
+    def G(self) -> int:
+        return self.K if self.scheme.group == -1 else self.scheme.group
+
+    @property
+    def C(self) -> int:
+        return -(-self.K // self.G)
+
+    def words(self, codes: slice) -> slice:
+        """Codes from where to where -> the words that hold them."""
+        per = 32 // self.scheme.bits
+        return codes if codes.stop is None else slice(codes.start // per, -(-codes.stop // per))
+
+
+class QuantizedReader:
+    """Reads the quantized layers of a checkpoint, one by one, to the device. Another layout is another method here.
+
+    settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard.
+
+    A read_LAYOUT method gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros
+    [N, C] or None, with the rank's rows, and of qweight its columns."""
+
+    def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
+        self.settings, self.device, self.dtype, self.shard = settings, device, dtype, shard
+        self.part = shard.part if shard else lambda name: (slice(None), slice(None))
+        self.layouts: dict[str, Callable] = dict(gptq=self.read_gptq, gptq_v2=self.read_gptq, awq=self.read_awq,
+                                                 packed=self.read_packed, int=self.read_int, e4m3=self.read_e4m3)
+
+    def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
+        """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
+        self.files = files
+        tensors = {}  # our parameter -> Hugging Face's names, without "weight", and shapes
+        for name, (ours, _, shape) in hf_weights(self.shard.whole if self.shard else model.config).items():
+            tensors.setdefault(ours, []).append((name.removesuffix("weight"), shape))
+        for name, parent, own in find_linears(model, head=not model.config.tied):
+            found, bias = tensors[f"{name}.weight"], getattr(parent, own).bias is not None
+            schemes = [self.scheme(theirs) for theirs, _ in found]
+            if any(schemes):
+                setattr(parent, own, fuse([self.read_linear(theirs, shape, scheme, bias)
+                                           for (theirs, shape), scheme in zip(found, schemes)]))
+        self.drop_activation_scales()
+
+    def scheme(self, name: str) -> Scheme | None:
+        """The layer's scheme, None where the file has it as it was. name: with a dot at the end.
+
+        config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all files
+        of the head."""
+        scheme = next((scheme for pattern, scheme in self.settings["rules"] if pattern.match(name[:-1])), None)
+        if scheme and name + "weight" in self.files:
+            told = name == "lm_head." or scheme.layout in ("gptq", "gptq_v2", "awq")
+            parts = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+            if told and not any(name + part in self.files for part in parts):
+                return None
+        return scheme
+
+    def drop_activation_scales(self) -> None:
+        """Removes them from files, and says so: neither activations nor the cache are quantized here."""
+        scales = [name for name in self.files
+                  if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name)]
+        for name in scales:
+            del self.files[name]
+        groups = self.settings.get("config_groups", {}).values()
+        asked = self.settings.get("activation_scheme") or self.settings.get("kv_cache_scheme")
+        if scales or asked or any(group.get("input_activations") for group in groups):
+            say_once("the checkpoint asks for quantized activations or a quantized cache: both stay as they are, which "
+                     "is more exact", file=sys.stderr)
+
+    def read(self, name: str, shape: tuple[int, ...] | None, dtypes: str = "BF16 F16 F32 F64",
+             part: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, on the device. UserError for NaN and infinite numbers: a bias's, a scale's."""
+        tensor = read_tensor(self.files, name, shape, dtypes, part).to(self.device)
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
+            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
+        return tensor
+
+    def read_linear(self, name: str, shape: tuple[int, int], scheme: Scheme | None, bias: bool) -> nn.Module:
+        """Hugging Face's linear layer `name` of that shape, or the rank's part of it; plain where scheme is None."""
+        (N, K), (rows, columns) = shape, self.part(name)
+        bias = self.read(name + "bias", (N,), part=(rows,)).to(self.dtype) if bias else None
+        if scheme is None:
+            return plain_linear(self.read(name + "weight", shape, part=(rows, columns)).to(self.dtype), bias)
+        group_of(K, scheme.group if scheme.rows == 1 else -1)
+        layer = Layer(name, N, K, rows, columns, scheme)
+        qweight, scales, zeros = self.layouts[scheme.layout](layer)
+        kept, g_idx = self.read_groups(layer)
+        scales, zeros = lossless(scales)[:, kept], None if zeros is None else zeros[:, kept]
+        e4m3 = scheme.layout == "e4m3"
+        return QuantizedLinear(qweight, scales.float() if e4m3 else scales, zeros, scheme.bits, bias, g_idx, e4m3)
+
+    def read_groups(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
+        """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
+
+        A block may end early, at K or where a rank's columns begin or end. Then it becomes several groups of one size.
+        UserError for a g_idx that does not name each group K / C times."""
+        K, G, C = layer.K, layer.G, layer.C
+        consecutive = (torch.arange(K, device=self.device) // G)[layer.columns]
+        g_idx = None
+        name = layer.name + ("g_idx" if layer.scheme.layout.startswith("gptq") else "weight_g_idx")
+        if name in self.files or layer.scheme.act_order:
+            g_idx = self.read(name, (K,), "I32", (layer.columns,)).long()
+            counts = g_idx.clamp(0, C).bincount(minlength=C)
+            if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
+                raise UserError(f"{name}: want each of {C} groups {K // C} times; config.json is of another model")
+        if g_idx is None or torch.equal(g_idx, consecutive):
+            here = len(consecutive)
+            step = math.gcd(G, layer.columns.start or 0, here) if C > 1 else here
+            return consecutive[::max(1, step)], None
+        return torch.arange(C, device=self.device), g_idx
+
+    def read_gptq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
+        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.scheme.bits
+        rows, all_groups = layer.rows, slice(None)
+        qweight = self.read(name + "qweight", (K * bits // 32, N), "I32", (layer.words(layer.columns), rows)).T
+        qzeros = self.read(name + "qzeros", (C, N * bits // 32), "I32", (all_groups, layer.words(rows)))
+        if layer.scheme.layout == "gptq":
+            # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added
+            # to whole words, the borrow comes back.
+            qzeros = qzeros + {4: 0x11111111, 8: 0x01010101}[bits]
+        return qweight, self.read(name + "scales", (C, N), part=(all_groups, rows)).T, unpack(qzeros, bits).T
+
+    def read_awq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
+        name, N, K, C, rows = layer.name, layer.N, layer.K, layer.C, layer.rows
+        words = (self.read(name + "qweight", (K, N // 8), "I32", (layer.columns, layer.words(rows))),
+                 self.read(name + "qzeros", (C, N // 8), "I32", (slice(None), layer.words(rows))))
+        codes, zeros = (unpack(t, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T for t in words)
+        return pack(codes, 4), self.read(name + "scales", (C, N), part=(slice(None), rows)).T, zeros
+
+    def read_packed(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
+        weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
+        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.scheme.bits
+        shape = self.read(name + "weight_shape", (2,), "I64 I32").tolist()
+        if shape != [N, K]:
+            raise UserError(f"the tensor {name}weight_shape says {shape}, want {[N, K]}: config.json is of another "
+                            "model")
+        part = layer.rows, layer.words(layer.columns)
+        qweight = self.read(name + "weight_packed", (N, K * bits // 32), "I32", part)
+        zeros = None
+        if layer.scheme.zeros:
+            words = self.read(name + "weight_zero_point", (-(-N * bits // 32), C), "I32", (layer.words(layer.rows),))
+            zeros = unpack(words.T, bits).T[:len(qweight)]
+        return qweight, self.read_scales(layer, "weight_scale"), zeros
+
+    def read_int(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
+        name, bits = layer.name + "weight", layer.scheme.bits
+        codes = self.read(name, (layer.N, layer.K), "I8", (layer.rows, layer.columns)).view(torch.uint8)
+        codes = codes + 2 ** (bits - 1)
+        if (codes > 2 ** bits - 1).any():
+            raise UserError(f"the tensor {name} has numbers of more than {bits} bits; config.json is of another model")
+        zeros = None
+        if layer.scheme.zeros:
+            zeros = self.read_scales(layer, "weight_zero_point", "I8").to(torch.int16) + 2 ** (bits - 1)
+        qweight = codes.view(torch.int32) if bits == 8 else pack(codes, bits)
+        return qweight, self.read_scales(layer, "weight_scale"), zeros
+
+    def read_e4m3(self, layer: Layer) -> tuple[Tensor, Tensor, None]:
+        """weight float8_e4m3fn [N, K]; weight_scale or weight_scale_inv, which multiplies too: see read_scales()."""
+        name = layer.name + "weight"
+        codes = self.read(name, (layer.N, layer.K), "F8_E4M3", (layer.rows, layer.columns)).view(torch.uint8)
+        if (codes & 0x7F).eq_(0x7F).any():
+            raise UserError(f"the tensor {name} has NaN codes; take a checkpoint that is whole")
+        inverse = self.settings["quant_method"] == "fp8" and layer.name + "weight_scale" not in self.files
+        scales = self.read_scales(layer, "weight_scale_inv" if inverse else "weight_scale")
+        return codes.contiguous().view(torch.int32), scales, None
+
+    def read_scales(self, layer: Layer, kind: str, dtypes: str = "BF16 F16 F32 F64") -> Tensor:
+        """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
+
+        A tensor's one number may be [] or [1]; a number a row may be [N]."""
+        name, rows = layer.name + kind, layer.N if layer.scheme.rows == -1 else layer.scheme.rows
+        shape = -(-layer.N // rows), layer.C
+        found = self.read(name, None, dtypes)
+        if found.numel() != math.prod(shape) or found.dim() > 1 and found.shape != shape:
+            raise UserError(f"the tensor {name} is {list(found.shape)}, want {list(shape)}")
+        block = torch.arange(layer.N, device=self.device)[layer.rows] // rows
+        return found.view(shape)[block]
+
+
+# Writing a checkpoint
+
+
+def gptq_config(bits: int, group_size: int, sym: bool, act_order: bool, head: bool) -> dict:
+    """quantization_config of a GPTQ checkpoint.
+
+    gptqmodel 7.7 reads other programs' asymmetric weights as gptq_v2 alone. Symmetric ones stay gptq, which older
+    programs read too."""
+    return dict(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, lm_head=head, quant_method="gptq",
+                checkpoint_format="gptq" if sym else "gptq_v2")
+
+
+def compressed_tensors_config(bits: int, group_size: int, sym: bool, act_order: bool, head: bool) -> dict:
+    """quantization_config of a compressed-tensors checkpoint, pack-quantized. UserError for act-order, whose g_idx the
+    package no longer reads."""
+    if act_order:
+        raise UserError("--act-order: compressed-tensors reads it no more; leave it out, or take --format gptq")
+    strategy = dict(strategy="channel") if group_size == -1 else dict(strategy="group", group_size=group_size)
+    weights = dict(num_bits=bits, type="int", symmetric=sym, dynamic=False) | strategy
+    groups = dict(group_0=dict(targets=["Linear"], weights=weights))
+    return dict(quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",
+                ignore=[] if head else ["lm_head"], config_groups=groups)
+
+
+CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
+
+
+def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
+    """The tensors of some rows of a layer, as QuantizedReader.read_gptq() describes them."""
+    scales = layer.scales[rows]
+    zeros = torch.full_like(scales, 2 ** (layer.bits - 1)) if layer.zeros is None else layer.zeros[rows]
+    stored = zeros - int(config["checkpoint_format"] == "gptq")
+    return dict(qweight=layer.qweight[rows].T, qzeros=pack(stored.T, layer.bits), scales=scales.T,
+                g_idx=layer.groups().int())
+
+
+def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
+    """The tensors of some rows of a layer, as QuantizedReader.read_packed() describes them."""
+    qweight = layer.qweight[rows]
+    tensors = dict(weight_packed=qweight, weight_scale=layer.scales[rows],
+                   weight_shape=torch.tensor([len(qweight), layer.in_features]))
+    if layer.zeros is not None:
+        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.bits).T
+    return tensors
+
+
+def quantized_tensors(model: Transformer, source: Path, config: dict) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint, on the host: quantized layers as config says, the others as source has them."""
+    make = {"gptq": gptq_tensors, "compressed-tensors": packed_tensors}[config["quant_method"]]
+    files = tensor_files(source)
+    for name, (ours, row, shape) in hf_weights(model.config).items():
+        module = model.get_submodule(ours.rpartition(".")[0])
+        if not isinstance(module, QuantizedLinear) or name.endswith(".bias"):
+            yield name, read_tensor(files, name, shape)
+            continue
+        for kind, tensor in make(module, slice(row, row + shape[0]), config).items():
+            yield name.removesuffix("weight") + kind, tensor.contiguous().cpu()
+
+
+def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+    """Writes safetensors files of at most SHARD_BYTES, one at a time, and an index if there are several."""
+    held, shard, size = [], {}, 0  # the names in each file so far; the file to come
+    for name, tensor in chain(tensors, [(None, None)]):
+        if shard and (tensor is None or size + tensor.nbytes > SHARD_BYTES):
+            with reading(path := directory / f"{len(held)}.safetensors"):  # a full disk raises an exception of its own
+                save_file(shard, path, metadata={"format": "pt"})
+                path.chmod(0o644)  # safetensors lets its owner alone read it
+            held.append(list(shard))
+            shard, size = {}, 0
+        if tensor is not None:
+            shard[name] = tensor.contiguous()
+            size += tensor.nbytes
+    files = [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
+    if len(held) == 1:
+        files = ["model.safetensors"]
+    for i, file in enumerate(files):
+        (directory / f"{i}.safetensors").rename(directory / file)
+    if len(held) > 1:
+        places = {name: file for file, names in zip(files, held) for name in names}
+        total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        index = dict(metadata=dict(total_size=total), weight_map=places)
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_checkpoint(model: Transformer, source: Path, directory: Path, quantization_config: dict) -> None:
+    write_shards(quantized_tensors(model, source, quantization_config), directory)
+    for path in source.iterdir():  # the tokenizer's files, the chat template and the like
+        wanted = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
+        # Nothing that a link takes from elsewhere, nor what is no such file by its size.
+        if wanted and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
+            shutil.copyfile(path, directory / path.name)
+    config = read_json(source / "config.json") | dict(quantization_config=quantization_config)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,119 @@
+"""
+Ends quantize.py and two ranks of generate.py at random moments, and looks at what is left.
+
+    python tests/kills.py --quantize 100 --ranks 20
+
+quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte; what SIGKILL left
+beside it goes with the next run. Of two ranks one gets SIGKILL, or torchrun SIGTERM or SIGINT; all processes end
+within 15 seconds. Any other end is printed, and the exit code is 1.
+"""
+import argparse
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "checkpoints" / "tiny"
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+
+
+def digest(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def quantize(out: Path) -> list:
+    return [sys.executable, ROOT / "quantize.py", "--checkpoint", TINY, "--out", out, "--device", "cpu"]
+
+
+def kill_quantize(rng: random.Random, root: Path, whole: dict[str, str], longest: float) -> str:
+    """What was left: "" where it is as it should be."""
+    out, before = root / "out", {path.name for path in root.iterdir()}
+    process = subprocess.Popen(quantize(out), stderr=subprocess.PIPE, text=True)
+    time.sleep(rng.uniform(0, longest))
+    number = rng.choice(SIGNALS)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    # A run that ends while it imports leaves what an earlier SIGKILL left.
+    left = [path.name for path in root.iterdir() if path.name.startswith("out.partial-") and path.name not in before]
+    if out.exists() and digest(out) != whole:
+        return f"{number.name}: out is not whole"
+    if "Traceback" in errors or left and number != signal.SIGKILL:
+        return f"{number.name}: left {left}, said {errors[-300:]}"
+    if out.exists():
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
+    return ""
+
+
+def descendants(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True).stdout.split()
+    return [child for one in map(int, found) for child in (one, *descendants(one))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_ranks(rng: random.Random, longest: float) -> tuple[str, float]:
+    """What is wrong, and how long the processes took to end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "generate.py", "--device", "cpu", "--max-new-tokens", "480", "--stop", "zzz"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(rng.uniform(0, longest))
+    started = descendants(process.pid)
+    number = rng.choice(SIGNALS)
+    victim = rng.choice(started) if number == signal.SIGKILL and started else process.pid
+    if process.poll() is None:
+        os.kill(victim, number if victim != process.pid or number != signal.SIGKILL else signal.SIGTERM)
+    begun = time.monotonic()
+    while process.poll() is None or any(map(alive, started)):
+        if time.monotonic() - begun > 15:
+            for pid in filter(alive, (process.pid, *started)):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+            return f"{number.name}: processes are left after 15 s", 15.0
+        time.sleep(0.05)
+    return "", time.monotonic() - begun
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantize", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng, counts, seconds = random.Random(args.seed), Counter(), []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        begun, root = time.monotonic(), Path(directory)
+        subprocess.run(quantize(root / "whole"), check=True, capture_output=True)
+        longest, whole = time.monotonic() - begun, digest(root / "whole")
+        for _ in range(args.quantize):
+            wrong = kill_quantize(rng, root, whole, longest)
+            counts["bad" if wrong else "quantize.py as it should be"] += 1
+            print(wrong, end="\n" * bool(wrong), flush=True)
+        subprocess.run(quantize(root / "out"), check=True, capture_output=True)
+        counts["bad"] += sorted(path.name for path in root.iterdir()) != ["out", "whole"]
+    for _ in range(args.ranks):
+        wrong, took = kill_ranks(rng, 20)
+        seconds.append(took)
+        counts["bad" if wrong else "ranks as they should be"] += 1
+        print(wrong, end="\n" * bool(wrong), flush=True)
+    print(", ".join(f"{count} {name}" for name, count in counts.items())
+          + (f"; ranks ended in {min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""))
+    return 1 if counts["bad"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""
+Write tests/quantized_golden.safetensors: tiny quantized checkpoints, each packed by the package that defines its
+format, with the logits and greedy tokens that transformers gives for the weights as that package dequantizes them.
+
+Run it in an environment of its own; the packages are needed here alone. compressed-tensors 0.20 no longer writes
+activation ordering, so a second run with an older one adds it:
+
+    pip install transformers==5.23 compressed-tensors==0.20 && pip install --no-deps gptqmodel==7.7 autoawq==0.2.9
+    python tests/make_quantized_golden.py
+    pip install --no-deps compressed-tensors==0.12.2 && python tests/make_quantized_golden.py act-order
+
+Tensors are named SETTING/NAME, and those that several settings share SHAPE/NAME. The file's metadata has each SETTING's
+config.json, which says in `shared` what the setting shares. Written with torch 2.13.
+"""
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+OUT = Path(__file__).parent / "quantized_golden.safetensors"
+PROMPT, NEW_TOKENS = 9, 15
+COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+              num_key_value_heads=1, head_dim=32, max_position_embeddings=64, rms_norm_eps=1e-5,
+              tie_word_embeddings=False, bos_token_id=1, eos_token_id=None)
+SHAPES = {
+    "llama": LlamaConfig(**COMMON),
+    "two": LlamaConfig(**COMMON | dict(num_hidden_layers=2)),
+    "qwen2": Qwen2Config(**{key: value for key, value in COMMON.items() if key != "head_dim"}),
+    "288": Qwen3Config(**COMMON | dict(intermediate_size=288)),
+    "128": Qwen3Config(**COMMON | dict(hidden_size=128, intermediate_size=128, num_attention_heads=4,
+                                       num_key_value_heads=4)),
+}
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All but the head."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name != "lm_head"}
+
+
+def groups_of(w: Tensor, group_size: int) -> Tensor:
+    return w.detach().float().unflatten(1, (-1, w.shape[1] if group_size == -1 else group_size))  # [N, C, G]
+
+
+# GPTQ
+
+
+def gptq(model: nn.Module, bits: int, group_size: int, sym: bool, form: str, act_order: bool = False,
+         dynamic: dict | None = None):
+    """gptqmodel's TorchLinear packs, makes the first version of the second, and dequantizes."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization.config import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
+
+    def pick(name: str, key: str, default):
+        return config.dynamic_get(name, key, default) if dynamic else default
+
+    config = QuantizeConfig(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, dynamic=dynamic)
+    tensors, weights = {}, {}
+    for name, linear in linears(model).items():
+        if dynamic and config.dynamic_get(name) is False:
+            continue
+        here, G = pick(name, "bits", bits), pick(name, "group_size", group_size)
+        (N, K), top = linear.weight.shape, 2 ** here - 1
+        C = 1 if G == -1 else K // G
+        perm = torch.randperm(K) if act_order else torch.arange(K)
+        groups = linear.weight.detach()[:, perm].view(N, C, -1)
+        low, high = groups.amin(-1), groups.amax(-1)
+        if sym:
+            scales, zeros = (2 * torch.maximum(-low, high) / top).half().float(), torch.full((N, C), 2. ** (here - 1))
+        else:
+            scales = ((high - low) / top).half().float()
+            zeros = (-low / scales).round().clamp(0, top)
+            zeros[torch.rand(N, C) < 0.2] = 0  # which borrows, in the first version
+        g_idx = torch.empty(K, dtype=torch.int32)
+        g_idx[perm] = torch.arange(K, dtype=torch.int32) // (K // C)
+        layer = TorchLinear(bits=here, group_size=G, sym=sym, desc_act=act_order, in_features=K, out_features=N,
+                            bias=linear.bias is not None, format=form)
+        layer.pack(linear, scales, zeros, g_idx=g_idx)
+        layer.eval().post_init()
+        if form == "gptq":
+            convert_gptq_v2_to_v1_format_module(layer, config)
+        held = {key: value.clone() for key, value in layer.state_dict().items()
+                if key in ("qweight", "qzeros", "scales", "g_idx", "bias") and value is not None}
+        if form == "gptq":
+            convert_gptq_v1_to_v2_format_module(layer, here, torch.int32)
+        tensors |= {f"{name}.{key}": value for key, value in held.items()}
+        layer.scales = layer.scales.float()
+        weights[name + ".weight"] = layer.dequantize_weight().T.float()
+    settings = dict(quant_method="gptq", bits=bits, group_size=group_size, sym=sym, desc_act=act_order)
+    return tensors, weights, settings | ({"dynamic": dynamic} if dynamic else {})
+
+
+# AWQ
+
+
+def awq(model: nn.Module, group_size: int, version: dict):
+    """autoawq's WQLinear_GEMM. The package's own __init__ wants an older transformers, and is left out."""
+    if "awq" not in sys.modules:
+        root = Path(importlib.util.find_spec("awq").origin).parent
+        for name in ("awq", "awq.modules", "awq.modules.linear", "awq.utils"):
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    tensors, weights = {}, {}
+    for name, linear in linears(model).items():
+        groups = groups_of(linear.weight, group_size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales).round().clamp(0, 15)
+        layer = WQLinear_GEMM.from_linear(linear, 4, group_size, scales=scales.T.contiguous(),
+                                          zeros=zeros.T.contiguous())
+        tensors |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+        weights[name + ".weight"] = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, group_size).T
+    return tensors, weights, dict(quant_method="awq", bits=4, group_size=group_size, zero_point=True) | version
+
+
+# compressed-tensors
+
+
+def observe(w: Tensor, args) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of the range of each part that shares them."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+    w = w.detach().float()
+    if args.strategy == "tensor":
+        low, high = w.amin()[None], w.amax()[None]
+    elif args.strategy == "block":
+        rows, columns = args.block_structure
+        w = nn.functional.pad(w, (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
+        w = w.view(w.shape[0] // rows, rows, -1, columns)
+        low, high = w.amin((1, 3)), w.amax((1, 3))
+    else:
+        w = groups_of(w, args.group_size if args.strategy == "group" else -1)
+        low, high = w.amin(-1), w.amax(-1)
+    return calculate_qparams(low, high, args)
+
+
+def compressed_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, **config):
+    """The package puts its parameters into the model, compresses it, and decompresses each layer."""
+    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    model.to(dtype)
+    apply_quantization_config(model, QuantizationConfig(quantization_status="frozen", **config))
+    schemes = {name: module.quantization_scheme for name, module in model.named_modules()
+               if hasattr(module, "quantization_scheme") and module.quantization_scheme.weights}
+    for name, scheme in schemes.items():
+        module = model.get_submodule(name)
+        scale, zero = observe(module.weight, scheme.weights)
+        module.weight_scale.data.copy_(scale)
+        if hasattr(module, "weight_zero_point"):
+            module.weight_zero_point.data.copy_(zero)
+    before = set(model.state_dict())
+    for name, parameter in model.named_parameters():
+        if name.endswith(("input_scale", "output_scale", "k_scale", "v_scale")):
+            parameter.data.fill_(0.125)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    tensors, weights = {}, {}
+    for name, scheme in schemes.items():
+        held = {key: value for key, value in model.get_submodule(name).state_dict().items() if key != "bias"}
+        tensors |= {f"{name}.{key}": value for key, value in held.items()}
+        held["weight_scale"] = held["weight_scale"].float()
+        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(held, scheme)
+        weights[name + ".weight"] = found["weight"].float()
+    tensors |= {name: value for name, value in model.state_dict().items() if name in before and name.endswith("_scale")}
+    settings = json.loads(compressor.quantization_config.model_dump_json())
+    return tensors, weights, settings
+
+
+def scheme(targets: list[str] = ["Linear"], activations: dict | None = None, **weights) -> dict:
+    return dict(targets=targets, weights=weights, input_activations=activations)
+
+
+def ct(*schemes, ignore: list[str] = ["lm_head"], **more):
+    groups = {f"group_{i}": each for i, each in enumerate(schemes)}
+    return lambda model: compressed_tensors(model, config_groups=groups, ignore=ignore, **more)
+
+
+def act_order(model: nn.Module, group_size: int):
+    """compressed-tensors 0.12's actorder "group": the columns of a group lie apart, and weight_g_idx names them."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size, actorder="group")
+    compressor, tensors, weights = PackedQuantizationCompressor(), {}, {}
+    for name, linear in linears(model).items():
+        w = linear.weight.detach()
+        perm = torch.randperm(w.shape[1])
+        g_idx = torch.empty(w.shape[1], dtype=torch.int32)
+        g_idx[perm] = torch.arange(w.shape[1], dtype=torch.int32) // group_size
+        scale, zero = observe(w[:, perm], args)
+        held = compressor.compress_weight(w, scale, args, zero, g_idx)
+        held |= dict(weight_scale=scale, weight_g_idx=g_idx)
+        weights[name + ".weight"] = compressor.decompress_weight(held, args).float()
+        tensors |= {f"{name}.{key}": value for key, value in held.items()}
+    group = scheme(**json.loads(args.model_dump_json()))
+    return tensors, weights, dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
+                                  quantization_status="compressed", config_groups=dict(group_0=group))
+
+
+# Block-scaled FP8
+
+
+def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
+    """transformers' own operations of its finegrained FP8."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+    config = FineGrainedFP8Config(weight_block_size=block, **more)
+    quantizer, tensors, weights = SimpleNamespace(quantization_config=config), {}, {}
+    for name, linear in linears(model).items():
+        if not should_convert_module(name, config.modules_to_not_convert):
+            continue
+        made = Fp8Quantize(quantizer).convert({f"{name}.weight": linear.weight.detach()})
+        tensors |= made
+        weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), torch.float32)
+    return tensors, weights, json.loads(config.to_json_string())
+
+
+INT4, INT8, FP8 = dict(num_bits=4), dict(num_bits=8), dict(num_bits=8, type="float")
+DYNAMIC = dict(num_bits=8, strategy="token", dynamic=True)
+CHANNEL, TENSOR, BLOCK = dict(strategy="channel"), dict(strategy="tensor"), dict(strategy="block",
+                                                                                block_structure=[128, 128])
+G32, G64 = (dict(strategy="group", group_size=size) for size in (32, 64))
+ASYMMETRIC = dict(symmetric=False)
+DOWN, ATTENTION = "re:.*down_proj", "re:.*self_attn.*"
+
+SETTINGS = {  # name -> shape, what makes it, keys of quantization_config that are put in or, where None, taken out
+    "gptq 4 sym": ("llama", lambda m: gptq(m, 4, 32, True, "gptq"), dict(checkpoint_format="gptq")),
+    "gptq 4 asymmetric": ("llama", lambda m: gptq(m, 4, 32, False, "gptq"), {}),
+    "gptq 8 asymmetric": ("llama", lambda m: gptq(m, 8, 32, False, "gptq"), dict(checkpoint_format="gptq")),
+    "gptq 8 a row": ("llama", lambda m: gptq(m, 8, -1, True, "gptq"), dict(checkpoint_format="gptq")),
+    "gptq act-order": ("qwen2", lambda m: gptq(m, 4, 32, False, "gptq", act_order=True),
+                       dict(checkpoint_format="gptq")),
+    "gptq_v2 4": ("llama", lambda m: gptq(m, 4, 32, False, "gptq_v2"), dict(checkpoint_format="gptq_v2")),
+    "gptq_v2 by format": ("llama", lambda m: gptq(m, 4, -1, False, "gptq_v2"), dict(format="gptq_v2")),
+    "gptq_v2 8 act-order": ("llama", lambda m: gptq(m, 8, 32, True, "gptq_v2", act_order=True),
+                            dict(checkpoint_format="gptq_v2")),
+    "gptq dynamic": ("two", lambda m: gptq(m, 4, 32, False, "gptq", dynamic={
+        r"-:model\.layers\.0\.mlp\.up_proj": {}, r"+:.*\.down_proj": dict(bits=8, group_size=96),
+        r".*\.1\.self_attn\.[qkv]_proj": dict(group_size=64)}), dict(checkpoint_format="gptq")),
+    "awq gemm": ("llama", lambda m: awq(m, 32, dict(version="gemm")), {}),
+    "awq GEMM": ("llama", lambda m: awq(m, 32, dict(version="GEMM")), {}),
+    "awq": ("qwen2", lambda m: awq(m, 32, {}), {}),
+    "w4a16": ("llama", ct(scheme(**INT4, **G32)), {}),
+    "w4a16 bf16": ("qwen2", ct(scheme(**INT4, **G32), dtype=torch.bfloat16), {}),
+    "w4a16 asymmetric": ("llama", ct(scheme(**INT4, **G32, **ASYMMETRIC)), {}),
+    "w4a16 a channel": ("llama", ct(scheme(**INT4, **CHANNEL)), {}),
+    "w8a16 asymmetric": ("llama", ct(scheme(**INT8, **G32, **ASYMMETRIC)), {}),
+    "w8a16 a channel": ("llama", ct(scheme(**INT8, **CHANNEL)), {}),
+    "w8a8": ("llama", ct(scheme(**INT8, **CHANNEL, activations=DYNAMIC)), {}),
+    "w8a8 asymmetric, static": ("qwen2", ct(scheme(**INT8, **CHANNEL, **ASYMMETRIC,
+                                                   activations=dict(num_bits=8, strategy="tensor"))), {}),
+    "fp8 a tensor, static, cache": ("llama", ct(
+        scheme(**FP8, **TENSOR, activations=dict(num_bits=8, type="float", strategy="tensor")),
+        kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor")), {}),
+    "fp8 a channel": ("llama", ct(scheme(**FP8, **CHANNEL, activations=DYNAMIC | FP8)), {}),
+    "fp8 a channel, bf16": ("llama", ct(scheme(**FP8, **CHANNEL, activations=DYNAMIC | FP8), dtype=torch.bfloat16), {}),
+    "fp8 naive in blocks": ("288", ct(scheme(**FP8, **BLOCK)), {}),
+    "several groups": ("two", ct(scheme([ATTENTION], **INT8, **G32), scheme([DOWN, "model.layers.0.mlp.up_proj"],
+                                                                            **FP8, **CHANNEL),
+                                 scheme(["Linear"], **INT4, **G32),
+                                 ignore=["re:.*layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"]), {}),
+    "fp8 blocks": ("128", lambda m: fp8(m, (128, 128)), {}),
+    "fp8 small blocks": ("llama", lambda m: fp8(m, (16, 32)), {}),
+    "fp8 modules_to_not_convert": ("two", lambda m: fp8(m, (32, 32), modules_to_not_convert=[
+        "lm_head", "model.layers.0.mlp", "v_proj", "model.layers.1.self_attn.q_pr"]), {}),
+    "fp8 ignored_layers": ("llama", lambda m: fp8(m, (32, 32), ignored_layers=["lm_head", "mlp.gate_proj"]),
+                           dict(ignored_layers=["lm_head", "mlp.gate_proj"], modules_to_not_convert=None)),
+    "fp8 a tensor": ("llama", lambda m: fp8(m, None), {}),
+}
+ACT_ORDER = {"w4a16 act-order": ("llama", lambda m: act_order(m, 32), {})}
+
+
+@torch.no_grad()
+def main() -> None:
+    wanted, golden, configs = (ACT_ORDER, {}, {}) if sys.argv[1:] == ["act-order"] else (SETTINGS, {}, {})
+    if wanted is ACT_ORDER:  # added to what is there
+        golden = load_file(OUT)
+        with safe_open(OUT, framework="pt") as file:
+            configs = file.metadata()
+    for shape, config in SHAPES.items():
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        for name, weight in base.named_parameters():  # every one matters: no ones, no zeros
+            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
+            weight.copy_(weight.bfloat16())  # the files hold bf16
+        state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+        for setting, (of, make, changes) in wanted.items():
+            if of != shape:
+                continue
+            torch.manual_seed(len(golden))
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            model.load_state_dict(state)
+            tensors, weights, settings = make(model)
+            settings = {key: value for key, value in (settings | changes).items() if value is not None}
+            kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
+                    if name not in weights and name not in tensors}
+            configs[setting] = json.dumps(config.to_dict() | dict(quantization_config=settings, shared=list(kept)))
+            golden |= kept
+            golden |= {f"{setting}/{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+            base.load_state_dict(state | weights)
+            tokens = torch.randint(config.vocab_size, (1, PROMPT))
+            for _ in range(NEW_TOKENS):
+                tokens = torch.cat([tokens, base(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            golden |= {f"{setting}/golden tokens": tokens[0], f"{setting}/golden logits": base(tokens).logits[0]}
+            print(f"{setting}: {tokens[0, PROMPT:].tolist()}")
+    save_file(golden, OUT, metadata=configs)
+    OUT.chmod(0o644)  # safetensors lets its owner alone read it
+
+
+if __name__ == "__main__":
+    main()

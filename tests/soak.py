@@ -1,0 +1,98 @@
+"""
+Generates for a long time in one process: memory stays flat, and the tokens are those of a fresh process.
+
+    for how in plain compiled draft chat; do python tests/soak.py --how $how --generations 2500; done
+
+Prompts, their number and lengths, new tokens, seeds and temperatures are random. Memory is what the process holds after
+200 generations and at the end; 50 of the generations are done again in a fresh process, in another order.
+"""
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from contextlib import redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from chat import Chat  # noqa: E402
+from generate import LLM  # noqa: E402
+
+TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
+WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()
+OPTIONS = dict(plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"), chat={})
+WARM_UP, REPEATED, GROWTH = 200, 50, 16  # MiB
+
+
+def resident(device: str) -> float:
+    """MiB: of the process, and on a GPU of PyTorch's tensors."""
+    import torch
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2 ** 20 + (torch.cuda.memory_allocated() / 2 ** 20 if device == "cuda" else 0)
+
+
+def case(seed: int, greedy: bool) -> tuple[list[str], dict]:
+    rng = random.Random(seed)
+    prompts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 40))) for _ in range(rng.randrange(1, 4))]
+    return prompts, dict(max_new_tokens=rng.randrange(1, 24), temperature=0 if greedy or seed % 2 else 0.8, seed=seed)
+
+
+def answers(llm: LLM, seed: int, how: str) -> list[list[int]]:
+    """A draft moves rows on at paces of their own, so sampled tokens need not repeat; greedy ones do."""
+    prompts, options = case(seed, how == "draft")
+    return [completion.tokens for completion in llm(prompts, **options)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--how", choices=OPTIONS, default="plain")
+    parser.add_argument("--generations", type=int, default=2500)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--again", help=argparse.SUPPRESS)  # JSON: seeds or, of a chat, prompts' tokens and limits
+    args = parser.parse_args()
+    rows = 1 if args.how == "chat" else 3
+    llm = LLM(str(TINY), rows, quiet=True, max_seq_length=256, device=args.device, temperature=0, **OPTIONS[args.how])
+
+    def repeat(what) -> list:
+        if args.how != "chat":
+            return answers(llm, what, args.how)
+        prompt_tokens, limit = what
+        completion = llm.completion("", prompt_tokens, limit, [])
+        for _ in llm.complete([completion]):
+            pass
+        return [completion.tokens]
+
+    if args.again:
+        print(json.dumps([repeat(what) for what in json.loads(args.again)]))
+        return 0
+    rng, kept, begun = random.Random(0), {}, time.monotonic()
+    repeated = set(rng.sample(range(args.generations), min(REPEATED, args.generations)))
+    chat = Chat(llm, Namespace(max_new_tokens=12, stop=[], system=None, quiet=True))
+    for i in range(args.generations):
+        if args.how == "chat":
+            with open("/dev/null", "w") as null, redirect_stdout(null):
+                chat.turn(" ".join(rng.choices(WORDS, k=rng.randrange(1, 30))))
+            answer = chat.answers[-1]
+            what, tokens = [answer.prompt_tokens, answer.limit], [answer.tokens]
+        else:
+            what, tokens = i, answers(llm, i, args.how)
+        if i in repeated:
+            kept[json.dumps(what)] = tokens
+        if i == min(WARM_UP, args.generations // 2):
+            before = resident(args.device)
+    grown = resident(args.device) - before
+    questions = sorted(kept, key=hash)
+    command = [sys.executable, __file__, "--how", args.how, "--device", args.device,
+               "--again", f"[{','.join(questions)}]"]
+    fresh = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    different = sum(tokens != kept[question] for question, tokens in zip(questions, fresh))
+    print(f"{args.how}: {args.generations} generations in {time.monotonic() - begun:.0f} s, memory {before:.0f} MiB "
+          f"{grown:+.1f} MiB, {different} of {len(fresh)} differ from a fresh process's")
+    return 1 if grown > GROWTH or different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The charts are true: the committed lines draw the committed files, and say what BENCHMARKS.md says."""
+import json
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from helpers import ROOT, ended
+from scripts import chart
+
+RESULTS = ROOT / "assets" / "results.jsonl"
+LINES = chart.read(RESULTS)
+OURS = [line for line in LINES if line["engine"] == "llama-fast"]
+OTHERS = [line for line in LINES if line not in OURS]
+OPTIONS = {"--quantize": None, "--group-size": None, "--batch": 1, "--ranks": 1, "--context": 0}
+
+
+def figures(line: dict) -> list[str]:
+    """As BENCHMARKS.md prints them."""
+    if "speed_up" in line:
+        return ["{:.2f} ({:.2f} to {:.2f})".format(line["speed_up"], *line["speed_ups"])]
+    share = [f"{line['share_of_read']:.0%}"] if line.get("share_of_read") else []
+    return [chart.rate(line), *share, *([f"{line['ms_per_token']:.3f}"] if "ms_per_token" in line else [])]
+
+
+def section(line: dict) -> str:
+    """What stands in BENCHMARKS.md under the heading that the line's source names; it says when that was measured."""
+    name, time = re.fullmatch(r"BENCHMARKS\.md, (.+); measured (.+)", line["source"]).groups()
+    text = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")
+    [found] = re.findall(rf"^##+ {re.escape(name)}\n(.+?)(?=^##|\Z)", text, re.M | re.S)
+    assert time in " ".join(found.split())
+    return found
+
+
+def rows(line: dict) -> list[list[str]]:
+    """The cells of each row of the section that is of the line's configuration. A row is found by its command or, in
+    the table of speculation, by its batch and drafted tokens."""
+    if "speed_up" in line:
+        start = f"| {line['batch']} | {line['draft_tokens']} | "
+        return [row.strip("| ").split(" | ") for row in section(line).splitlines() if row.startswith(start)]
+    options = {option: str(line[option[2:].replace("-", "_")]) for option, default in OPTIONS.items()
+               if line[option[2:].replace("-", "_")] != default}
+    found = []
+    for command, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", section(line), re.M):
+        given = dict(re.findall(r"(--[a-z-]+) (\w+)", command))
+        given.pop("--runs", None)
+        if command.split()[0] == line["what"] and given == options:
+            found.append(cells.split(" | "))
+    return found
+
+
+@pytest.mark.parametrize("line", OURS, ids=lambda line: f"{line['source'].split(', ')[1]} {figures(line)[0]}")
+def test_our_figures_stand_in_the_row_of_their_command(line):
+    [cells] = rows(line)
+    assert set(figures(line)) <= set(cells)
+
+
+@pytest.mark.parametrize("line", OTHERS, ids=lambda line: f"{line['engine']} {chart.rate(line)}")
+def test_other_engines_figures_stand_in_their_section_beside_their_names(line):
+    name = " ".join(filter(None, [line["engine"], line["version"]]))
+    assert any(name in row and f" {chart.rate(line)} " in row for row in section(line).splitlines())
+
+
+def test_the_committed_lines_draw_the_committed_charts(tmp_path):
+    done = ended([sys.executable, "scripts/chart.py", RESULTS, "--out", tmp_path], 60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    drawn, committed = ({path.name: path.read_bytes() for path in folder.glob("*.svg")}
+                        for folder in (tmp_path, RESULTS.parent))
+    assert len(drawn) == 4 and drawn == committed
+
+
+def test_a_chart_is_xml_that_names_each_value_and_stays_within_its_edges():
+    drawn = []
+    for name, each in chart.CHARTS.items():
+        svg = ElementTree.parse(ROOT / "assets" / f"{name}.svg").getroot()
+        texts = [element.text for element in svg.iter() if element.tag.endswith("}text")]
+        bars = list(each.bars([line for line in LINES if line.get(each.figure)]))
+        drawn += [bar.line for bar in bars]
+        for bar in bars:
+            assert {bar.group, bar.label, bar.text} <= set(texts)
+        assert all(f"{bar.label}: {bar.text}" in svg.find("{*}desc").text for bar in bars)
+        assert all(float(rect.get("x")) + float(rect.get("width")) <= chart.WIDTH for rect in svg.findall("{*}rect"))
+        assert not re.search(r"https?://(?!www\.w3\.org)|<script", (ROOT / "assets" / f"{name}.svg").read_text())
+    assert all(line in drawn for line in LINES)
+
+
+def test_a_later_line_of_a_configuration_replaces_an_earlier_one(tmp_path):
+    line = dict(what="llama-2-7b", gpu="G", torch="2.11.0", temperature=0.8, top_k=200, commit="abc1234")
+    lines = [line | dict(tokens_per_s=100.04), line | dict(tokens_per_s=1234.56)]
+    (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
+    [found] = chart.read(tmp_path / "lines")
+    [bar] = chart.speed([found])
+    svg = chart.draw(chart.CHARTS["speed"], [bar])
+    assert "1,234.6" in svg and "100.0" not in svg and "Measured: llama-fast at commit abc1234." in svg
+
+
+def test_lines_of_two_kinds_of_gpu_and_a_chart_without_a_line(tmp_path):
+    line = dict(what="llama-2-7b", torch="2.11.0", temperature=0.8, top_k=200, tokens_per_s=1, commit="abc1234")
+    (tmp_path / "one").write_text(json.dumps(line | dict(gpu="A")))
+    (tmp_path / "two").write_text("\n".join(json.dumps(line | dict(gpu=gpu)) for gpu in "AB"))
+    done = ended([sys.executable, "scripts/chart.py", tmp_path / "one", "--out", tmp_path / "out"], 60)
+    assert done.returncode == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpus.svg", "speed.svg"]
+    done = ended([sys.executable, "scripts/chart.py", tmp_path / "two", "--out", tmp_path / "out"], 60)
+    assert done.returncode == 2 and "has lines of A, B: want one kind of GPU" in done.stderr

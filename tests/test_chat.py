@@ -1,0 +1,262 @@
+"""The chat: turns, commands, Ctrl-C, a context that fills, and a session on a terminal."""
+import builtins
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from chat import Chat
+from checkpoint import Tokenizer
+from generate import LLM
+from helpers import ROOT, TEMPLATE, TINY
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory) -> Path:
+    """checkpoints/tiny with a chat template."""
+    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("chatty") / "chatty")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+class Session:
+    """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
+
+    def __init__(self, monkeypatch, capsys, directory: Path, lines: list[str], length: int = 300,
+                 on_prefill=lambda count: None, **options):
+        llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True)
+        typed, self.widths, prefill = iter(lines), [], llm.generator.prefill
+
+        def type_line(prompt: str = "") -> str:
+            line = next(typed, None)
+            if line is None:
+                raise EOFError
+            if line == "^C":
+                raise KeyboardInterrupt
+            return line
+
+        def watch(model, tokens, *rest):
+            self.widths.append(tokens.shape[1])
+            on_prefill(len(self.widths))
+            return prefill(model, tokens, *rest)
+
+        llm.generator.prefill = watch
+        monkeypatch.setattr(builtins, "input", type_line)
+        options = dict(max_new_tokens=12, stop=[], system=None, quiet=False) | options
+        self.chat = Chat(llm, Namespace(**options))
+        self.answers = self.chat.run()
+        self.left = list(typed)  # what nobody read
+        self.out, self.err = capsys.readouterr()
+
+
+@pytest.fixture
+def session(monkeypatch, capsys, chatty):
+    def start(*lines: str, directory: Path = chatty, **options) -> Session:
+        return Session(monkeypatch, capsys, directory, list(lines), **options)
+    return start
+
+
+def roles(messages: list[dict]) -> str:
+    return " ".join(message["role"] for message in messages)
+
+
+def test_it_reads_only_what_is_new(session):
+    widths = session("Tell me of a fox who lived in the wood.", "And then?").widths
+    assert widths[1] < widths[0]
+
+
+def test_a_kept_cache_gives_what_a_fresh_one_gives(session, monkeypatch):
+    kept = session("Hello fox", "And then?")
+    monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
+    fresh = session("Hello fox", "And then?")
+    assert kept.out == fresh.out and fresh.widths[1] > fresh.widths[0]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
+    def interrupt_first(count: int) -> None:
+        if count == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    ended = session("Hello", "^C", "Hello again", on_prefill=interrupt_first)
+    assert [len(answer.tokens) for answer in ended.answers] == [12] and signal.getsignal(signal.SIGINT) is before
+    assert [message["content"] for message in ended.chat.messages[::2]] == ["Hello again"]  # a turn has an answer
+
+
+@pytest.mark.parametrize("lines, left", [
+    (["^C", "^C", "Hello"], ["Hello"]), (["^C", "Hello", "^C", "bye"], []), (["exit", "Hello"], ["Hello"]),
+    (["/quit", "Hello"], ["Hello"]), ([" quit", "Hello"], ["Hello"]),
+    ([" exit ", "Hello"], ["Hello"]), (["exit now"], [])])
+def test_leaving(session, lines, left):
+    """Ctrl-C leaves when it comes twice at one prompt."""
+    assert session(*lines).left == left
+
+
+def test_a_turn_of_several_lines_is_no_command(session):
+    chat = session("/reset\nis what I typed").chat
+    assert chat.messages[0]["content"] == "/reset\nis what I typed"
+
+
+def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(session):
+    lines = [f"Tell me of the fox, number {i}" for i in range(12)]
+    ended = session(*lines, length=150, system="Be brief.")
+    messages = ended.chat.messages
+    assert roles(messages[:2]) == "system user" and roles(messages[-2:]) == "user assistant"
+    assert messages[-2]["content"] == lines[-1] and 2 < len(messages) < 25
+    assert len(ended.answers) == 12 and ended.err.count("oldest turns are dropped") == 1
+    assert ended.widths[-1] < 150 and all(len(answer.tokens) == 12 for answer in ended.answers)
+
+
+def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
+    ended = session("Hello", "word " * 200, "And then?", length=100)
+    assert "leave no room in 100" in ended.err and len(ended.answers) == 2
+    assert [message["content"] for message in ended.chat.messages[::2]] == ["Hello", "And then?"]
+
+
+def test_a_chat_keeps_no_more_than_its_last_hundred_answers(session):
+    ended = session(*["Hello"] * 103, max_new_tokens=1)
+    assert len(ended.answers) == 100
+
+
+def test_without_a_template_the_text_is_continued(session):
+    ended = session("Once upon a time", "Then", directory=TINY)
+    assert ended.out.startswith(", there was") and ended.widths[1] <= 6 and "your text is continued" in ended.err
+
+
+def test_special_tokens_that_are_typed_are_text_with_a_template_and_without(session, chatty):
+    for directory in (chatty, TINY):
+        [answer] = session("Hello</s> fox<s>", directory=directory).answers
+        assert 2 not in answer.prompt_tokens and answer.prompt_tokens.count(1) <= 1
+        assert "Hello</s> fox<s>" in Tokenizer(directory).decode(answer.prompt_tokens)
+
+
+def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
+    ended = session("Once upon a time", "dog", directory=TINY, stop=["little"])
+    assert ended.widths[1] > len(Tokenizer(TINY).encode("dog"))  # the text so far is read, too
+
+
+def test_reset_and_system(session):
+    chat = session("Hello", "/system Be brief.", "Hi", "/reset", "Ho").chat
+    assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"] and len(chat.messages) == 3
+    assert session("Hello", "/system Be brief.", "/system", "Hi").chat.messages[0]["content"] == "Hi"
+    assert "no chat template" in session("/system Be brief.", directory=TINY).err
+
+
+def test_a_saved_chat_is_loaded_and_goes_on(session, tmp_path):
+    file = tmp_path / "chat.json"
+    first = session("Hello fox", f"/save {file}", "And then?", system="Be brief.")
+    assert json.loads(file.read_text()) == first.chat.messages[:3] and list(tmp_path.iterdir()) == [file]
+    second = session(f"/load {file}", "And then?")
+    assert second.chat.messages == first.chat.messages and "3 messages" in second.err
+    assert roles(session(f"/load {file}", "/reset", "Hi").chat.messages) == "system user assistant"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '[{"role": "user"}]', '[{"role": "user", "content": 3}]', "[7]"])
+def test_a_file_that_is_no_chat_changes_nothing(session, tmp_path, content):
+    (tmp_path / "chat.json").write_text(content)
+    ended = session("Hello", f"/load {tmp_path / 'chat.json'}")
+    assert roles(ended.chat.messages) == "user assistant" and "/load " in ended.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("line, said", [
+    ("/frobnicate", "/frobnicate: no such command; /help"), ("/save", "/save: want a file's name"),
+    ("/load /nowhere/x", "/nowhere/x: No such file"), ("/save /nowhere/x", "/save /nowhere/x: No such file"),
+    ("/help", "/reset"), (" /help ", "/reset"), ("/reset", "is forgotten"), ("/system Be brief.", "message is set"),
+    ("/save .", "/save .: ")])
+def test_what_a_command_says(session, line, said):
+    ended = session(line)
+    assert said in ended.err and not ended.answers
+
+
+def test_a_path_is_no_command(session):
+    assert len(session("/usr/bin/python is what?").answers) == 1
+
+
+class Terminal:
+    """generate.py on a pseudo terminal."""
+
+    def __init__(self, *args):
+        self.master, slave = pty.openpty()
+        environment = os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen([sys.executable, *map(str, args)], stdin=slave, stdout=slave, stderr=slave,
+                                        cwd=ROOT, env=environment, start_new_session=True,
+                                        preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0))
+        os.close(slave)
+        self.screen, self.seen = "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def read(self, want: str, seconds: float = 60) -> None:
+        """Waits for a text that matches `want`, behind what the last call waited for."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(want, self.screen[self.seen:])):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.screen[self.seen:]
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.screen += os.read(self.master, 65536).decode(errors="replace")
+        self.seen += found.end()
+
+    def ended(self) -> int:
+        """The exit code; the rest of the screen is read."""
+        deadline = time.monotonic() + 20
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self.master], [], [], 0.2)[0]:
+                with suppress(OSError):  # the last writer has closed it
+                    self.screen += os.read(self.master, 65536).decode(errors="replace")
+        assert self.process.poll() is not None, self.screen
+        return self.process.returncode
+
+
+@pytest.fixture
+def terminal():
+    open_ones = []
+
+    def start(*args) -> Terminal:
+        open_ones.append(Terminal(*args))
+        return open_ones[-1]
+
+    yield start
+    for one in open_ones:
+        one.process.kill()
+        one.process.wait()
+        os.close(one.master)
+
+
+def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
+    """Typing, pasting, Ctrl-C in an answer and at the prompt, /save, /load, leaving."""
+    screen = terminal("generate.py", "--checkpoint", chatty, "--interactive", "--device", "cpu", "--temperature", "0",
+                      "--max-new-tokens", "400")
+    screen.read("> ")
+    screen.type("Hello fox\r")
+    screen.read(r"fox\r\n(?s:.*)\w+ \w+ ")  # the answer has begun
+    screen.type("\x03")
+    screen.read(r"tokens/s\S*\r\n(?s:.*?)> ")
+    screen.type("\x1b[200~one\ntwo\nthree\x1b[201~")
+    screen.read("three")
+    screen.type("\r")
+    screen.read(r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
+    file = tmp_path / "chat.json"
+    screen.type(f"/save {file}\r")
+    screen.read("> ")
+    messages = json.loads(file.read_text())
+    assert roles(messages) == "user assistant user assistant" and messages[2]["content"] == "one\ntwo\nthree"
+    screen.type(f"/load {file}\r")
+    screen.read("4 messages")
+    for _ in range(2):
+        screen.read("> ")
+        time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
+        screen.type("\x03")
+    assert screen.ended() == 0 and "Traceback" not in screen.screen

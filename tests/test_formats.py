@@ -1,0 +1,215 @@
+"""
+Quantized checkpoints that other packages made (see make_quantized_golden.py), how ranks read them, and what is refused.
+"""
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import formats
+from formats import QuantizedLinear, from_e4m3, read_settings
+from helpers import CPU, F32, ROOT, absent, error, quantized_layers, refusal
+from quantize import load_checkpoint
+from tp import Shard
+
+FILE = ROOT / "tests" / "quantized_golden.safetensors"
+with safe_open(FILE, framework="pt") as file:
+    CONFIGS = {setting: json.loads(config) for setting, config in file.metadata().items()}
+
+
+def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Writes a setting's checkpoint -> its tokens [T] and logits [T, V].
+
+    settings: other keys of quantization_config; tensors: other tensors, None for one that is to be missing."""
+    directory.mkdir(exist_ok=True)
+    held, config = load_file(FILE), dict(CONFIGS[setting])
+    own = {name.partition("/")[2]: tensor for name, tensor in held.items()
+           if name in config["shared"] or name.startswith(setting + "/")}
+    golden = own.pop("golden tokens"), own.pop("golden logits")
+    config["quantization_config"] = config["quantization_config"] | settings
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in (own | tensors).items() if tensor is not None},
+              directory / "model.safetensors")
+    return golden
+
+
+@torch.no_grad()
+def logits_of(model, tokens: Tensor) -> Tensor:
+    model.setup(64, 1)
+    return model(tokens[None], torch.arange(len(tokens))[None])[0]
+
+
+@pytest.mark.parametrize("setting", CONFIGS)
+def test_what_other_packages_packed_gives_their_logits(tmp_path, setting):
+    """To 1e-5, and the same greedy tokens; also with what fast/ makes of the layers on a CPU."""
+    import fast
+    tokens, logits = unfold(setting, tmp_path)
+    model = load_checkpoint(tmp_path, CPU, F32)
+    assert quantized_layers(model)
+    got = logits_of(model, tokens)
+    assert error(got, logits) < 1e-5
+    assert got.argmax(-1)[8:-1].equal(tokens[9:])
+    with torch.no_grad():
+        assert error(fast.optimize(model).decoder(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
+
+
+def test_there_are_goldens_of_each_format():
+    assert len(CONFIGS) >= 24
+    methods = [config["quantization_config"].get("quant_method") for config in CONFIGS.values()]
+    assert set(methods) == set(formats.RULES)
+
+
+def weight_of(module) -> Tensor:
+    """[N, K] of a linear layer of any kind."""
+    if isinstance(module, formats.SeparateLinears):
+        return torch.cat([weight_of(part) for part in module])
+    return module.dequantize(F32) if isinstance(module, QuantizedLinear) else module.weight
+
+
+@pytest.mark.parametrize("setting", [setting for setting in CONFIGS if setting != "gptq dynamic"])
+def test_ranks_hold_the_same_weights(tmp_path, monkeypatch, setting):
+    """Cut inside of 128 x 128 blocks too, along N and K, and where act-order scatters a group."""
+    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other rank
+    unfold(setting, tmp_path)
+    whole = load_checkpoint(tmp_path, CPU, F32)
+    H, K, E, F = (getattr(whole.config, name) for name in ("n_head", "n_kv_head", "head_dim", "ffn_dim"))
+    for rank in (0, 1):
+        shard = Shard(whole.config, formats.shared_inputs(read_settings(tmp_path)), rank, 2)
+        part = load_checkpoint(tmp_path, CPU, F32, split=partial(Shard, rank=rank, ranks=2))
+        q, kv, ffn = (torch.arange(*shard.rows[name]) for name in ("q_proj", "k_proj", "up_proj"))
+        for mine, all_of in zip(part.layers, whole.layers):
+            rows = torch.cat([q, H * E + kv, (H + K) * E + kv])
+            assert weight_of(mine.attn.wqkv).equal(weight_of(all_of.attn.wqkv)[rows])
+            assert weight_of(mine.attn.wo).equal(weight_of(all_of.attn.wo)[:, q])
+            assert weight_of(mine.ffn.w_gate_up).equal(weight_of(all_of.ffn.w_gate_up)[torch.cat([ffn, F + ffn])])
+            assert weight_of(mine.ffn.w_down).equal(weight_of(all_of.ffn.w_down)[:, ffn])
+
+
+def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):
+    unfold("gptq dynamic", tmp_path)
+    assert "192" in refusal(partial(load_checkpoint, split=partial(Shard, rank=0, ranks=2)), tmp_path, CPU, F32)
+
+
+def test_blocks_of_fp8_may_end_early(tmp_path):
+    """quant_method fp8 with 288 inputs and outputs; by the definition, as transformers 5.23 refuses partial blocks."""
+    unfold("fp8 naive in blocks", tmp_path)
+    held, want = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in held if name.endswith("weight_scale")]:
+        held[name + "_inv"] = scale = held.pop(name)
+        codes = held[layer := name.removesuffix("_scale")].float()
+        want[layer] = torch.stack([torch.stack([w * scale[n // 128, k // 128] for k, w in enumerate(row)])
+                                   for n, row in enumerate(codes)])
+    save_file(held, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = load_checkpoint(tmp_path, CPU, F32).layers[0]
+    assert weight_of(layer.ffn.w_down).equal(want["model.layers.0.mlp.down_proj.weight"])
+    gate_up = torch.cat([want[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    assert weight_of(layer.ffn.w_gate_up).equal(gate_up)
+    assert layer.ffn.w_down.scales.shape == (64, 9)  # 288 inputs in groups of 32
+
+
+def test_scales_keep_their_files_precision(tmp_path):
+    """fp32 where fp16 would round them, fp16 where it does not; e4m3 has fp32 always."""
+    for setting, dtype in {"w4a16": F32, "w8a16 a channel": F32, "gptq 4 sym": torch.float16,
+                           "fp8 a channel, bf16": F32}.items():
+        unfold(setting, tmp_path)
+        layers = quantized_layers(load_checkpoint(tmp_path, CPU, F32))
+        assert {layer.scales.dtype for layer in layers.values()} == {dtype}, setting
+    unfold("w4a16 bf16", tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    wo = load_checkpoint(tmp_path, CPU, F32).layers[0].attn.wo
+    assert held["model.layers.0.self_attn.o_proj.weight_scale"].dtype == torch.bfloat16
+    assert wo.scales.dtype == torch.float16
+    assert wo.scales.float().equal(held["model.layers.0.self_attn.o_proj.weight_scale"].float())
+
+
+def test_e4m3_is_read_by_bits():
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    assert from_e4m3(codes)[numbers == numbers].equal(numbers[numbers == numbers])
+
+
+def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
+    for setting, told in {"fp8 a tensor, static, cache": 1, "w8a8": 1, "fp8 blocks": 1, "w4a16": 0}.items():
+        formats.say_once.cache_clear()
+        unfold(setting, tmp_path)
+        load_checkpoint(tmp_path, CPU, F32)
+        load_checkpoint(tmp_path, CPU, F32)
+        assert capsys.readouterr().err.count("more exact") == told, setting
+
+
+@pytest.mark.parametrize("setting, name", [
+    ("w4a16", "int4"), ("w8a8", "int8"), ("fp8 blocks", "fp8"), ("several groups", "int8"), ("awq", "int4")])
+def test_the_name_of_what_was_read(tmp_path, setting, name):
+    unfold(setting, tmp_path)
+    assert read_settings(tmp_path)["name"] == name
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+def weights(form: str = "pack-quantized", **of) -> dict:
+    """config_groups of one group, as the golden "w4a16" has it, but for these."""
+    group = CONFIGS["w4a16"]["quantization_config"]["config_groups"]["group_0"]
+    return dict(config_groups=dict(group_0=group | dict(format=form, weights=group["weights"] | of)))
+
+
+@pytest.mark.parametrize("setting, settings, tensors, words", [
+    ("w4a16", dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "bitsandbytes gptq compressed-tensors fp8"),
+    ("w4a16", dict(quant_method="hqq"), {}, "HQQ compressed-tensors"), ("w4a16", dict(quant_method="gguf"), {}, "GGUF"),
+    ("w4a16", dict(quant_method="mxfp4"), {}, "MXFP4"),
+    ("w4a16", dict(quant_method="modelopt", quant_algo="NVFP4"), {}, "modelopt NVFP4"),
+    *(("w4a16", dict(format=form, config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4)))), {},
+       words) for form, words in [("mxfp4-pack-quantized", "MXFP4 pack-quantized"), ("nvfp4-pack-quantized", "NVFP4"),
+                                  ("marlin-24", "2:4 sparse"), ("mxfp8-quantized", "MXFP8"), ("dense", "dense")]),
+    ("w4a16", dict(sparsity_config=dict(format="sparse-24-bitmask")), {}, "2:4 sparse"),
+    ("w4a16", dict(transform_config=dict(config_groups=dict(u=1))), {}, "transform_config"),
+    *(("w4a16", weights(num_bits=bits), {}, f"num_bits {bits} [4, 8]") for bits in (2, 3, 5, 6)),
+    *(("gptq 4 sym", dict(bits=bits), {}, f"bits {bits} [4, 8]") for bits in (2, 3, 5, 6)),
+    ("w4a16", weights(type="float"), {}, "type float"), ("w4a16", weights(strategy="tensor_group"), {}, "tensor_group"),
+    ("w4a16", weights(group_size=48), {}, "group_size 48 32"), ("w4a16", weights(dynamic=True), {}, "dynamic True"),
+    ("w4a16", weights(group_size=64), {}, "scale [64, 2] [64, 1]"),
+    ("w4a16", dict(config_groups=[]), {}, "config.json"),
+    ("w4a16", dict(ignore=["re:("]), {}, "config.json"), ("w4a16", dict(ignore=["re:(a+)+$"]), {}, "repetitions"),
+    ("gptq 4 sym", dict(dynamic={"-:.*.*.*.*.*x": {}}), {}, "repetitions"),
+    ("gptq 4 sym", dict(dynamic={"(": {}}), {}, "config.json"),
+    ("gptq 4 sym", dict(dynamic={"+:.*": dict(bits=3)}), {}, "bits 3"),
+    ("gptq 4 sym", dict(checkpoint_format="marlin"), {}, "checkpoint_format marlin gptq_v2"),
+    ("awq gemm", dict(version="gemv"), {}, "version gemv gemm"), ("awq gemm", dict(bits=8), {}, "bits 8 [4]"),
+    ("fp8 blocks", dict(weight_block_size=[128]), {}, "weight_block_size [128] [rows, inputs]"),
+    ("fp8 blocks", dict(weight_block_size=128), {}, "weight_block_size 128 [rows, inputs]"),
+    ("fp8 naive in blocks", weights("naive-quantized", num_bits=8, type="float", strategy="block"), {},
+     "block_structure None [rows, inputs]"),
+    ("fp8 blocks", dict(weight_block_size=[128, 48]), {}, "weight_block_size 48 32"),
+    ("fp8 blocks", dict(fmt="e5m2"), {}, "fmt e5m2"),
+    ("w4a16", {}, {Q + "weight_scale": None}, Q + "weight_scale missing"),
+    ("w4a16", {}, {Q + "weight_packed": None}, Q + "weight_packed missing"),
+    ("w4a16", {}, {Q + "weight_shape": torch.tensor([64, 32])}, Q + "weight_shape [64, 32] [64, 64]"),
+    ("w4a16", {}, {Q + "weight_scale": torch.ones(64, 3)}, Q + "weight_scale [64, 3] [64, 2]"),
+    ("w4a16", {}, {Q + "weight_scale": torch.ones(64, 2).int()}, Q + "weight_scale I32 F32"),
+    *((setting, {}, {Q + "weight_scale": torch.full(shape, bad)}, Q + "weight_scale NaN infinite")
+      for setting, shape in [("w4a16", (64, 2)), ("fp8 a channel", (64, 1)), ("w8a8", (64, 1))]
+      for bad in (float("nan"), float("inf"))),
+    ("gptq 4 sym", {}, {Q + "scales": torch.full((2, 64), float("nan"))}, Q + "scales NaN"),
+    ("w4a16 asymmetric", {}, {Q + "weight_zero_point": None}, Q + "weight_zero_point missing"),
+    ("w4a16 asymmetric", {}, {Q + "weight_zero_point": torch.ones(8, 3).int()}, Q + "weight_zero_point [8, 3] [8, 2]"),
+    ("w4a16 act-order", {}, {Q + "weight_g_idx": None}, Q + "weight_g_idx missing"),
+    ("w4a16 act-order", {}, {Q + "weight_g_idx": torch.zeros(64).int()}, Q + "weight_g_idx 2 32"),
+    ("w8a8", {}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight F32 I8"),
+    ("w8a8", weights("int-quantized", strategy="channel", group_size=None),
+     {Q + "weight": torch.full((64, 64), 9).to(torch.int8)}, "weight more than 4 bits"),
+    ("fp8 blocks", {}, {Q + "weight_scale_inv": None}, Q + "weight_scale_inv missing"),
+    ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(2, 1)}, Q + "weight_scale_inv [2, 1] [1, 1]"),
+    ("fp8 blocks", {}, {Q + "weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}, Q + "weight NaN"),
+    ("fp8 blocks", {}, {Q + "weight": torch.ones(128, 128).to(torch.float8_e5m2)}, Q + "weight F8_E5M2 F8_E4M3"),
+    ("fp8 blocks", {}, {Q + "extra": torch.ones(1)}, Q + "extra place")])
+def test_what_is_not_read_is_refused_by_name(tmp_path, setting, settings, tensors, words):
+    unfold(setting, tmp_path, settings, **tensors)
+    assert absent(words, refusal(load_checkpoint, tmp_path, CPU, F32)) == []

@@ -1,0 +1,227 @@
+"""generate.LLM, the Python API."""
+import asyncio
+import io
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from torch._dynamo.utils import counters
+
+from checkpoint import Tokenizer
+from generate import LLM
+from helpers import DRAFT, ROOT, TEMPLATE, TINY, python_blocks, quantized_layers, subprocess_python, write
+
+GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
+MESSAGES = [dict(role="user", content="Tell me a story")]
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory) -> str:
+    """checkpoints/tiny with a chat template."""
+    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("chatty") / "chatty")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(chatty) -> LLM:
+    return LLM(chatty, **GREEDY)
+
+
+def test_the_readmes_example_runs_and_other_sizes_compile_nothing(chatty, llm, capsys):
+    [example] = [block for block in python_blocks() if "from generate import LLM" in block and "stream" in block]
+    assert "compile=True" in example and "max_batch_size=4" in example
+    names = {}
+    exec(example.replace("HuggingFaceTB/SmolLM2-135M-Instruct", chatty), names)
+    out = capsys.readouterr().out
+    assert out.startswith(llm("The capital of France is", max_new_tokens=20).text) and out.count("[") == 4
+    compiled, graphs = names["llm"], counters["stats"]["unique_graphs"]
+    one, many = "One day, a fox", ["One day", "Tom and Sue went to the park", "A", "Once upon a time there was a dog"]
+    for prompts, options in [(one, {}), (many, {}), (many[:3], {}), (many[:2], dict(num_samples=2)), (MESSAGES, {}),
+                             ("word " * 300, {}), (one, dict(num_samples=3)), (one, dict(max_new_tokens=1))]:
+        expected, found = (each(prompts, **dict(temperature=0, max_new_tokens=9) | options) for each in (llm, compiled))
+        assert tokens_of(found) == tokens_of(expected), prompts
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def tokens_of(completions) -> list[list[int]]:
+    return [c.tokens for c in (completions if isinstance(completions, list) else [completions])]
+
+
+def test_a_text_is_continued_and_messages_go_through_the_template(llm, chatty):
+    tokenizer = Tokenizer(Path(chatty))
+    assert llm("One day").prompt_tokens == tokenizer.encode("One day")
+    assert llm(MESSAGES).prompt_tokens == tokenizer.encode_messages(MESSAGES)
+    batch = llm(["One day", MESSAGES, "Tom"])
+    assert tokens_of(batch) == [llm(prompt).tokens for prompt in ("One day", MESSAGES, "Tom")]
+
+
+def test_several_prompts_or_samples_give_a_list_in_their_order(llm):
+    alone = [llm(prompt).tokens for prompt in ("One day", "Tom")]
+    assert tokens_of(llm(["One day", "Tom"], num_samples=2)) == [alone[0], alone[0], alone[1], alone[1]]
+    assert len(llm("One day", num_samples=3)) == 3 and isinstance(llm(["One day"]), list)
+
+
+@pytest.mark.parametrize("prompt", ["One day", MESSAGES])
+def test_the_pieces_of_a_stream_are_the_text(llm, prompt):
+    pieces = list(llm.stream(prompt, stop=["was a little"]))
+    assert len(pieces) > 1 and "".join(pieces) == llm(prompt, stop=["was a little"]).text
+
+
+def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
+    expected = llm("One day").text
+    stream = llm.stream("Tom and Sue", max_new_tokens=50)
+    next(stream)
+    assert llm("One day").text == expected and list(stream) == []
+    with pytest.raises(ValueError, match="num_samples=2: a stream is of one sample"):
+        llm.stream("One day", num_samples=2)
+
+
+def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(chatty):
+    llm = LLM(chatty, **GREEDY, stop=["was"])
+    assert "was" not in llm("Once upon a time").text and len(llm("One day", max_new_tokens=3).tokens) == 3
+    assert "was" in llm("Once upon a time", stop=[], max_new_tokens=30).text
+    assert "was" not in llm("Once upon a time").text
+
+
+def test_a_seed_repeats_a_text(llm):
+    texts = [llm("One day", temperature=0.9, seed=seed).text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_log_probability_is_the_mean_over_the_tokens(llm):
+    completion = llm("One day")
+    assert completion.mean_logprob == sum(completion.logprobs) / 12 < 0
+
+
+def test_a_time_budget_ranks_finished_completions_first(llm):
+    ranked = llm("Once upon a time", temperature=0.9, num_samples=6, max_new_tokens=400, time_budget=0.4, seed=1)
+    reasons = [completion.finish_reason == "time" for completion in ranked]
+    assert reasons == sorted(reasons) and len(ranked) == 6 and any(reasons)
+
+
+@pytest.mark.parametrize("prompts, options, said", [
+    ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
+    ("One day", dict(temperature=200), "200 is not from 0 to 100"), ("One day", dict(top_k="many"), "invalid int"),
+    ("One day", dict(top_k=True), "expected one argument"), ("One day", dict(temperature=[0, 1]), "invalid float"),
+    ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"), ({}, {}, "{}: want a text"),
+    ("One day", dict(help=True), "help: no such option"), ("One day", dict(stop=[""]), "stop: an empty text"),
+    ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
+    ("word " * 600, {}, "exceed 512"), ([], {}, "no prompt"), ([[]], {}, "[]: want a text, or messages"),
+    ([dict(role="user")], {}, "want a role and a content"), ([7], {}, "7: want a text")])
+def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, options, said):
+    with pytest.raises(ValueError) as caught:
+        llm(prompts, **options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert llm("One day").tokens  # nothing is broken
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(max_seq_length=513), "--max-seq-length 513: the model's context is 512"),
+    (dict(compiled=True), "compiled: no such option, did you mean compile?"), (dict(json=True), "json: no such option"),
+    (dict(max_batch_size=0), "max_batch_size=0"), (dict(max_batch_size=True), "max_batch_size=True"),
+    (dict(group_size=32), "group_size 32 goes with quantize"), (dict(dtype="int3"), "int3"),
+    (dict(quantize="int4", group_size=7), "7"),
+    (dict(prompt="One day"), "prompt: no such option"), (dict(draft="/nowhere"), "/nowhere")])
+def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, said):
+    with pytest.raises(ValueError) as caught:
+        LLM(str(TINY), **dict(device="cpu") | options)
+    assert said in str(caught.value)
+
+
+def test_what_exceeds_a_limit_that_was_given_is_a_value_error(chatty):
+    llm = LLM(chatty, **GREEDY, max_batch_size=2, max_seq_length=40)
+    assert llm.generator  # made by the constructor, which knows all
+    with pytest.raises(ValueError, match="3 rows .* exceed max_batch_size=2"):
+        llm(["One day", "Tom", "Sue"])
+    with pytest.raises(ValueError, match="new ones exceed 40, --max-seq-length"):
+        llm("word " * 40)
+    assert len(llm(["One day", "Tom"])) == 2
+
+
+def test_a_limit_that_was_not_given_grows(chatty, llm):
+    small = LLM(chatty, **GREEDY)
+    prompts = ["One day", "word " * 40, "Tom"]
+    assert small(prompts[0]).tokens == llm(prompts[0]).tokens
+    assert tokens_of(small(prompts)) == tokens_of(llm(prompts)) and small(prompts[0]).tokens == llm(prompts[0]).tokens
+
+
+@pytest.mark.parametrize("draft", [str(DRAFT), "prompt-lookup"])
+def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(chatty, llm, draft):
+    speculative = LLM(chatty, **GREEDY, draft=draft, draft_tokens=3, max_batch_size=4)
+    for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
+        assert tokens_of(speculative(prompts)) == tokens_of(llm(prompts))
+        assert len(speculative(prompts, temperature=0.9, seed=1)) == len(prompts)
+    samples = speculative("One day", num_samples=2)
+    assert tokens_of(samples) == [llm("One day").tokens] * 2
+    assert speculative.generator.speculator.counts["drafted"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [None, "prompt-lookup", str(DRAFT)])
+@pytest.mark.parametrize("no_kernels", [False, True])
+def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(chatty, draft, no_kernels):
+    """With kernels in fp32, for greedy text: the kernels serve 16-bit types alone, where rounding decides."""
+    eager = LLM(chatty, device="cuda", dtype="fp32", quiet=True, temperature=0, max_new_tokens=12)
+    fast = LLM(chatty, device="cuda", dtype="fp32" if no_kernels else "bf16", quiet=True, temperature=0,
+               max_new_tokens=12, compile=True, no_kernels=no_kernels, draft=draft, draft_tokens=2 if draft else None,
+               max_batch_size=4)
+    for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
+        expected, found = tokens_of(eager(prompts)), tokens_of(fast(prompts))
+        assert expected == found if no_kernels else list(map(len, expected)) == list(map(len, found))
+        assert tokens_of(fast(prompts, temperature=0.9, seed=1)) == tokens_of(fast(prompts, temperature=0.9, seed=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [None, str(DRAFT)])
+@pytest.mark.parametrize("no_kernels", [False, True])
+def test_on_a_gpu_a_larger_call_loads_and_compiles_again(chatty, draft, no_kernels):
+    options = dict(device="cuda", dtype="fp32" if no_kernels else "bf16", quiet=True, temperature=0, max_new_tokens=12)
+    eager = LLM(chatty, **options)
+    fast = LLM(chatty, **options, compile=True, no_kernels=no_kernels, draft=draft, draft_tokens=2 if draft else None)
+    for prompts in (["One day"], ["Tom"] * 5, ["One day", "Tom"]):
+        expected, found = tokens_of(eager(prompts)), tokens_of(fast(prompts))
+        assert expected == found if no_kernels else list(map(len, expected)) == list(map(len, found))
+    assert fast.generator.batch_size == 5
+
+
+def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch, capsys):
+    write(Path(chatty), tmp_path / "int4", bits=4, group_size=32, sym=False)
+    options = dict(device="cpu", temperature=0, max_new_tokens=12)
+    unpacked = LLM(str(tmp_path / "int4"), **options)
+    text = unpacked("One day").text
+    assert not quantized_layers(unpacked.model) and "unpacked once, to 14 MB" in capsys.readouterr().err
+    monkeypatch.setattr("formats.free_memory", lambda device: 2 ** 20)
+    packed = LLM(str(tmp_path / "int4"), **options)
+    assert packed("One day").text == text and quantized_layers(packed.model)
+    assert "at every step, for lack of memory" in capsys.readouterr().err
+
+
+def test_it_works_where_a_notebook_runs_it(chatty, llm):
+    """In a running event loop, with streams that are no files."""
+    async def cell() -> str:
+        return "".join(LLM(chatty, device="cpu", temperature=0, max_new_tokens=12).stream("One day"))
+
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        text = asyncio.run(cell())
+    assert text == llm("One day").text
+
+
+def test_as_a_folder_of_another_project_it_is_imported_by_the_readmes_lines(tmp_path):
+    [lines] = [block for block in python_blocks() if "sys.path" in block]
+    shutil.copytree(ROOT, tmp_path / "llama-fast", ignore=shutil.ignore_patterns(".*", "tests", "golden"))
+    more = 'print(LLM(device="cpu", quiet=True)("One day", max_new_tokens=5, temperature=0).text)\n'
+    done = subprocess_python(lines + more, tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+
+
+def test_the_readmes_loop_runs_on_model_and_checkpoint_alone(tmp_path, llm):
+    [loop] = [block for block in python_blocks() if "load_model" in block]
+    assert len(loop.strip().splitlines()) <= 15
+    for name in ("model.py", "checkpoint.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess_python(loop.replace("checkpoints/tiny", str(TINY)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.removesuffix("\n")
+    assert "Once upon a time" + llm("Once upon a time", max_new_tokens=100).text == text and len(text) > 200

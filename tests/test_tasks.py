@@ -1,0 +1,125 @@
+"""scripts/tasks.py, the adapter for lm-evaluation-harness, without the harness: its modules have stand-ins here."""
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from generate import LLM
+from helpers import DRAFT, TINY
+from scripts import evaluate
+
+OPENINGS = ["One day", "Tom and Sue went to the park and", "A dog", "Once upon a time there was a big red ball"]
+ENDINGS = [" a boy", " ran away from the little dog.", " the", " happy"]
+
+
+def windows(tokens: list[int], prefix: int, max_seq_len: int, context_len: int):
+    """Disjoint windows, each behind the last token of the one before."""
+    for at in range(0, len(tokens), max_seq_len):
+        yield [tokens[at - 1] if at else prefix], tokens[at:at + max_seq_len]
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """scripts.tasks.Harness over what it needs of the harness."""
+    normalize = lambda settings, limit: dict(max_gen_toks=limit, until=[], temperature=0.0) | settings  # noqa: E731
+    modules = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.models": {}, "lm_eval.api.model": dict(TemplateLM=object),
+               "lm_eval.models.utils": dict(normalize_gen_kwargs=normalize),
+               "lm_eval.utils": dict(get_rolling_token_windows=windows, make_disjoint_window=lambda pair: pair)}
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "scripts.tasks", raising=False)
+    llm = LLM(str(TINY), device="cpu", quiet=True)
+    return importlib.import_module("scripts.tasks").Harness(llm)
+
+
+def plain_score(llm: LLM, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """By one forward of the whole, in float64."""
+    llm.model.setup(600, 1)
+    tokens = torch.tensor([[*context, *continuation]])
+    with torch.no_grad():
+        logits = llm.model(tokens, torch.arange(tokens.shape[1])[None])[0, len(context) - 1:-1].double()
+    told = torch.tensor(continuation)
+    return logits.log_softmax(-1).gather(-1, told[:, None]).sum().item(), bool((logits.argmax(-1) == told).all())
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 60, 2048])
+def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_tokens):
+    """Ragged contexts and choices, 1 to 4 of them, in any order; a context of one token; one that is cut."""
+    harness.batch_tokens, encode = batch_tokens, harness.tok_encode
+    requests = [(None, encode(opening), encode(ending, add_special_tokens=False))
+                for i, opening in enumerate(OPENINGS) for ending in ENDINGS[i:]]
+    requests += [(None, [1], encode("One day")), (None, [5] * 600, [7, 8, 9])]
+    requests = requests[::2] + requests[1::2]
+    greedy = harness.llm("One day", temperature=0, max_new_tokens=5)
+    requests.append((None, greedy.prompt_tokens, greedy.tokens))
+    found = harness._loglikelihood_tokens(requests)
+    for (_, context, continuation), (total, is_greedy) in zip(requests, found):
+        whole = [*context, *continuation][-513:]
+        expected = plain_score(harness.llm, whole[:-len(continuation)], continuation)
+        assert total == pytest.approx(expected[0], abs=1e-3) and is_greedy == expected[1]
+    assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
+
+
+@pytest.fixture
+def read(harness, monkeypatch) -> list[tuple[int, int]]:
+    """The shapes of the tokens that the model reads."""
+    shapes, forward = [], type(harness.llm.model).forward
+    monkeypatch.setattr(type(harness.llm.model), "forward", lambda self, tokens, *rest, **more: (
+        shapes.append(tuple(tokens.shape)) or forward(self, tokens, *rest, **more)))
+    return shapes
+
+
+def test_a_context_that_choices_share_is_read_once(harness, read):
+    context = harness.tok_encode(OPENINGS[3])
+    harness._loglikelihood_tokens([(None, context, [7, 8]), (None, context, [9]), (None, context, [7, 9])])
+    assert read == [(1, len(context) - 1), (3, 2)]
+
+
+def test_texts_that_begin_with_the_same_token_are_read_in_batches_by_length(harness, read):
+    """As a corpus is, text by text."""
+    harness.batch_tokens = 60
+    harness._loglikelihood_tokens([(None, [1], [7] * n) for n in (5, 50, 7, 9, 11, 60, 8, 6)])
+    assert [shape for shape in read if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
+
+
+def test_a_rolling_log_probability_is_the_sum_of_its_windows(harness):
+    texts = ["One day Tom ran. " * 90, "A dog"]
+    found = harness.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
+    for text, total in zip(texts, found):
+        parts = windows(harness.tok_encode(text), 1, 512, 1)
+        assert total == pytest.approx(sum(plain_score(harness.llm, *part)[0] for part in parts), abs=2e-3)
+
+
+@pytest.mark.parametrize("draft", [None, str(DRAFT)])
+def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
+    if draft:
+        harness.llm = LLM(str(TINY), device="cpu", quiet=True, draft=draft, draft_tokens=3)
+    kinds = [dict(max_gen_toks=9), dict(max_gen_toks=30, until=["was", "."]), dict(max_gen_toks=12)]
+    asked = [(opening, kind) for kind in kinds for opening in OPENINGS]
+    requests = [SimpleNamespace(args=args) for args in asked]
+    harness.generate_until(requests)
+    harness._loglikelihood_tokens([(None, [1, 5], [7])])  # which takes the cache
+    found = harness.generate_until(requests)
+    assert sum(map(bool, found)) > 9
+    for (opening, kind), text in zip(asked, found):
+        alone = harness.llm(opening, temperature=0, max_new_tokens=kind["max_gen_toks"], stop=kind.get("until"))
+        assert text.lstrip() == alone.text.lstrip(), (opening, kind)  # the harness decodes without the prompt
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank):
+    """The harness gives the others None. What it calls a metric's filter is left out."""
+    found = dict(results=dict(task={"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "task"})) if rank == 0 else None
+    manager = lambda include_path: SimpleNamespace(all_tasks=["task"])  # noqa: E731
+    sys.modules["lm_eval"].simple_evaluate = lambda *args, **options: found
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=manager))
+    told = []
+    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=lambda value: told.append(value) or "rank 0's")
+    monkeypatch.setattr(harness.llm, "load", lambda: None)
+    args = SimpleNamespace(task_path=None, tasks="task", few_shot=None, limit=None)
+    line = evaluate.evaluate_tasks({}, harness.llm, args)
+    assert told == [{"task": {"acc": 0.5}} if rank == 0 else {}] and line["tasks"] == "rank 0's"
