@@ -34,7 +34,13 @@ The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp l
 
     qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
 
-FP8's codes, e4m3, lie as int8's do.
+FP8's codes, e4m3, are cut in two: a sign and 7 more bits, exponent and mantissa. In fp16 these belong at bits 15 and
+13 to 7 of a half. The codes with s = 0 stand there, so that one AND makes fp16 of two of them; those with s = 1 fill
+the gaps:
+
+    e4m3    bits       31    30  29-23  22-16 |    15    14   13-7    6-0
+            s, e     0, 1  1, 1   0, 1   1, 1 |  0, 0  1, 0   0, 0   1, 0
+                     sign  sign   bits   bits |  sign  sign   bits   bits
 
 Of a gated layer a row block holds 8 rows of the gate and the 8 rows of up that they gate. Where N or K ends inside of a
 block, the rest is zeros.
@@ -65,30 +71,40 @@ def block_size(bits: int) -> int:
     return 512 // bits
 
 
-def shifts(bits: int, device: torch.device | None = None) -> Tensor:
-    """[P, 2]: the bit of a word at which code (s, e) starts."""
-    s, e = (torch.arange(n, dtype=torch.int32, device=device) for n in (16 // bits, 2))
-    s = s[:, None]
-    return 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
+def places(s: int, e: int, bits: int, e4m3: bool = False) -> list[tuple[int, int]]:
+    """Where code (s, e) stands in a word: for each of its parts, the bits of the code and by how much they are shifted
+    to the left."""
+    if e4m3:
+        return [(0x7F, 16 * e + 7 - 7 * s), (0x80, 16 * e + 8 - s)]
+    return [(2 ** bits - 1, 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e)]
 
 
-def to_mma_order(codes: Tensor, bits: int) -> Tensor:
+def pairs(bits: int) -> list[tuple[int, int]]:
+    """All s and e."""
+    return [(s, e) for s in range(16 // bits) for e in range(2)]
+
+
+def to_mma_order(codes: Tensor, bits: int, e4m3: bool = False) -> Tensor:
     """codes [N, K], integers below 2 ** bits -> int32 [N, W]."""
     codes = F.pad(codes, (0, -codes.shape[1] % block_size(bits)))
     codes = codes.unflatten(1, (-1, 4, 16 // bits, 4, 2))  # [N, blocks, c, s, t, e]
     N, blocks = codes.shape[:2]
     words = torch.zeros(N, blocks, 4, 4, dtype=torch.int32, device=codes.device)  # [N, blocks, t, c]
-    for (s, e), shift in zip(torch.cartesian_prod(torch.arange(16 // bits), torch.arange(2)).tolist(),
-                             shifts(bits).flatten().tolist()):
+    for s, e in pairs(bits):
         # one (s, e) after the other: all at once would take 8 times the memory of the words, or 16 times
-        words |= codes[:, :, :, s, :, e].transpose(2, 3).int() << shift
+        some = codes[:, :, :, s, :, e].transpose(2, 3).int()
+        for mask, shift in places(s, e, bits, e4m3):
+            words |= (some & mask) << shift
     return words.flatten(1)
 
 
-def from_mma_order(words: Tensor, bits: int, K: int) -> Tensor:
+def from_mma_order(words: Tensor, bits: int, K: int, e4m3: bool = False) -> Tensor:
     """int32 [N, W] -> the codes, uint8 [N, K]; the inverse of to_mma_order()."""
-    codes = words.unflatten(1, (-1, 4, 4, 1, 1)) >> shifts(bits, words.device) & 2 ** bits - 1
-    return codes.to(torch.uint8).permute(0, 1, 3, 4, 2, 5).flatten(1)[:, :K]
+    words = words.unflatten(1, (-1, 4, 4)).transpose(2, 3)  # [N, blocks, c, t]
+    codes = words.new_empty((*words.shape[:3], 16 // bits, 4, 2), dtype=torch.uint8)  # [N, blocks, c, s, t, e]
+    for s, e in pairs(bits):
+        codes[:, :, :, s, :, e] = sum(words >> shift & mask for mask, shift in places(s, e, bits, e4m3))
+    return codes.flatten(1)[:, :K]
 
 
 def tile(rows: Tensor, width: int, gated: bool) -> Tensor:

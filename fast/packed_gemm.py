@@ -52,13 +52,15 @@ def dequantize_asm(bits, half, scaled, wide, e4m3):
     one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
     get = "shr.u32 t, $1, $3; "
     if e4m3:
-        # The pair's codes to the high bytes. There the sign is in its place; the other 7 bits are shifted to the low
-        # bits of the exponent and the high ones of the mantissa. bf16's offset makes that 2^-120 times the number.
-        shift, mask = (1, "3f80") if half else (4, "07f0")
-        get += f"""prmt.b32 t, t, 0, 0x1404; shr.u32 a, t, {shift}; and.b32 t, t, 0x80008000;
-            lop3.b32 t, a, 0x{mask}{mask}, t, 0xea;"""
-        if not half:
-            get += "mov.b32 a, 0x77807780; mov.b32 b, 0x80008000; fma.rn.bf16x2 t, t, a, b;"  # times 2^112
+        # The seven bits start at 7 and the sign is in its place, or they start at 0 and the sign is one place too low.
+        # bf16 has the seven three places lower. Its exponent's offset makes that 2^-120 times the number.
+        get = """sub.u32 a, 7, $3; shr.u32 t, a, 2; shl.b32 a, $1, a; shl.b32 t, $1, t;
+            and.b32 t, t, 0x80008000; """
+        if half:
+            get += "lop3.b32 t, a, 0x3f803f80, t, 0xea;"
+        else:
+            get += """shr.u32 a, a, 3; lop3.b32 t, a, 0x07f007f0, t, 0xea;
+                mov.b32 a, 0x77807780; mov.b32 b, 0x80008000; fma.rn.bf16x2 t, t, a, b;"""  # times 2^112
     elif bits == 4:
         get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
     elif half:
@@ -209,8 +211,9 @@ def epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED: constexpr, S: c
 @jit(do_not_specialize=["M", "whole", "slices"])
 def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, partial_sums, semaphores, M, N, K, C, whole,
                 slices, S: constexpr, GATED: constexpr, PDL: constexpr):
-    """Program (tile of x, tile of w or slice of one). shifts: layout.shifts(), flat. partial_sums fp32 [split tiles,
-    slices, BN, BM]. With PDL it starts while the kernel before it ends, and waits for that before it reads."""
+    """Program (tile of x, tile of w or slice of one). shifts [P]: the bits of a word at which the first codes of pairs
+    start. partial_sums fp32 [split tiles, slices, BN, BM]. With PDL it starts while the kernel before it ends, and
+    waits for that before it reads."""
     BLOCK: constexpr = 512 // S.bits
     SPLITS: constexpr = S.splits
     STEP: constexpr = SPLITS * BLOCK
@@ -237,7 +240,7 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
 
     if PDL:
         gdc_launch_dependents()
-    shift = tl.load(shifts + tl.arange(0, 16 // S.bits) * 2)
+    shift = tl.load(shifts + tl.arange(0, 16 // S.bits))
     if PDL:
         gdc_wait()
     if SPLITS == 1:

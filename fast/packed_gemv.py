@@ -20,8 +20,7 @@ taken away from a group's sum, which costs a few instructions for 16 rows:
     sum of (code - zero) x  =  sum of (code + offset) x  -  sum of offset x  -  zero * sum of x
 
 The last two sums are the same for all rows of w. prepare_x() makes them once. FP8, e4m3, has neither offset nor zero
-point: its code's bits in fp16's places are 2^-8 times the number, and its scales are stored 2^8 times as large. Hopper
-converts e4m3 by an instruction, to the number itself.
+point: its code's bits in fp16's places are 2^-8 times the number, and its scales are stored 2^8 times as large.
 
 The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: |x| is at most sqrt(K) times the norm's
 weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
@@ -45,7 +44,6 @@ class GemvSizes:
     """What packed_gemv() is compiled for."""
     bits: int
     e4m3: bool  # codes are numbers of their own: FP8
-    converts: bool  # e4m3, on a GPU with a fast instruction for it
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
@@ -68,13 +66,9 @@ INT4_TO_HALF = gl.constexpr("""{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
 def byte_asm(S):
     """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize()."""
     halves = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
-    if S.converts:
-        return """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4; cvt.rn.f16x2.e4m3x2 a, low;
-            cvt.rn.f16x2.e4m3x2 b, high; """ + halves
     if S.e4m3:
-        return """{ .reg .b32 t, a, b; prmt.b32 a, $4, 0, 0x1404; prmt.b32 b, $4, 0, 0x3424;
-            shr.u32 t, a, 1; and.b32 a, a, 0x80008000; lop3.b32 a, t, 0x3f803f80, a, 0xea;
-            shr.u32 t, b, 1; and.b32 b, b, 0x80008000; lop3.b32 b, t, 0x3f803f80, b, 0xea; """ + halves
+        return """{ .reg .b32 t, a, b; and.b32 a, $4, 0xbf80bf80; shl.b32 t, $4, 1; and.b32 t, t, 0x80008000;
+            shl.b32 b, $4, 7; lop3.b32 b, b, 0x3f803f80, t, 0xea; """ + halves
     return """{ .reg .b32 a, b; prmt.b32 a, $4, 0x64646464, 0x4140; prmt.b32 b, $4, 0x64646464, 0x4342; """ + halves
 
 
@@ -312,7 +306,8 @@ def dequantize(words, S: gl.constexpr):
     mantissa of 64, where these bits count by ones: 64 + code. The word shifted down by 8 bits gives the other two
     pairs. int8: prmt joins each byte with the byte 0x64: 1024 + code. This replaces the conversion from integers, which
     runs at a quarter of the rate. From "Who Says Elephants Can't Run" (arXiv 2211.10017); Marlin (arXiv 2408.11743)
-    does so, too. e4m3: a code's sign stays, its other 7 bits go one place down; fp16 reads 2^-8 times the number."""
+    does so, too. e4m3: layout.py has half of the codes where fp16 has its bits, and the others are shifted there; fp16
+    reads 2^-8 times the number."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
     BK: gl.constexpr = 512 // S.bits // CHAINS
@@ -448,7 +443,7 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
         fetch_words(rings, qweight, item, items, start, KB, S)
     next_groups = load_groups(scales_and_zeros, first_tile, first_round, C, S)
     xs, sums, factor = prepare_x(x, norm, perm, first_round, K, eps, S, PDL)
-    factor /= 1024 if S.converts else 4  # four columns are equal; what is converted needs no scales times 2^8
+    factor /= 4  # four columns are equal
 
     acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
     i = gl.arange(0, 16, layout=ROWS)

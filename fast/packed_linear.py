@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, gpu, jit, pdl_options, tl, triton
-from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, pack_scales, shifts, tile, to_mma_order,
-                         unpack_scales, untile)
+from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, pack_scales, places, tile,
+                         to_mma_order, unpack_scales, untile)
 from fast.linear import plain_linear, rms_norm
 from fast.tuning import kernel_for
 from formats import QuantizedLinear, from_e4m3, say_once
@@ -85,9 +85,8 @@ def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: 
     rounds = triton.cdiv(blocks, warps * depth * slices)
     slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
     programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
-    converts = w.e4m3 and gpu(x.device).major >= 9
-    sizes = GemvSizes(**w.sizes, converts=converts, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds,
-                      slices=slices, full=w.K == rounds * slices * warps * depth * block_size(w.bits))
+    sizes = GemvSizes(**w.sizes, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds, slices=slices,
+                      full=w.K == rounds * slices * warps * depth * block_size(w.bits))
     out = w.new_output(x)
     partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
     pdl = pdl_options(x.device)
@@ -151,9 +150,12 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     kb = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     at = (nb.to(tl.int64) * KB + kb)[None, :, None] * 256 + r[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
     q = tl.load(qweight + at, mask=(kb < KB)[None, :, None], other=0)
-    j = tl.arange(0, 2 * P)  # s and e
-    shift = j // 2 * 4 + j % 2 * 16 if BITS == 4 else j * 8
-    codes = (tl.reshape(q, (16, SPAN * 16))[:, :, None] >> shift[None, None, :]) & (2 ** BITS - 1)
+    words = tl.reshape(q, (16, SPAN * 16))[:, :, None]
+    s, e = (tl.arange(0, 2 * P) // 2)[None, None, :], (tl.arange(0, 2 * P) % 2)[None, None, :]
+    if E4M3:  # as places() in layout.py has it
+        codes = words >> (16 * e + 7 - 7 * s) & 0x7F | words >> (16 * e + 8 - s) & 0x80
+    else:
+        codes = words >> (4 * s + 16 * e if BITS == 4 else 16 * s + 8 * e) & (2 ** BITS - 1)
     codes = tl.permute(tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
     codes = tl.reshape(codes, (16, SPAN * BLOCK))
 
@@ -195,7 +197,7 @@ def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, 
     """The plain twin of packed_linear()."""
     K = x.shape[1] if perm is None else len(perm)
     scales, zeros = unpack_scales(scales_and_zeros, N, K // group_size, bits, gated)
-    codes = from_mma_order(untile(qweight, N, gated), bits, K).view(N, K // group_size, group_size)
+    codes = from_mma_order(untile(qweight, N, gated), bits, K, e4m3).view(N, K // group_size, group_size)
     w = from_e4m3(codes) / E4M3_SCALE if e4m3 else codes - zeros[:, :, None]
     w = (w * scales[:, :, None]).flatten(1).to(x.dtype)
     if perm is not None:
@@ -249,8 +251,8 @@ def row_chunks(layer: QuantizedLinear) -> Iterator[QuantizedLinear]:
 class PackedLinear(nn.Module):
     """A QuantizedLinear in the kernels' layout (see layout.py); gated: its rows are the gate's, then as many of up.
 
-    qweight and scales_and_zeros as in layout.py; perm [K'] or None as of group_inputs(); shifts int32 [2 P]; semaphores
-    int32 [tiles] for programs that share a tile. perm, shifts and semaphores are buffers."""
+    qweight and scales_and_zeros as in layout.py; perm [K'] or None as of group_inputs(); shifts int32 [P] for packed_gemm();
+    semaphores int32 [tiles] for programs that share a tile. perm, shifts and semaphores are buffers."""
 
     def __init__(self, layer: QuantizedLinear, gated: bool = False):
         super().__init__()
@@ -259,7 +261,7 @@ class PackedLinear(nn.Module):
         words, scales, zeros = [], [], []
         for chunk in row_chunks(layer):
             codes, chunk_scales, chunk_zeros, perm = group_inputs(chunk)
-            words.append(to_mma_order(codes, layer.bits))
+            words.append(to_mma_order(codes, layer.bits, layer.e4m3))
             scales.append(chunk_scales)
             zeros.append(chunk_zeros)
         scales, zeros = torch.cat(scales), None if layer.zeros is None else torch.cat(zeros)
@@ -276,7 +278,9 @@ class PackedLinear(nn.Module):
         self.qweight = nn.Parameter(qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(pack_scales(scales, zeros, self.bits, parts, gated), requires_grad=False)
         semaphores = torch.zeros(MAX_ROWS // MIN_BLOCK_M * len(qweight), dtype=torch.int32, device=qweight.device)
-        buffers = dict(perm=perm, shifts=shifts(self.bits, qweight.device).flatten(), semaphores=semaphores)
+        shifts = [places(s, 0, self.bits, self.e4m3)[0][1] for s in range(16 // self.bits)]
+        shifts = torch.tensor(shifts, dtype=torch.int32, device=qweight.device)
+        buffers = dict(perm=perm, shifts=shifts, semaphores=semaphores)
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
 

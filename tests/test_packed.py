@@ -40,17 +40,24 @@ def random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts=""):
     return QuantizedLinear(pack(codes, bits), scales, points, bits, bias, g_idx, e4m3)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits, e4m3", [(4, False), (8, False), (8, True)])
 @pytest.mark.parametrize("K", [32, 288, 576, 1000])
-def test_each_code_lies_where_the_drawing_has_it(bits, K):
+def test_each_code_lies_where_the_drawing_has_it(bits, e4m3, K):
     codes = torch.randint(2 ** bits, (5, K), dtype=torch.uint8)
-    words, P = to_mma_order(codes, bits), 16 // bits
+    words, P = to_mma_order(codes, bits, e4m3), 16 // bits
     assert words.dtype == torch.int32 and words.shape == (5, 16 * -(-K // block_size(bits)))
-    assert from_mma_order(words, bits, K).equal(codes)
+    assert from_mma_order(words, bits, K, e4m3).equal(codes)
     for k in torch.randint(K, (50,)).tolist():
         block, (c, s, t, e) = k // (32 * P), (k // (8 * P) % 4, k // 8 % P, k // 2 % 4, k % 2)
-        shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
-        assert (words[:, 16 * block + 4 * t + c] >> shift & 2 ** bits - 1).equal(codes[:, k].int())
+        word = words[:, 16 * block + 4 * t + c]
+        if e4m3:  # each half of the word, shifted by s, has the bits of fp16 that make 2^-8 times the number
+            half = (word >> 16 * e << (7 * s) & 0x3F80 | word >> 16 * e << s & 0x8000).to(torch.int16)
+            numbers = codes[:, k].view(torch.float8_e4m3fn).float()
+            got = half.view(torch.float16).float() * 256
+            assert got.where(numbers.isfinite(), 0).equal(numbers.where(numbers.isfinite(), 0))
+        else:
+            shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
+            assert (word >> shift & 2 ** bits - 1).equal(codes[:, k].int())
 
 
 @pytest.mark.parametrize("gated, N", [(False, 48), (False, 35), (True, 64), (True, 74)])
