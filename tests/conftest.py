@@ -45,6 +45,19 @@ def fresh_compiler():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def others_wait(request, tmp_path_factory):
+    """pytest -n runs several tests at once. A GPU test marked gpu(alone=True) measures times: it waits for those that
+    run, and the next ones wait for it."""
+    if not (marker := request.node.get_closest_marker("gpu")):
+        yield
+        return
+    import fcntl  # not on Windows
+    with open(tmp_path_factory.getbasetemp().parent / "gpu-tests", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if marker.kwargs.get("alone") else fcntl.LOCK_SH)
+        yield  # closing the file ends the lock
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command's main() with these arguments in this process; returns exit code, stdout, stderr."""

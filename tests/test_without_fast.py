@@ -132,7 +132,7 @@ def test_two_gpus_give_the_text_of_one(tree):
     assert one.stderr == "" and not told(two) and "fast/" not in two.stderr
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.skipif("H200" not in GPU, reason=f"the bounds are an H200's, this is {GPU}")
 def test_plain_pytorch_is_fast_and_soon_ready(tree):
     """Llama-2-7B's shape, compiled."""
