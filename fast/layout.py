@@ -30,17 +30,17 @@ Word (t, c) holds these inputs k of the block, which are k = 8P c + 8s + 2t + e 
 So an int4 word serves two matrix instructions, the first with s = 0, 1 and the second with s = 2, 3. An int4
 pair's codes stand 16 bits apart: one AND with 0x000f000f leaves both of them, each in its half of the register.
 
-The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp loads with two 16-byte loads a lane:
-
-    qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
-
-FP8's codes, e4m3, are cut in two: a sign and 7 more bits, exponent and mantissa. In fp16 these belong at bits 15 and
-13 to 7 of a half. The codes with s = 0 stand there, so that one AND makes fp16 of two of them; those with s = 1 fill
-the gaps:
+FP8's codes, e4m3, have the same places along K, but not each a byte. A code is a sign and 7 more bits, exponent and
+mantissa; in fp16 these belong at bits 15 and 13 to 7. In each half of a word the code with s = 0 stands there already,
+so that one AND makes a pair of fp16 numbers, and the code with s = 1 fills the gaps:
 
     e4m3    bits       31    30  29-23  22-16 |    15    14   13-7    6-0
             s, e     0, 1  1, 1   0, 1   1, 1 |  0, 0  1, 0   0, 0   1, 0
                      sign  sign   bits   bits |  sign  sign   bits   bits
+
+The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp loads with two 16-byte loads a lane:
+
+    qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
 
 Of a gated layer a row block holds 8 rows of the gate and the 8 rows of up that they gate. Where N or K ends inside of a
 block, the rest is zeros.

@@ -64,7 +64,10 @@ INT4_TO_HALF = gl.constexpr("""{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
 
 @gluon.constexpr_function
 def byte_asm(S):
-    """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize()."""
+    """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize().
+
+    For e4m3 Hopper has a conversion, two instructions a word, and these five are faster: Llama-2-7B made 90% of int8's
+    tokens/s so, and makes 98% now (H200, two calls)."""
     halves = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
     if S.e4m3:
         return """{ .reg .b32 t, a, b; and.b32 a, $4, 0xbf80bf80; shl.b32 t, $4, 1; and.b32 t, t, 0x80008000;
@@ -189,7 +192,10 @@ def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
 @gluon.jit
 def load_groups(scales_and_zeros, tile, nth, C, S: gl.constexpr):
     """The scales and zero points of a tile's nth round along K: `depth` times [PARTS * WARPS, 16 rows], or once
-    [1, 16 rows] if there is one group a row."""
+    [1, 16 rows] if there is one group a row.
+
+    They come a round ahead, to registers. Through shared memory, as far ahead as the words, Llama-2-7B in FP8 with
+    128 x 128 blocks is 1% slower, int4 as fast (H200)."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     ROWS: gl.constexpr = row_layout(S)

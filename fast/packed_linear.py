@@ -251,8 +251,8 @@ def row_chunks(layer: QuantizedLinear) -> Iterator[QuantizedLinear]:
 class PackedLinear(nn.Module):
     """A QuantizedLinear in the kernels' layout (see layout.py); gated: its rows are the gate's, then as many of up.
 
-    qweight and scales_and_zeros as in layout.py; perm [K'] or None as of group_inputs(); shifts int32 [P] for packed_gemm();
-    semaphores int32 [tiles] for programs that share a tile. perm, shifts and semaphores are buffers."""
+    qweight and scales_and_zeros as in layout.py; perm [K'] or None as of group_inputs(); shifts int32 [P] for
+    packed_gemm(); semaphores int32 [tiles] for programs that share a tile. perm, shifts and semaphores are buffers."""
 
     def __init__(self, layer: QuantizedLinear, gated: bool = False):
         super().__init__()

@@ -14,7 +14,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from cli import keyword_options
+from cli import cache_bytes, keyword_options
 
 
 class Harness(TemplateLM):
@@ -24,7 +24,7 @@ class Harness(TemplateLM):
 
     def __init__(self, llm):
         super().__init__()
-        self.llm, self.encoder = llm, llm.tokenizer
+        self.llm, self.encoder, self.cache_bytes = llm, llm.tokenizer, cache_bytes(llm.config, llm.dtype)
         self.batch_tokens = 2048 if llm.device.type == "cpu" else 65536
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
@@ -98,8 +98,8 @@ class Harness(TemplateLM):
                 limit, stops = settings["max_gen_toks"], list(filter(None, settings["until"]))
                 options = keyword_options(dict(temperature=settings["temperature"]), self.llm.options)
                 items.sort(key=lambda item: -len(item[0]))
-                # Twice the tokens of a batch: each step reads all weights.
-                for batch in self.batches(items, lambda item: (len(item[0]) + limit) // 2):
+                # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads all weights.
+                for batch in self.batches(items, lambda item: 1 + (len(item[0]) + limit) * self.cache_bytes // 2 ** 19):
                     done = [self.llm.completion("", ids[limit - self.llm.context:], limit, stops) for ids, _ in batch]
                     list(self.llm.steps(done, options))
                     bar.update(len(done))
