@@ -92,9 +92,9 @@ def main() -> int:
                "--again", f"[{','.join(questions)}]"]
     fresh = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     different = sum(tokens != kept[question] for question, tokens in zip(questions, fresh))
-    print(f"{args.how}: {args.generations} generations in {time.monotonic() - begun:.0f} s, memory "
-          f"{memory[0]:.0f} MiB, then {', '.join(f'{more:+.1f}' for more in grown)}; {different} of {len(fresh)} differ "
-          "from a fresh process's")
+    seconds, growth = time.monotonic() - begun, ", ".join(f"{more:+.1f}" for more in grown)
+    print(f"{args.how}: {args.generations} generations in {seconds:.0f} s, memory {memory[0]:.0f} MiB, then {growth}; "
+          f"{different} of {len(fresh)} differ from a fresh process's")
     return 1 if grown[-1] > GROWTH or different else 0
 
 
