@@ -107,12 +107,12 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
-def replace_quantized(model: nn.Module, build: Callable[[QuantizedLinear, str], nn.Module]) -> None:
-    """Puts build(layer, its name) in the place of each QuantizedLinear."""
-    # The list holds no QuantizedLinear itself, so that each is freed once its place is taken.
-    for module in [module for module in model.modules() if not isinstance(module, QuantizedLinear)]:
+def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
+    """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
+    # The list holds no such layer itself, so that each is freed once its place is taken.
+    for module in [module for module in model.modules() if type(module) is not kind]:
         for name, child in list(module.named_children()):
-            if isinstance(child, QuantizedLinear):
+            if type(child) is kind:
                 setattr(module, name, build(child, name))
 
 
@@ -134,7 +134,7 @@ def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False) 
     if not needed:
         return
     if fits := needed + reserve < 0.9 * free_memory(weight.device):
-        replace_quantized(model, lambda layer, name: plain_linear(layer.dequantize(weight.dtype), layer.bias))
+        replace_layers(model, QuantizedLinear, lambda old, _: plain_linear(old.dequantize(weight.dtype), old.bias))
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)

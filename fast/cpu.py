@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
-from formats import QuantizedLinear, from_e4m3
+from formats import QuantizedLinear, from_e4m3, replace_layers
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
@@ -110,11 +110,8 @@ class CpuQuantizedLinear(nn.Module):
 
 def install_linears(model: nn.Module) -> None:
     """Puts a CpuLinear in the place of each nn.Linear, a CpuQuantizedLinear in that of each QuantizedLinear."""
-    fast = {nn.Linear: CpuLinear, QuantizedLinear: CpuQuantizedLinear}
-    for module in [module for module in model.modules() if type(module) not in fast]:
-        for name, child in list(module.named_children()):
-            if type(child) in fast:
-                setattr(module, name, fast[type(child)](child))
+    replace_layers(model, nn.Linear, lambda layer, name: CpuLinear(layer))
+    replace_layers(model, QuantizedLinear, lambda layer, name: CpuQuantizedLinear(layer))
 
 
 def row_decoder(module: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from fast.attention import update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.linear import linear
 from fast.packed_linear import PackedLinear
-from formats import QuantizedLinear, replace_quantized
+from formats import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, RowParallelLinear
 
 OPERATORS = ("linear", "packed_linear", "update_and_attend", "sample", "distribute", "fused_all_reduce",
@@ -164,7 +164,7 @@ def install_kernels(model: nn.Module) -> FusedDecoder:
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
         communication_buffers(model.embed.weight.device)
-    replace_quantized(model, lambda layer, name: PackedLinear(layer, gated=name == "w_gate_up"))
+    replace_layers(model, QuantizedLinear, lambda layer, name: PackedLinear(layer, gated=name == "w_gate_up"))
     for layer in model.layers:
         if isinstance(layer.ffn.w_gate_up, PackedLinear):
             layer.ffn = FusedFeedForward(layer.ffn)

@@ -278,8 +278,8 @@ class PackedLinear(nn.Module):
         self.qweight = nn.Parameter(qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(pack_scales(scales, zeros, self.bits, parts, gated), requires_grad=False)
         semaphores = torch.zeros(MAX_ROWS // MIN_BLOCK_M * len(qweight), dtype=torch.int32, device=qweight.device)
-        shifts = [places(s, 0, self.bits, self.e4m3)[0][1] for s in range(16 // self.bits)]
-        shifts = torch.tensor(shifts, dtype=torch.int32, device=qweight.device)
+        starts = [places(s, 0, self.bits, self.e4m3)[0][1] for s in range(16 // self.bits)]
+        shifts = torch.tensor(starts, dtype=torch.int32, device=qweight.device)
         buffers = dict(perm=perm, shifts=shifts, semaphores=semaphores)
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
