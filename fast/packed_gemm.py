@@ -32,6 +32,7 @@ class GemmSizes:
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
+    scale_rows: int  # of 16 rows of w: 16, or 2 where 8 rows share their scales
     block_n: int  # rows of w in a tile
     block_m: int  # rows of x in a tile
     splits: int  # blocks in a step
@@ -236,7 +237,8 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
     if SPLITS > 1:
         ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
     at_x = x + ms * K + ks
-    at_s = ((nb * C * 16 + r % 16) * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
+    scale_row = nb * C * S.scale_rows + r % 16 // (16 // S.scale_rows)
+    at_s = (scale_row * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
 
     if PDL:
         gdc_launch_dependents()
@@ -254,7 +256,7 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
                     eviction_policy="evict_first")
         xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
-        group = tl.load(scales_and_zeros + at_s + (chunk * 16 * S.parts)[:, None, None])
+        group = tl.load(scales_and_zeros + at_s + (chunk * S.scale_rows * S.parts)[:, None, None])
         w = dequantize(q, shift, group, xs, S)
         acc = multiply(acc, w, xs, group, S)
     if SPLITS > 1:

@@ -4,7 +4,8 @@ The product of one row of x with packed weights, in Gluon: as fast as the weight
     out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
 A program takes one tile of 16 rows of w after the other, and of each its slice of K, in `rounds` rounds. In a round a
-warp reads `depth` blocks (see layout.py) of 16 rows, 1 KiB each, while the next rounds come to shared memory:
+warp multiplies `depth` times 16 rows of a block (see layout.py), 1 KiB, or of a pair of neighbouring blocks, while the
+next rounds come to shared memory:
 
                 +------------------- a slice of K -------------------+--
                 |       round 0        |       round 1        |      |
@@ -26,9 +27,9 @@ The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: 
 weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
 slice of x, which rounds only numbers below 2^-28 of that length.
 
-Names: S the sizes (GemvSizes); BLOCK codes of a row in a block; PARTS groups in a block; CHAINS sums of a block that
-the matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row, counted by PARTS; an item
-is one round of one tile.
+Names: S the sizes (GemvSizes); PAIR blocks that a warp multiplies at once, of INPUTS inputs; PARTS groups in them;
+CHAINS sums of them that the matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row,
+counted by PARTS; an item is one round of one tile.
 """
 from dataclasses import dataclass
 
@@ -47,8 +48,10 @@ class GemvSizes:
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
+    scale_rows: int  # of a tile's 16 rows: 16, or 2 where 8 rows share their scales
+    pair: int  # neighbouring blocks that a warp multiplies at once: 1 or 2
     warps: int
-    depth: int  # blocks that a warp reads in a round
+    depth: int  # times that a warp multiplies in a round
     stages: int  # rounds in shared memory
     rounds: int  # of a slice
     slices: int  # of K
@@ -76,6 +79,12 @@ def byte_asm(S):
 
 
 @gluon.constexpr_function
+def warp_inputs(S):
+    """How many inputs a warp multiplies at once: those of a block, or of two."""
+    return S.pair * (512 // S.bits)
+
+
+@gluon.constexpr_function
 def chains(S):
     """Sums of a block that the matrix unit makes side by side: one for each part, but four for int8, where a layer of
     Llama-2-7B took 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200)."""
@@ -88,19 +97,20 @@ def chunk_size(S):
     whole chunks exceed the slice least, and of two that tie the larger: with 32 a thread, 8 warps handle 16,384 numbers
     for a K of 11,008, and a layer of Llama-2-7B, int4, took 46.9 us; with 16 they handle 12,288, and it took 45.1 us
     (each tuned, H200, two calls)."""
-    share = S.rounds * S.depth * S.warps * (512 // S.bits)
+    share = S.rounds * S.depth * S.warps * warp_inputs(S)
     return min((256 * S.warps * n for n in (1, 2, 4)), key=lambda size: (-(-share // size) * size, -size))
 
 
 @gluon.constexpr_function
 def chunk_count(S):
-    return -(-S.rounds * S.depth * S.warps * (512 // S.bits) // chunk_size(S))
+    return -(-S.rounds * S.depth * S.warps * warp_inputs(S) // chunk_size(S))
 
 
 @gluon.constexpr_function
 def turn_count(S):
-    """Blocks of x in shared memory for each warp: its rounds' blocks, and what the last chunk has beyond the slice."""
-    return chunk_count(S) * chunk_size(S) // (S.warps * (512 // S.bits))
+    """How often a warp could multiply with the part of x in shared memory: in all rounds, and with what the last chunk
+    has beyond the slice."""
+    return chunk_count(S) * chunk_size(S) // (S.warps * warp_inputs(S))
 
 
 # A layout says which register, lane and warp hold which element: for each of them, where bit 0, 1, 2 ... of its index
@@ -115,16 +125,17 @@ def bases(n, base):
 
 @gluon.constexpr_function
 def word_layout(S):
-    """Of words [WARPS, 16 rows, 16]: a lane has 4 neighbours of 2 rows, as layout.py draws it."""
+    """Of words [WARPS * PAIR, 16 rows, 16]: a lane has 4 neighbours of 2 rows, as layout.py draws it."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 8, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        bases(S.warps, [1, 0, 0]), [], [S.warps, 16, 16])
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0]] + bases(S.pair, [1, 0, 0]),
+        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        bases(S.warps, [S.pair, 0, 0]), [], [S.warps * S.pair, 16, 16])
 
 
 @gluon.constexpr_function
 def x_layout(S):
     """Of x [CHAINS, WARPS, BK]: the right operand's, whose 8 columns are all the same."""
-    BK = 512 // S.bits // chains(S)
+    BK = warp_inputs(S) // chains(S)
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 8]] + bases(BK // 16, [0, 0, 16]) + bases(chains(S), [1, 0, 0]),
         [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
@@ -168,23 +179,23 @@ def column_layout(S, parts):
 
 @gluon.jit
 def fetch_words(rings, qweight, item, items, start, KB, S: gl.constexpr):
-    """Start the copy of an item's words, `depth` blocks a warp, to shared memory. start: the program's first tile, the
-    step to its next one, and the first round of its slice."""
-    WARPS: gl.constexpr = S.warps
+    """Start the copy of an item's words, `depth` blocks or pairs a warp, to shared memory. start: the program's first
+    tile, the step to its next one, and the first round of its slice."""
+    BLOCKS: gl.constexpr = S.warps * S.pair
     WORDS: gl.constexpr = word_layout(S)
-    block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
     at = block * 256 + row * 16 + word
     if item < items:
         DEPTH: gl.constexpr = S.depth
         first_tile, step, first_round = start
-        first = (first_round + item % S.rounds) * (WARPS * DEPTH)
+        first = (first_round + item % S.rounds) * (BLOCKS * DEPTH)
         tile = first_tile + item // S.rounds * step
         qweight += (tile.to(gl.int64) * KB + first) * 256
         for d in gl.static_range(DEPTH):
-            mask = None if S.full else (first + d * WARPS + block < KB) & (at >= 0)
-            async_copy.async_copy_global_to_shared(rings[d].index(item % S.stages), qweight + d * WARPS * 256 + at,
+            mask = None if S.full else (first + d * BLOCKS + block < KB) & (at >= 0)
+            async_copy.async_copy_global_to_shared(rings[d].index(item % S.stages), qweight + d * BLOCKS * 256 + at,
                                                    mask=mask, eviction_policy="evict_first")
     async_copy.commit_group()
 
@@ -206,14 +217,15 @@ def load_groups(scales_and_zeros, tile, nth, C, S: gl.constexpr):
     else:
         GROUPS: gl.constexpr = group_layout(S)
         DEPTH: gl.constexpr = S.depth
-        block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None].to(gl.int64)
+        warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None].to(gl.int64)
         row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))[None, :, None]
         part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))[None, None, :]
-        scales_and_zeros += tile * C * 16 * PARTS
+        scales_and_zeros += tile * C * S.scale_rows * PARTS
         groups = ()
         for d in gl.static_range(DEPTH):
-            chunk = ((nth * DEPTH + d) * WARPS + block) * (512 // S.bits) // (S.group * PARTS)
-            at = scales_and_zeros + (chunk * 16 + row) * PARTS + part
+            chunk = ((nth * DEPTH + d) * WARPS + warp) * warp_inputs(S) // (S.group * PARTS)
+            scale_row = chunk * S.scale_rows + row // (16 // S.scale_rows)
+            at = scales_and_zeros + scale_row * PARTS + part
             group = gl.load(at) if S.full else gl.load(at, mask=(chunk < C) & (row + part >= 0), other=0)
             group = gl.reshape(gl.permute(group, [2, 0, 1]), [PARTS * WARPS, 16])
             groups = groups + (gl.convert_layout(group, ROWS, assert_trivial=True),)
@@ -251,15 +263,15 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
     minus the sums of x, then minus the sums of offset * x; and the factor of scale_of_x()."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
-    BLOCK: gl.constexpr = 512 // S.bits
-    PART: gl.constexpr = BLOCK // PARTS
-    ROUND: gl.constexpr = S.depth * WARPS * BLOCK  # inputs
+    INPUTS: gl.constexpr = warp_inputs(S)
+    PART: gl.constexpr = INPUTS // PARTS
+    ROUND: gl.constexpr = S.depth * WARPS * INPUTS  # inputs
     CHUNK: gl.constexpr = chunk_size(S)
     CHUNKS: gl.constexpr = chunk_count(S)
     TURNS: gl.constexpr = turn_count(S)
     CHAINS: gl.constexpr = chains(S)
     FLAT: gl.constexpr = gl.BlockedLayout([CHUNK // (32 * WARPS)], [32], [WARPS], [0])
-    xs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, CHAINS, BLOCK // CHAINS],
+    xs = gl.allocate_shared_memory(gl.float16, [TURNS, WARPS, CHAINS, INPUTS // CHAINS],
                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     sums = gl.allocate_shared_memory(gl.float32, [2 * TURNS, WARPS, PARTS],
                                      gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -296,7 +308,7 @@ def prepare_x(x, norm, perm, first_round, K, eps, S: gl.constexpr, PDL: gl.const
 
 @gluon.jit
 def load_sums(sums, at, S: gl.constexpr):
-    """The sums of prepare_x() for the warps' blocks, [PARTS * WARPS, 1]."""
+    """The sums of prepare_x() for the warps' inputs, [PARTS * WARPS, 1]."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
     found = gl.reshape(sums.index(at).permute([1, 0]).load(x_sum_layout(S)), [PARTS * WARPS])
@@ -305,7 +317,7 @@ def load_sums(sums, at, S: gl.constexpr):
 
 @gluon.jit
 def dequantize(words, S: gl.constexpr):
-    """words [WARPS, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
+    """words [WARPS * PAIR, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
 
     int4: AND 0x000f000f leaves a pair of codes, and OR 0x64006400 puts them into the mantissa of 1024, where fp16
     counts by ones: 1024 + code. AND 0x00f000f0 leaves the pair 4 bits higher, and OR 0x54005400 puts it into the
@@ -316,8 +328,9 @@ def dequantize(words, S: gl.constexpr):
     reads 2^-8 times the number."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
-    BK: gl.constexpr = 512 // S.bits // CHAINS
-    words = gl.reshape(words, [WARPS, 16, 4, CHAINS, 4 // CHAINS])
+    BK: gl.constexpr = warp_inputs(S) // CHAINS
+    PAIR: gl.constexpr = S.pair
+    words = gl.reshape(words, [WARPS, PAIR, 16, 4, CHAINS // PAIR, 4 * PAIR // CHAINS])
     if S.bits == 4:
         p = gl.inline_asm_elementwise(INT4_TO_HALF, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 8,
                                       is_pure=True, pack=1)
@@ -327,17 +340,17 @@ def dequantize(words, S: gl.constexpr):
         ASM: gl.constexpr = byte_asm(S)
         p = gl.inline_asm_elementwise(ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1)
         w = gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3]))
-    w = gl.reshape(w, [WARPS, 16, 4, CHAINS, 4 // CHAINS, 16 // S.bits, 2])
-    w = gl.reshape(gl.permute(w, [3, 0, 1, 4, 5, 2, 6]), [CHAINS * WARPS, 16, BK])
+    w = gl.reshape(w, [WARPS, PAIR, 16, 4, CHAINS // PAIR, 4 * PAIR // CHAINS, 16 // S.bits, 2])
+    w = gl.reshape(gl.permute(w, [1, 4, 0, 2, 5, 6, 3, 7]), [CHAINS * WARPS, 16, BK])
     return gl.convert_layout(w, gl.DotOperandLayout(0, mma_layout(S), 2), assert_trivial=True)
 
 
 @gluon.jit
 def load_x(xs, at, S: gl.constexpr):
-    """The right operand [CHAINS * WARPS, BK, 8]: the warps' blocks of x, in each of the 8 columns."""
+    """The right operand [CHAINS * WARPS, BK, 8]: the warps' inputs, in each of the 8 columns."""
     WARPS: gl.constexpr = S.warps
     CHAINS: gl.constexpr = chains(S)
-    BK: gl.constexpr = 512 // S.bits // CHAINS
+    BK: gl.constexpr = warp_inputs(S) // CHAINS
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma_layout(S), 2)
     x = xs.index(at).permute([1, 0, 2]).load(x_layout(S))
     x = gl.reshape(x, [CHAINS * WARPS, BK])
@@ -443,7 +456,7 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
 
     rings = ()  # one for each d: the compiler makes each copy to the same one wait for the copy before
     for d in gl.static_range(DEPTH):
-        rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 16, 16],
+        rings = rings + (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS * S.pair, 16, 16],
                                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),)
     for item in gl.static_range(STAGES - 1):
         fetch_words(rings, qweight, item, items, start, KB, S)

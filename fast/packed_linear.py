@@ -56,7 +56,8 @@ class Weights(NamedTuple):
     @property
     def sizes(self) -> dict:
         """The fields that GemvSizes and GemmSizes have in common."""
-        return dict(bits=self.bits, e4m3=self.e4m3, per_channel=self.per_channel, parts=self.scales_and_zeros.shape[3],
+        scale_rows, parts = self.scales_and_zeros.shape[2:]
+        return dict(bits=self.bits, e4m3=self.e4m3, per_channel=self.per_channel, parts=parts, scale_rows=scale_rows,
                     group=2 ** 30 if self.per_channel else self.group_size)
 
     def new_output(self, x: Tensor) -> Tensor:
@@ -85,8 +86,12 @@ def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: 
     rounds = triton.cdiv(blocks, warps * depth * slices)
     slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
     programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
-    sizes = GemvSizes(**w.sizes, warps=warps, depth=depth, stages=choice["stages"], rounds=rounds, slices=slices,
-                      full=w.K == rounds * slices * warps * depth * block_size(w.bits))
+    # Two neighbouring blocks that share a group are multiplied at once, and their sum is scaled: in FP8 with 128 x 128
+    # blocks Llama-2-7B made 471.7 tokens/s instead of 457.4, with a scale a row 508.8 instead of 496.3, and in int8
+    # 509.5 instead of 512.0 (H200, one call).
+    pair = 2 if w.bits == 8 and w.sizes["group"] % (2 * block_size(8)) == 0 else 1
+    sizes = GemvSizes(**w.sizes, pair=pair, warps=warps, depth=depth // pair, stages=choice["stages"], rounds=rounds,
+                      slices=slices, full=w.K == rounds * slices * warps * depth * block_size(w.bits))
     out = w.new_output(x)
     partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
     pdl = pdl_options(x.device)
@@ -139,8 +144,8 @@ def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
 
 
 @jit
-def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr, BITS: constexpr,
-                      E4M3: constexpr, GATED: constexpr, SPAN: constexpr):
+def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr,
+                      SCALE_ROWS: constexpr, BITS: constexpr, E4M3: constexpr, GATED: constexpr, SPAN: constexpr):
     """Program (row block, SPAN blocks along K): write their weights to out [N, K], rows in the layer's order."""
     BLOCK: constexpr = 512 // BITS
     P: constexpr = 16 // BITS
@@ -161,7 +166,8 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
 
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
     chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
-    group = tl.load(scales_and_zeros + ((nb * C + chunk) * 16 + r[:, None]) * PARTS + (k // G % PARTS)[None, :])
+    scale_row = (nb * C + chunk) * SCALE_ROWS + r[:, None] // (16 // SCALE_ROWS)
+    group = tl.load(scales_and_zeros + scale_row * PARTS + (k // G % PARTS)[None, :])
     scale = scale_of(group).to(tl.float32)
     if E4M3:  # the code's bits in fp32's places are 2^-120 times the number, and the scale is 2^8 times as large
         w = ((codes & 0x80) << 24 | (codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0 ** 112
@@ -188,7 +194,7 @@ def dequantize(x: Tensor, w: Weights) -> Tensor:
     grid = len(w.qweight), triton.cdiv(w.K, 4 * block_size(w.bits))
     sizes = w.sizes
     dequantize_kernel[grid](w.qweight, w.scales_and_zeros, out, w.N, w.K, w.scales_and_zeros.shape[1], sizes["group"],
-                            sizes["parts"], w.bits, w.e4m3, w.gated, 4, num_warps=2)
+                            sizes["parts"], sizes["scale_rows"], w.bits, w.e4m3, w.gated, 4, num_warps=2)
     return out
 
 

@@ -17,7 +17,7 @@ serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, 
     programs    programs a multiprocessor; a program takes one tile after the other
     occupancy   programs that shall share a multiprocessor, whose registers are limited for it; 0: no limit
     slices      of K, each another program's; their sums are added up in memory
-    depth       blocks of the packed layout that a warp reads in a round
+    depth       blocks of the packed layout that a warp reads in a round, an even number
     splits      blocks of the packed layout in a step, each with a sum of its own
     scaled      1: weights are multiplied by their scales; 0: sums are
 

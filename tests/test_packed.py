@@ -10,7 +10,8 @@ from formats import QuantizedLinear, pack, say_once
 from helpers import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is: "wide" for fp32 scales, "e4m3"
+SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else there is: "wide" for fp32 scales, "e4m3",
+    # "shared" where 8 rows have the same scales
     (1536, 576, 4, 9, True, False, "norm bias"), (2 * 37, 288, 4, 9, True, True, "norm gated"),
     (35, 96, 4, 1, False, False, "residual"), (100, 640, 8, 1, False, False, "norm gated"),
     (561, 512, 8, 16, True, True, "bias residual"), (48, 1024, 8, 8, True, False, "norm"),
@@ -20,12 +21,16 @@ SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else the
     (100, 640, 8, 1, False, False, "norm gated e4m3"), (561, 512, 8, 16, False, True, "bias residual e4m3"),
     (48, 1024, 8, 8, False, False, "norm e4m3"), (35, 288, 8, 9, False, False, "residual e4m3"),
     (48, 192, 4, 2, False, False, "residual wide"), (74, 288, 4, 9, False, True, "norm gated wide"),
-    (80, 256, 8, 2, False, False, "bias wide"), (40, 640, 8, 1, False, False, "norm wide")]
+    (80, 256, 8, 2, False, False, "bias wide"), (40, 640, 8, 1, False, False, "norm wide"),
+    (40, 704, 8, 1, False, False, "norm"), (35, 288, 8, 1, False, False, "residual e4m3"),
+    (144, 384, 8, 3, False, False, "norm gated e4m3 shared"), (200, 1408, 8, 11, False, False, "residual e4m3 shared"),
+    (56, 640, 8, 10, False, True, "bias e4m3 shared"), (48, 192, 4, 6, False, False, "norm wide shared")]
 LARGE = [(4096, 11008, 4, 86, False, False, "residual"), (22016, 4096, 4, 32, True, False, "norm gated"),
          (6144, 4096, 4, 128, True, True, "norm bias"), (4096, 14336, 8, 1, False, False, "residual"),
          (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias"),
          (4096, 11008, 8, 86, False, False, "residual e4m3"), (22016, 4096, 8, 32, False, False, "norm gated e4m3"),
-         (6144, 4096, 8, 1, False, False, "norm e4m3"), (4096, 11008, 4, 86, False, False, "residual wide")]
+         (6144, 4096, 8, 1, False, False, "norm e4m3"), (4096, 11008, 4, 86, False, False, "residual wide"),
+         (4096, 11008, 8, 86, False, False, "residual e4m3 shared")]
 
 
 def random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts=""):
@@ -34,6 +39,7 @@ def random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts=""):
     codes -= (codes % 128 == 127).long() * e4m3  # NaN
     scales = (torch.rand(N, C, device=device) + 0.5) / K ** 0.5 / (256 if e4m3 else 2 ** (bits - 2))
     scales = scales if e4m3 or "wide" in parts else scales.half()
+    scales = scales[torch.arange(N, device=device) // 8 * 8] if "shared" in parts else scales
     points = torch.randint(1, 2 ** bits, (N, C), device=device) if zeros else None
     bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
     g_idx = torch.randperm(K, device=device) // (K // C) if act_order else None
@@ -75,6 +81,18 @@ def test_scales_and_zeros_come_back(zeros):
     assert packed.shape == (3, 3, 16, 2)
     got = unpack_scales(packed, 35, 5, 8, False)
     assert got[0].equal(scales.float()) and got[1].equal(points.int() if zeros else torch.full((35, 5), 128).int())
+
+
+@pytest.mark.parametrize("N, gated", [(40, False), (80, True)])
+def test_scales_that_rows_share_stand_there_once(N, gated):
+    scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
+    packed = pack_scales(scales, None, 8, 2, gated)
+    assert packed.shape == ((N + 15) // 16, 3, 2, 2)
+    assert unpack_scales(packed, N, 5, 8, gated)[0].equal(scales)
+    scales[N - 1, 4] += 1
+    packed = pack_scales(scales, None, 8, 2, gated)
+    assert packed.shape == ((N + 15) // 16, 3, 16, 2)
+    assert unpack_scales(packed, N, 5, 8, gated)[0].equal(scales)
 
 
 def regrouped_weights(layer):
