@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from checkpoint import Tokenizer, load_model
 from cli import show
-from generate import Completion, Generator, complete
+from generate import PREFILL_TOKENS, Completion, Generator, complete
 from helpers import DEVICES, GOLDEN, GREEDY, ROOT, TINY, run, tiny
 from sampling import Sampling
 
@@ -54,7 +54,7 @@ def test_compiled_once_for_all_prompts_and_a_seed_draws_what_it_draws_without(de
     compiled = Generator(tiny(device), 400, sampling, prompts=2, samples=2, mode="fast")
     assert counters["stats"]["unique_graphs"] == 2
     assert drawn(compiled, cases, seed=1) == expected
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
+    monkeypatch.setitem(PREFILL_TOKENS, device, 8)
     assert drawn(compiled, chunk_cases(), seed=1) == drawn(eager, chunk_cases(), seed=1)
     assert drawn(compiled, cases, seed=2) != expected
     assert counters["stats"]["unique_graphs"] == 2
@@ -71,8 +71,20 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, monkeypatch):
     """Compiled, the test above shows it."""
     generator = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
     expected = [run(generator, prompts, 6, start) for prompts, start in chunk_cases()]
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
+    monkeypatch.setitem(PREFILL_TOKENS, device, 8)
     assert [run(generator, prompts, 6, start) for prompts, start in chunk_cases()] == expected
+
+
+def test_prompts_that_have_ended_leave_the_prefill(monkeypatch):
+    """Where only shorter ones follow them; and the tokens are those of the prompts alone."""
+    model, prompts, read = tiny(), [[7] * 9, [9, 8], [5] * 5, [3]], []
+    generator = Generator(model, 40, GREEDY, prompts=4, samples=2)
+    alone = [run(Generator(tiny(), 40, GREEDY), [prompt], 6)[0] for prompt in prompts]
+    prefill = generator.prefill
+    generator.prefill = lambda model, tokens, *rest: read.append(tuple(tokens.shape)) or prefill(model, tokens, *rest)
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 16)  # four columns of four prompts
+    assert run(generator, prompts, 6) == [tokens for tokens in alone for _ in range(2)]
+    assert read == [(4, 4), (3, 4), (1, 2)]
 
 
 def test_a_seed_repeats_a_text():
