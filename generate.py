@@ -141,7 +141,8 @@ class ModelRunner:
             for row, found in enumerate(self.prefill(self.model, chunk, positions, slots, end)):
                 if at < len(prompts[row]) <= at + size:
                     logits[row] = found
-        self.model.repeat_rows(len(prompts), samples)
+        if samples > 1:
+            self.model.arrange_rows([row for row in range(len(prompts)) for _ in range(samples)])
         return torch.stack(self.choose(torch.stack(logits).repeat_interleave(samples, dim=0), self.sampling))
 
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -225,7 +226,8 @@ class Generator(ModelRunner):
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> Iterator[Tensor]:
         """Each step's tokens and log-probabilities [2, B], a speculative one's [B, 2, T + 1]. The next step overwrites
-        them. Rows that are not in use come last; they are decoded, too, where the batch is compiled."""
+        them. Rows that are not in use come last; they are decoded, too, where the batch is compiled. Else greedy rows
+        that the caller wants no more of are dropped: their tokens mean nothing."""
         chosen = self.prefill_prompts(prompts, start, samples)
         if self.speculator:
             self.speculator.begin(prompts, start, samples, chosen[0].long(), new_tokens)
@@ -241,12 +243,26 @@ class Generator(ModelRunner):
         tokens, positions = self.tokens, self.positions
         if not self.compiled:  # a CUDA graph wants the same tensors each time
             tokens, positions = tokens[:used], positions[:used]
-        width = start + max(2, *map(len, prompts))
+        leaves = not self.compiled and self.sampling.greedy  # else a seed would draw other tokens than compiled
+        width, rows = start + max(2, *map(len, prompts)), list(range(used))
         for n in range(width + 1, width + new_tokens):
-            yield self.decode(tokens, positions, self.slots(n))
+            if leaves and len(rows) // 4 < len(self.ended.intersection(rows)) < len(rows):
+                rows, tokens, positions = self.drop_ended(rows, tokens, positions)
+            step = self.decode(tokens, positions, self.slots(n))
+            if len(rows) < used:
+                chosen[:, rows] = step
+                step = chosen
+            yield step
+
+    def drop_ended(self, rows: list[int], tokens: Tensor, positions: Tensor) -> tuple[list[int], Tensor, Tensor]:
+        """What is left of a step's rows, and their tokens and positions; their cache moves to the first rows."""
+        kept = [i for i, row in enumerate(rows) if row not in self.ended]
+        self.model.arrange_rows(kept)
+        return [rows[i] for i in kept], tokens[kept], positions[kept]
 
     def finish(self, row: int) -> None:
         """The caller wants no more tokens of this row."""
+        self.ended.add(row)
         if self.speculator:
             self.speculator.finish(row)
 
@@ -258,7 +274,7 @@ class Generator(ModelRunner):
         Ragged prompts need no padding mask: see model.py. start: so many tokens, the same for all prompts, are in the
         cache already. samples: rows of each prompt, the constructor's if None. On a GPU a step is yielded after the
         next one is launched, so that the GPU never waits."""
-        samples = samples or self.samples
+        samples, self.ended = samples or self.samples, set()
         rows = len(prompts) * samples
         steps = map(self.copy_to_host, self.steps(prompts, new_tokens, start, samples))
         if self.device.type == "cuda":

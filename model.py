@@ -77,12 +77,12 @@ class Transformer(nn.Module):
             for name in ("k_cache", "v_cache"):
                 layer.attn.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
 
-    def repeat_rows(self, rows: int, n: int) -> None:
-        """Copies each of the cache's first `rows` rows, i, to rows i * n .. i * n + n - 1: one prefill serves n
-        samples."""
-        for layer in self.layers if n > 1 else ():
+    def arrange_rows(self, rows: list[int]) -> None:
+        """The cache's first rows become what these rows are: [0, 0, 1, 1] makes two samples of each of two prompts."""
+        rows = torch.tensor(rows, device=self.rows.device)
+        for layer in self.layers:
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
-                cache[:rows * n] = cache[:rows].repeat_interleave(n, dim=0)
+                cache[:len(rows)] = cache[rows]
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
                 last: Tensor | None = None) -> Tensor:

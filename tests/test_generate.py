@@ -87,6 +87,25 @@ def test_prompts_that_have_ended_leave_the_prefill(monkeypatch):
     assert read == [(4, 4), (3, 4), (1, 2)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_greedy_rows_that_have_ended_leave_the_batch(device):
+    """The others' tokens stay what they are. Nothing breaks when all have ended, and the next call begins anew."""
+    generator = Generator(tiny(device), 60, GREEDY, prompts=3, samples=2)
+    prompts, ends, decode = [[7] * 9, [9, 8], [5] * 5], {2: 4, 0: 5, 5: 6, 4: 20, 1: 30, 3: 30}, generator.decode
+    expected = run(generator, prompts, 40)
+    for _ in range(2):
+        got, read = [[] for _ in expected], []
+        generator.decode = lambda tokens, *rest: read.append(len(tokens)) or decode(tokens, *rest)
+        for n, step in enumerate(generator.generate(prompts, 40)):
+            for row, [(token, _)] in enumerate(step):
+                if n <= ends[row]:
+                    got[row].append(token)
+                if n == ends[row]:
+                    generator.finish(row)
+        assert got == [tokens[:ends[row] + 1] for row, tokens in enumerate(expected)]
+        assert len(read) == 39 and sorted(set(read)) == [2, 4, 6]
+
+
 def test_a_seed_repeats_a_text():
     generator, out = Generator(tiny(), 64, Sampling(0.9, 50, 0.95), samples=3), []
     for seed in (1, 1, 2):
