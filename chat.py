@@ -170,24 +170,18 @@ class Chat:
         """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
         until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
         long."""
-        tokens, room, kept = self.encode(messages), self.llm.room, len(self.system)
-        if room - len(tokens) >= min(self.args.max_new_tokens or room, room // 8) or self.turns(messages) == 1:
-            self.check_room(len(tokens))
-            return messages, tokens
-        while len(tokens) > room * 3 // 4 and self.turns(messages) > 1:
-            del messages[kept]
-            while messages[kept]["role"] != "user":
-                del messages[kept]
+        tokens, room, kept, before = self.encode(messages), self.llm.room, len(self.system), len(messages)
+        full = room - len(tokens) < min(self.args.max_new_tokens or room, room // 8)
+        while full and len(tokens) > room * 3 // 4 and self.turns(messages) > 1:
+            next_turn = next(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")
+            del messages[kept:next_turn]
             tokens = self.encode(messages)
-        self.check_room(len(tokens))
-        if not self.told_dropped:
+        if len(tokens) >= room:
+            raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise --max-seq-length")
+        if len(messages) < before and not self.told_dropped:
             self.say(f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are dropped from now on")
             self.told_dropped = True
         return messages, tokens
-
-    def check_room(self, tokens: int) -> None:
-        if tokens >= self.llm.room:
-            raise UserError(f"{tokens} tokens leave no room in {self.llm.room}: shorten, or raise --max-seq-length")
 
     @staticmethod
     def turns(messages: list[dict]) -> int:

@@ -336,9 +336,9 @@ class Tokenizer:
         self.vocab_size, self.bos = load_config(directory).vocab_size, config.get("bos_token_id")
         with reading(directory / "tokenizer_config.json"):
             self.add_bos = typed(settings, "add_bos_token", bool)
-            special = {key: value if isinstance(value, str) else typed(value, "content", str)
-                       for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
-            self.special_tokens = special  # bos_token, eos_token and the like, which chat templates insert
+            special = self.special_tokens = {  # bos_token, eos_token and the like, which chat templates insert
+                key: value if isinstance(value, str) else typed(value, "content", str)
+                for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
             self.template = typed(settings, "chat_template", str, list)
             if isinstance(self.template, list):
                 templates = {typed(entry, "name", str): typed(entry, "template", str) for entry in self.template}
@@ -402,13 +402,10 @@ class Tokenizer:
         free = (mark for mark in map(chr, range(0x100000, 0x10FFFE)) if mark not in said)
         marks = {token: next(free) for token in sorted(self.backend.special, key=len, reverse=True) if token in said}
 
-        def swap(value):
-            for token, mark in marks.items() if isinstance(value, str) else ():
-                value = value.replace(token, mark)
-            return value
-
-        swapped = [{key: swap(value) for key, value in message.items()} for message in messages]
-        return swapped, {ord(mark): token for token, mark in marks.items()}
+        for token, mark in marks.items():
+            messages = [{key: value.replace(token, mark) if isinstance(value, str) else value
+                         for key, value in message.items()} for message in messages]
+        return messages, {ord(mark): token for token, mark in marks.items()}
 
     def render(self, messages: list[dict]) -> str:
         """The text that the chat template makes of messages, up to where the answer begins."""

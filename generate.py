@@ -130,10 +130,10 @@ class ModelRunner:
         width += width % size == 1  # dynamic=True would compile once more for a width of 1
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        used, logits = len(prompts), [None] * len(prompts)
+        logits = [None] * len(prompts)
         for at in range(0, width, size):
-            if not self.compiled:  # prompts that have ended leave, unless a longer one follows them
-                used = 1 + max(row for row, prompt in enumerate(prompts) if len(prompt) > at)
+            # Eager, prompts that have ended leave, unless a longer one follows them.
+            used = 1 + max(row for row, prompt in enumerate(prompts) if self.compiled or len(prompt) > at)
             chunk, end = tokens[:used, at:at + size], (last[:used] - at).clamp(0, size - 1)
             # Not a slice of all positions: its strides would be new to the compiler.
             positions = start + at + torch.arange(chunk.shape[1], device=self.device)[None]
@@ -247,18 +247,11 @@ class Generator(ModelRunner):
         width, rows = start + max(2, *map(len, prompts)), list(range(used))
         for n in range(width + 1, width + new_tokens):
             if leaves and len(rows) // 4 < len(self.ended.intersection(rows)) < len(rows):
-                rows, tokens, positions = self.drop_ended(rows, tokens, positions)
+                kept = [i for i, row in enumerate(rows) if row not in self.ended]
+                self.model.arrange_rows(kept)
+                rows, tokens, positions = [rows[i] for i in kept], tokens[kept], positions[kept]
             step = self.decode(tokens, positions, self.slots(n))
-            if len(rows) < used:
-                chosen[:, rows] = step
-                step = chosen
-            yield step
-
-    def drop_ended(self, rows: list[int], tokens: Tensor, positions: Tensor) -> tuple[list[int], Tensor, Tensor]:
-        """What is left of a step's rows, and their tokens and positions; their cache moves to the first rows."""
-        kept = [i for i, row in enumerate(rows) if row not in self.ended]
-        self.model.arrange_rows(kept)
-        return [rows[i] for i in kept], tokens[kept], positions[kept]
+            yield step if len(rows) == used else chosen.index_copy(1, torch.tensor(rows, device=self.device), step)
 
     def finish(self, row: int) -> None:
         """The caller wants no more tokens of this row."""
@@ -430,8 +423,7 @@ class LLM:
         self.models, self.draft_directory = [(self.config, settings.get("bits"))], None
         if self.options.draft not in (None, "prompt-lookup"):
             self.draft_directory = find_draft(self.options.draft, self.config, self.tokenizer)
-            draft_bits = read_settings(self.draft_directory).get("bits")
-            self.models.append((load_config(self.draft_directory), draft_bits))
+            self.models.append((load_config(self.draft_directory), read_settings(self.draft_directory).get("bits")))
         self.model = self.draft_model = self.generator = self.running = None
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0  # room: tokens of a prompt and its completion
         if self.team.ranks > 1:
