@@ -24,8 +24,8 @@ from generate import LLM  # noqa: E402
 
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()
-# A fresh process reads at once what a chat has read turn by turn. In bf16 two tokens may be equally likely then: 5 of 50
-# answers differed, on an H200 and on a CPU.
+# A fresh process reads at once what a chat has read turn by turn. In bf16 another token may be the likeliest then: 5 of
+# 50 answers differed, on an H200 and on a CPU.
 OPTIONS = dict(plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"),
                chat=dict(dtype="float32"))
 WARM_UP, REPEATED, GROWTH = 200, 50, 16  # MiB
