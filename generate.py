@@ -140,7 +140,7 @@ class ModelRunner:
             slots = self.slots(start + at + chunk.shape[1])
             for row, found in enumerate(self.prefill(self.model, chunk, positions, slots, end)):
                 if at < len(prompts[row]) <= at + size:
-                    logits[row] = found
+                    logits[row] = found.clone()  # a view would keep the logits of all prompts
         if samples > 1:
             self.model.arrange_rows([row for row in range(len(prompts)) for _ in range(samples)])
         return torch.stack(self.choose(torch.stack(logits).repeat_interleave(samples, dim=0), self.sampling))
