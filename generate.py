@@ -42,10 +42,7 @@ from speculative import SLACK, Draft, DraftModel, PromptLookup, Speculator, acce
 from tp import Team, draft_splitter, join, run, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
-# At a time, over all prompts: the memory of prefill does not grow with the prompt. On a CPU ragged prompts are read
-# faster in small chunks, as each leaves when it ends: 64 prompts of 8 to 68 tokens took SmolLM2 2.4 s so, and 4.2 s in
-# one chunk (two cores).
-PREFILL_TOKENS = dict(cuda=4096, cpu=1024, mps=1024)
+PREFILL_TOKENS = 4096  # at a time, over all prompts: the memory of prefill does not grow with the prompt
 
 
 def prefill(model: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor) -> Tensor:
@@ -125,7 +122,11 @@ class ModelRunner:
     def prefill_prompts(self, prompts: list[list[int]], start: int, samples: int) -> Tensor:
         """Reads prompts, chunk by chunk, behind `start` cached tokens -> the next tokens of each prompt's samples and
         their log-probabilities [2, P x samples]."""
-        size = max(2, PREFILL_TOKENS[self.device.type] // len(prompts))  # columns of a chunk
+        size = max(2, PREFILL_TOKENS // len(prompts))  # columns of a chunk
+        if self.device.type == "cpu":
+            # Eager, prompts leave with the chunk they end in: 64 of 8 to 68 tokens, the longest first, took SmolLM2
+            # 2.4 s so, and 4.2 s in one chunk (two cores). In any other order it is 8% slower.
+            size = min(size, max(16, size // 4))
         width = max(2, *map(len, prompts))
         width += width % size == 1  # dynamic=True would compile once more for a width of 1
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
@@ -142,7 +143,7 @@ class ModelRunner:
                 if at < len(prompts[row]) <= at + size:
                     logits[row] = found.clone()  # a view would keep the logits of all prompts
         if samples > 1:
-            self.model.arrange_rows([row for row in range(len(prompts)) for _ in range(samples)])
+            self.model.arrange_rows([row for row in range(len(prompts)) for _ in range(samples)], start + width)
         return torch.stack(self.choose(torch.stack(logits).repeat_interleave(samples, dim=0), self.sampling))
 
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -226,8 +227,9 @@ class Generator(ModelRunner):
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> Iterator[Tensor]:
         """Each step's tokens and log-probabilities [2, B], a speculative one's [B, 2, T + 1]. The next step overwrites
-        them. Rows that are not in use come last; they are decoded, too, where the batch is compiled. Else greedy rows
-        that the caller wants no more of are dropped: their tokens mean nothing."""
+        them. Rows that are not in use come last; they are decoded, too, where the batch is compiled. Eager and greedy,
+        rows that the caller wants no more of leave, at least a quarter at a time; numbers in their place mean
+        nothing."""
         chosen = self.prefill_prompts(prompts, start, samples)
         if self.speculator:
             self.speculator.begin(prompts, start, samples, chosen[0].long(), new_tokens)
@@ -236,22 +238,22 @@ class Generator(ModelRunner):
             return
         yield chosen
         used = chosen.shape[1]
-        ends = torch.tensor([start + len(prompt) for prompt in prompts], device=self.device)
         self.tokens[:used] = chosen[0]
         self.positions.zero_()
-        self.positions[:used] = ends.repeat_interleave(samples)
-        tokens, positions = self.tokens, self.positions
+        self.positions[:used] = torch.tensor([start + len(prompt) for prompt in prompts for _ in range(samples)])
+        tokens, positions, leave = self.tokens, self.positions, False
         if not self.compiled:  # a CUDA graph wants the same tensors each time
-            tokens, positions = tokens[:used], positions[:used]
-        leaves = not self.compiled and self.sampling.greedy  # else a seed would draw other tokens than compiled
+            # Sampled rows stay: a seed draws the same numbers as compiled.
+            tokens, positions, leave = tokens[:used], positions[:used], self.sampling.greedy
         width, rows = start + max(2, *map(len, prompts)), list(range(used))
         for n in range(width + 1, width + new_tokens):
-            if leaves and len(rows) // 4 < len(self.ended.intersection(rows)) < len(rows):
+            if leave and len(rows) // 4 < len(self.ended.intersection(rows)) < len(rows):
                 kept = [i for i, row in enumerate(rows) if row not in self.ended]
-                self.model.arrange_rows(kept)
+                self.model.arrange_rows(kept, n)
                 rows, tokens, positions = [rows[i] for i in kept], tokens[kept], positions[kept]
+                places = torch.tensor(rows, device=self.device)
             step = self.decode(tokens, positions, self.slots(n))
-            yield step if len(rows) == used else chosen.index_copy(1, torch.tensor(rows, device=self.device), step)
+            yield step if len(rows) == used else chosen.index_copy(1, places, step)
 
     def finish(self, row: int) -> None:
         """The caller wants no more tokens of this row."""
@@ -265,8 +267,9 @@ class Generator(ModelRunner):
         """For each step and row the new tokens with their log-probabilities, on the host.
 
         Ragged prompts need no padding mask: see model.py. start: so many tokens, the same for all prompts, are in the
-        cache already. samples: rows of each prompt, the constructor's if None. On a GPU a step is yielded after the
-        next one is launched, so that the GPU never waits."""
+        cache already; not where greedy rows left an eager batch, as the others moved up. samples: rows of each prompt,
+        the constructor's if None. On a GPU a step is yielded after the next one is launched, so that the GPU never
+        waits."""
         samples, self.ended = samples or self.samples, set()
         rows = len(prompts) * samples
         steps = map(self.copy_to_host, self.steps(prompts, new_tokens, start, samples))

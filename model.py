@@ -77,12 +77,13 @@ class Transformer(nn.Module):
             for name in ("k_cache", "v_cache"):
                 layer.attn.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
 
-    def arrange_rows(self, rows: list[int]) -> None:
-        """The cache's first rows become what these rows are: [0, 0, 1, 1] makes two samples of each of two prompts."""
+    def arrange_rows(self, rows: list[int], n: int) -> None:
+        """The cache's first rows become what these rows are, as far as their first n slots: [0, 0, 1, 1] makes two
+        samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
             for cache in (layer.attn.k_cache, layer.attn.v_cache):
-                cache[:len(rows)] = cache[rows]
+                cache[:len(rows), :, :n] = cache[rows, :, :n]
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
                 last: Tensor | None = None) -> Tensor:

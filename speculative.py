@@ -121,9 +121,8 @@ class DraftModel:
 
     def __init__(self, runner, vocab_size: int):
         self.runner, self.max_seq_len, self.slots = runner, runner.max_seq_len, runner.slots
-        self.vocab_size = vocab_size
         self.last_token = runner.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
-        self.unread = 0  # trailing tokens of the text that the cache lacks
+        self.vocab_size, self.unread = vocab_size, 0  # unread: trailing tokens of the text that the cache lacks
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         return self.runner.decoder(tokens.clamp(max=self.last_token), positions, slots)

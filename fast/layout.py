@@ -51,8 +51,9 @@ A group may be smaller than a block (int4 in groups of 32 or 64); a block then h
     scales_and_zeros int32 [row blocks, C / parts, 16 rows, parts]
 
 Where the scales are fp32, they take the whole word, and scales_and_zeros is fp32: zero points are 2 ** (bits - 1) then.
-FP8's blocks of 128 x 128 weights give neighbouring rows the same scales, which would be 3% of all bytes. Where the
-first 8 rows of each row block share theirs, and the last 8 do, they stand there once:
+FP8's blocks of 128 x 128 weights give neighbouring rows the same scales, which would be 3% of all bytes. Where a row
+has several groups, and in every row block the first 8 rows share their scales and so do the last 8, these stand there
+once:
 
     scales_and_zeros fp32 [row blocks, C / parts, 2, parts]
 

@@ -27,8 +27,8 @@ The matrix unit takes fp16, so x is rescaled. After a norm it is divided by 16: 
 weight, so it fits for weights from 1e-4 to 1e4. Without a norm it is divided by a power of two near the length of the
 slice of x, which rounds only numbers below 2^-28 of that length.
 
-Names: S the sizes (GemvSizes); PAIR blocks that a warp multiplies at once, of INPUTS inputs; PARTS groups in them;
-CHAINS sums of them that the matrix unit makes side by side, each of BK inputs; KB blocks of a row; C groups of a row,
+Names: S the sizes (GemvSizes); PAIR blocks that a warp multiplies at once, of INPUTS inputs; PARTS groups in a block;
+CHAINS sums that the matrix unit makes of them side by side, each of BK inputs; KB blocks of a row; C groups of a row,
 counted by PARTS; an item is one round of one tile.
 """
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def byte_asm(S):
     """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize().
 
     For e4m3 Hopper has a conversion, two instructions a word, and these five are faster: Llama-2-7B made 90% of int8's
-    tokens/s so, and makes 98% now (H200, two calls)."""
+    tokens/s so, and 97% with these (H200, two calls)."""
     halves = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
     if S.e4m3:
         return """{ .reg .b32 t, a, b; and.b32 a, $4, 0xbf80bf80; shl.b32 t, $4, 1; and.b32 t, t, 0x80008000;
@@ -86,8 +86,8 @@ def warp_inputs(S):
 
 @gluon.constexpr_function
 def chains(S):
-    """Sums of a block that the matrix unit makes side by side: one for each part, but four for int8, where a layer of
-    Llama-2-7B took 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200)."""
+    """Sums that the matrix unit makes side by side: one for each part, but four for int8, where a layer of Llama-2-7B
+    took 63.2 us so and 63.7 with one (int4: 48.1 with four, 47.4 with one; H200, a block at once)."""
     return S.parts if S.bits == 4 else 4
 
 

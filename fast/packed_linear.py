@@ -89,7 +89,7 @@ def launch_gemv(x: Tensor, w: Weights, choice: dict, norm: Tensor | None, bias: 
     # Two neighbouring blocks that share a group are multiplied at once, and their sum is scaled: in FP8 with 128 x 128
     # blocks Llama-2-7B made 471.7 tokens/s instead of 457.4, with a scale a row 508.8 instead of 496.3, and in int8
     # 509.5 instead of 512.0 (H200, one call).
-    pair = 2 if w.bits == 8 and w.sizes["group"] % (2 * block_size(8)) == 0 else 1
+    pair = 2 if w.bits == 8 and depth % 2 == 0 and w.sizes["group"] % (2 * block_size(8)) == 0 else 1
     sizes = GemvSizes(**w.sizes, pair=pair, warps=warps, depth=depth // pair, stages=choice["stages"], rounds=rounds,
                       slices=slices, full=w.K == rounds * slices * warps * depth * block_size(w.bits))
     out = w.new_output(x)

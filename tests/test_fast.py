@@ -163,7 +163,7 @@ def test_one_prefill_serves_many_samples():
     tokens, at = torch.randint(vocabulary, (2, 5)), torch.arange(5)[None]
     for model in (plain, fast):
         model(tokens, at)
-        model.arrange_rows([0, 0, 0, 1, 1, 1])
+        model.arrange_rows([0, 0, 0, 1, 1, 1], 5)
     tokens, at = torch.randint(vocabulary, (6, 1)), torch.full((6, 1), 5)
     assert torch.allclose(plain(tokens, at), decoder(tokens, at), atol=1e-4)
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from checkpoint import Tokenizer, load_model
 from cli import show
-from generate import PREFILL_TOKENS, Completion, Generator, complete
+from generate import Completion, Generator, complete
 from helpers import DEVICES, GOLDEN, GREEDY, ROOT, TINY, run, tiny
 from sampling import Sampling
 
@@ -54,7 +54,7 @@ def test_compiled_once_for_all_prompts_and_a_seed_draws_what_it_draws_without(de
     compiled = Generator(tiny(device), 400, sampling, prompts=2, samples=2, mode="fast")
     assert counters["stats"]["unique_graphs"] == 2
     assert drawn(compiled, cases, seed=1) == expected
-    monkeypatch.setitem(PREFILL_TOKENS, device, 8)
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
     assert drawn(compiled, chunk_cases(), seed=1) == drawn(eager, chunk_cases(), seed=1)
     assert drawn(compiled, cases, seed=2) != expected
     assert counters["stats"]["unique_graphs"] == 2
@@ -71,28 +71,35 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, monkeypatch):
     """Compiled, the test above shows it."""
     generator = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
     expected = [run(generator, prompts, 6, start) for prompts, start in chunk_cases()]
-    monkeypatch.setitem(PREFILL_TOKENS, device, 8)
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
     assert [run(generator, prompts, 6, start) for prompts, start in chunk_cases()] == expected
 
 
-def test_prompts_that_have_ended_leave_the_prefill(monkeypatch):
+def ragged_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Of 9, 2, 5 and 1 tokens; they go on in different ways."""
+    texts = "Once upon a time there was a red fox", "One", "Tom and Sue went to", "A"
+    return [tokenizer.encode(text)[:length] for text, length in zip(texts, (9, 2, 5, 1))]
+
+
+def test_prompts_that_have_ended_leave_the_prefill(tokenizer, monkeypatch):
     """Where only shorter ones follow them; and the tokens are those of the prompts alone."""
-    model, prompts, read = tiny(), [[7] * 9, [9, 8], [5] * 5, [3]], []
-    generator = Generator(model, 40, GREEDY, prompts=4, samples=2)
-    alone = [run(Generator(tiny(), 40, GREEDY), [prompt], 6)[0] for prompt in prompts]
+    prompts, read = ragged_prompts(tokenizer), []
+    alone = [run(Generator(tiny(), 60, GREEDY), [prompt], 30)[0] for prompt in prompts]
+    generator = Generator(tiny(), 60, GREEDY, prompts=4, samples=2)
     prefill = generator.prefill
     generator.prefill = lambda model, tokens, *rest: read.append(tuple(tokens.shape)) or prefill(model, tokens, *rest)
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 16)  # four columns of four prompts
-    assert run(generator, prompts, 6) == [tokens for tokens in alone for _ in range(2)]
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 16)  # four columns of four prompts
+    assert run(generator, prompts, 30) == [tokens for tokens in alone for _ in range(2)]
     assert read == [(4, 4), (3, 4), (1, 2)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_rows_that_have_ended_leave_the_batch(device):
+def test_greedy_rows_that_have_ended_leave_the_batch(tokenizer, device):
     """The others' tokens stay what they are. Nothing breaks when all have ended, and the next call begins anew."""
     generator = Generator(tiny(device), 60, GREEDY, prompts=3, samples=2)
-    prompts, ends, decode = [[7] * 9, [9, 8], [5] * 5], {2: 4, 0: 5, 5: 6, 4: 20, 1: 30, 3: 30}, generator.decode
+    prompts, ends, decode = ragged_prompts(tokenizer)[:3], {2: 4, 0: 5, 5: 6, 4: 20, 1: 30, 3: 30}, generator.decode
     expected = run(generator, prompts, 40)
+    assert expected[1] != expected[3] != expected[5] != expected[1]
     for _ in range(2):
         got, read = [[] for _ in expected], []
         generator.decode = lambda tokens, *rest: read.append(len(tokens)) or decode(tokens, *rest)
@@ -104,6 +111,18 @@ def test_greedy_rows_that_have_ended_leave_the_batch(device):
                     generator.finish(row)
         assert got == [tokens[:ends[row] + 1] for row, tokens in enumerate(expected)]
         assert len(read) == 39 and sorted(set(read)) == [2, 4, 6]
+
+
+def test_sampled_rows_stay_so_that_a_seed_draws_what_it_draws_compiled():
+    generator, tokens = Generator(tiny(), 60, Sampling(0.9, 50, 0.95), samples=4), []
+    for ended in ((), (0, 1, 3)):
+        torch.manual_seed(1)
+        tokens.append([])
+        for step in generator.generate([[1, 300, 500]], 20):
+            tokens[-1].append(step[2])
+            for row in ended:
+                generator.finish(row)
+    assert tokens[0] == tokens[1]
 
 
 def test_a_seed_repeats_a_text():

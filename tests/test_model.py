@@ -83,7 +83,7 @@ def test_repeated_rows_continue_as_their_source():
     model.setup(max_seq_len=64, batch_size=4)
     prompts = torch.stack([all_tokens[0][:5], all_tokens[2][:5]])
     model(prompts, torch.arange(5)[None])
-    model.arrange_rows([0, 0, 1, 1])
+    model.arrange_rows([0, 0, 1, 1], 5)
     source = [0, 0, 2, 2]
     out = model(torch.stack([all_tokens[row][5:6] for row in source]), torch.full((4, 1), 5))
     for row, of in enumerate(source):

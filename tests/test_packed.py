@@ -24,7 +24,7 @@ SHAPES = [  # N, K, bits, groups of a row, zero points, act-order, what else the
     (80, 256, 8, 2, False, False, "bias wide"), (40, 640, 8, 1, False, False, "norm wide"),
     (40, 704, 8, 1, False, False, "norm"), (35, 288, 8, 1, False, False, "residual e4m3"),
     (144, 384, 8, 3, False, False, "norm gated e4m3 shared"), (200, 1408, 8, 11, False, False, "residual e4m3 shared"),
-    (56, 640, 8, 10, False, True, "bias e4m3 shared"), (48, 960, 4, 30, False, False, "norm wide shared")]
+    (56, 640, 8, 10, False, True, "bias e4m3 shared"), (768, 192, 4, 6, False, False, "norm wide shared")]
 LARGE = [(4096, 11008, 4, 86, False, False, "residual"), (22016, 4096, 4, 32, True, False, "norm gated"),
          (6144, 4096, 4, 128, True, True, "norm bias"), (4096, 14336, 8, 1, False, False, "residual"),
          (28672, 4096, 8, 32, True, False, "norm gated"), (520, 28672, 4, 224, True, False, "bias"),
