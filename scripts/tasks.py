@@ -70,8 +70,7 @@ class Harness(TemplateLM):
         model.setup(contexts.shape[1] + read.shape[1], len(rows))
         at = torch.arange(contexts.shape[1], device=device)[None]
         model(contexts.to(device), at, last=at.new_zeros(len(batch)))
-        if len(rows) > len(batch):
-            model.arrange_rows([row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1])
+        model.arrange_rows([row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1])
         starts = torch.tensor([len(context) - 1 for context, _, _ in rows], device=device)
         logits = model(read.to(device), starts[:, None] + torch.arange(read.shape[1], device=device))  # [P n, T, V]
         for (_, continuation, place), row in zip(rows, logits):
