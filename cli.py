@@ -320,8 +320,8 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation (default: none)")
     args = parser.parse_args()
     check_options(args, parser)
-    lone = args.prompt or args.prompt_file or args.json or args.num_samples > 1 or args.time_budget
-    if args.interactive and lone:
+    others = args.prompt or args.prompt_file or args.json or args.num_samples > 1 or args.time_budget
+    if args.interactive and others:
         parser.error("--interactive does not go with --prompt, --prompt-file, --json, --num-samples and --time-budget")
     if args.system is not None and not (args.chat or args.interactive):
         parser.error("--system goes with --chat or --interactive")

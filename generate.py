@@ -125,7 +125,7 @@ class ModelRunner:
         size = max(2, PREFILL_TOKENS // len(prompts))  # columns of a chunk
         if self.device.type == "cpu":
             # Eager, prompts leave with the chunk they end in: 64 of 8 to 68 tokens, the longest first, took SmolLM2
-            # 2.4 s so, and 4.2 s in one chunk (two cores). In any other order it is 8% slower.
+            # 2.4 s so, and 4.2 s in one chunk (two cores). In another order both took the same time.
             size = min(size, max(16, size // 4))
         width = max(2, *map(len, prompts))
         width += width % size == 1  # dynamic=True would compile once more for a width of 1

@@ -6,6 +6,9 @@ Generates for a long time in one process: memory stays flat, and the tokens are 
 Prompts, their number and lengths, new tokens, seeds and temperatures are random. Memory is what the process holds after
 200 generations (a fifth, of fewer than 1000), and after each quarter of the rest: a growth that ends is a cache's, one
 that goes on is a leak. 50 of the generations are done again in a fresh process, in another order.
+
+A fresh process reads at once what a chat has read turn by turn. In bf16 another token may be the likeliest then: 5 of 50
+answers differed, on an H200 and on a CPU. --dtype float32 shows whether there is another reason.
 """
 import argparse
 import json
@@ -24,10 +27,7 @@ from generate import LLM  # noqa: E402
 
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()
-# A fresh process reads at once what a chat has read turn by turn. In bf16 another token may be the likeliest then: 5 of
-# 50 answers differed, on an H200 and on a CPU.
-OPTIONS = dict(plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"),
-               chat=dict(dtype="float32"))
+OPTIONS = dict(plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"), chat={})
 WARM_UP, REPEATED, GROWTH = 200, 50, 16  # MiB
 
 
@@ -55,10 +55,12 @@ def main() -> int:
     parser.add_argument("--how", choices=OPTIONS, default="plain")
     parser.add_argument("--generations", type=int, default=2500)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--again", help=argparse.SUPPRESS)  # JSON: seeds or, of a chat, prompts' tokens and limits
     args = parser.parse_args()
     rows = 1 if args.how == "chat" else 3
-    llm = LLM(str(TINY), rows, quiet=True, max_seq_length=256, device=args.device, temperature=0, **OPTIONS[args.how])
+    llm = LLM(str(TINY), rows, quiet=True, max_seq_length=256, device=args.device, dtype=args.dtype, temperature=0,
+              **OPTIONS[args.how])
 
     def repeat(what) -> list:
         if args.how != "chat":
@@ -91,7 +93,8 @@ def main() -> int:
             memory.append(resident(args.device))
     grown = [now - memory[0] for now in memory[1:]]
     questions = sorted(kept, key=hash)
-    command = [sys.executable, __file__, "--how", args.how, "--device", args.device,
+    dtype = ["--dtype", args.dtype] if args.dtype else []
+    command = [sys.executable, __file__, "--how", args.how, "--device", args.device, *dtype,
                "--again", f"[{','.join(questions)}]"]
     fresh = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     different = sum(tokens != kept[question] for question, tokens in zip(questions, fresh))
