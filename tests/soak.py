@@ -7,8 +7,8 @@ Prompts, their number and lengths, new tokens, seeds and temperatures are random
 200 generations (a fifth, of fewer than 1000), and after each quarter of the rest: a growth that ends is a cache's, one
 that goes on is a leak. 50 of the generations are done again in a fresh process, in another order.
 
-A fresh process reads at once what a chat has read turn by turn. In bf16 another token may be the likeliest then: 5 of 50
-answers differed, on an H200 and on a CPU. --dtype float32 shows whether there is another reason.
+A fresh process reads at once what a chat has read turn by turn. In bf16 another token may be the likeliest then: 5 of
+50 answers differed, on an H200 and on a CPU. --dtype float32 shows whether there is another reason.
 """
 import argparse
 import json
