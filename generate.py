@@ -84,8 +84,9 @@ class ModelRunner:
         self.prefill, self.decode_one_token, self.decoder = prefill, decode_one_token, model
         self.choose, self.accept, self.propose = choose, accept, propose
         self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
-        # +1: a 1-token chunk is padded to 2; +8: slots() never exposes the last 8; rounded up to 8 for SDPA's masks
-        model.setup((max_seq_len + 16) // 8 * 8, self.batch_size)
+        # Behind the last position: 15 that fill a prompt's columns, and 8 that slots() never exposes; rounded up to 8 for
+        # SDPA's masks.
+        model.setup((max_seq_len + 30) // 8 * 8, self.batch_size)
         if self.compiled:
             self.compile(mode)
 
@@ -110,25 +111,28 @@ class ModelRunner:
         """The cache's first slots, at least the n that are in use. Kernels find these by themselves."""
         if self.kernels:
             return self.model.slots[:0]
-        if not self.compiled:
+        if self.device.type == "cpu" and not self.compiled:
             return self.model.slots[:(n + 7) // 8 * 8]
-        # A power of two: each length is a CUDA graph of its own. Always a strict slice: the full view would specialize
-        # and recompile.
+        # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's (see prefill_prompts()).
+        # Always a strict slice: the full view would specialize and recompile.
         slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
-        torch._dynamo.maybe_mark_dynamic(slots, 0)
+        if self.compiled:
+            torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
     @torch.no_grad()
     def prefill_prompts(self, prompts: list[list[int]], start: int, samples: int) -> Tensor:
         """Reads prompts, chunk by chunk, behind `start` cached tokens -> the next tokens of each prompt's samples and
         their log-probabilities [2, P x samples]."""
-        size = max(2, PREFILL_TOKENS // len(prompts))  # columns of a chunk
+        # A chunk's columns are a multiple of 2: dynamic=True would compile once more for a single one. On a GPU, in plain
+        # PyTorch, they are one of 16: for each shape cuDNN's attention makes a plan of 1.8 MiB, which PyTorch keeps.
+        step = 2 if self.kernels or self.device.type == "cpu" else 16
+        size = max(step, PREFILL_TOKENS // len(prompts) // step * step)
         if self.device.type == "cpu":
             # Eager, prompts leave with the chunk they end in: 64 of 8 to 68 tokens, the longest first, took SmolLM2
             # 2.4 s so, and 4.2 s in one chunk (two cores). In another order both took the same time.
-            size = min(size, max(16, size // 4))
-        width = max(2, *map(len, prompts))
-        width += width % size == 1  # dynamic=True would compile once more for a width of 1
+            size = min(size, max(16, size // 8 * 2))
+        width = -(-max(map(len, prompts)) // step) * step
         tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         logits = [None] * len(prompts)
@@ -245,8 +249,8 @@ class Generator(ModelRunner):
         if not self.compiled:  # a CUDA graph wants the same tensors each time
             # Sampled rows stay: a seed draws the same numbers as compiled.
             tokens, positions, leave = tokens[:used], positions[:used], self.sampling.greedy
-        width, rows = start + max(2, *map(len, prompts)), list(range(used))
-        for n in range(width + 1, width + new_tokens):
+        longest, rows = start + max(map(len, prompts)), list(range(used))
+        for n in range(longest + 1, longest + new_tokens):
             if leave and len(rows) // 4 < len(self.ended.intersection(rows)) < len(rows):
                 kept = [i for i, row in enumerate(rows) if row not in self.ended]
                 self.model.arrange_rows(kept, n)

@@ -160,6 +160,20 @@ def test_a_gpu_step_is_handed_over_when_the_next_is_launched():
         assert len(launched) == count
 
 
+@pytest.mark.gpu
+def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
+    """For each of them cuDNN makes a plan of 1.8 MiB, which PyTorch keeps for good."""
+    shapes, attend = set(), torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, *rest, **options: (
+        shapes.add((q.shape, k.shape)), attend(q, k, *rest, **options))[1])
+    generator = Generator(tiny("cuda"), 600, GREEDY)
+    for length in range(1, 500, 7):
+        run(generator, [[5] * length], 9)
+    prompts, caches = {q[2] for q, _ in shapes} - {1}, {k[2] for _, k in shapes}
+    assert caches == {256, 512} and prompts == set(range(16, 513, 16))
+    assert len(shapes) == 32 + 2  # prompts, and steps
+
+
 def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), limit: int = 99):
     """A completion fed token by token, and what was visible after each."""
     completion, seen = Completion("", [1], tokenizer, limit, list(stops)), []
