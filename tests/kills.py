@@ -2,6 +2,7 @@
 Ends quantize.py and two ranks of generate.py at random moments, and looks at what is left.
 
     python tests/kills.py --quantize 100 --ranks 20
+    python tests/kills.py --quantize 0 --ranks 20 --decoding --device cuda      # wants two GPUs
 
 quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte; what SIGKILL left
 beside it goes with the next run. Of two ranks one gets SIGKILL, or torchrun SIGTERM or SIGINT; all processes end
@@ -65,12 +66,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def kill_ranks(rng: random.Random, longest: float) -> tuple[str, float]:
+def kill_ranks(rng: random.Random, device: str, decoding: bool) -> tuple[str, float]:
     """What is wrong, and how long the processes took to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "generate.py", "--device", "cpu", "--max-new-tokens", "480", "--stop", "zzz"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(rng.uniform(0, longest))
+               ROOT / "generate.py", "--device", device, "--max-new-tokens", "480", "--stop", "zzz"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    if decoding and not process.stdout.read(1):
+        return f"no text came, exit code {process.wait()}", 0.0
+    time.sleep(rng.uniform(0, 1 if decoding else 20))
     started = descendants(process.pid)
     number = rng.choice(SIGNALS)
     victim = rng.choice(started) if number == signal.SIGKILL and started else process.pid
@@ -91,6 +94,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantize", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=20)
+    parser.add_argument("--device", default="cpu", help="of the ranks")
+    parser.add_argument("--decoding", action="store_true", help="of the ranks: only once there is text")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, counts, seconds = random.Random(args.seed), Counter(), []
@@ -106,7 +111,7 @@ def main() -> int:
         subprocess.run(quantize(root / "out"), check=True, capture_output=True)
         counts["bad"] += sorted(path.name for path in root.iterdir()) != ["out", "whole"]
     for _ in range(args.ranks):
-        wrong, took = kill_ranks(rng, 20)
+        wrong, took = kill_ranks(rng, args.device, args.decoding)
         seconds.append(took)
         counts["bad" if wrong else "ranks as they should be"] += 1
         print(wrong, end="\n" * bool(wrong), flush=True)
