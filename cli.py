@@ -485,7 +485,6 @@ def report(generator, runs: list[list], **known) -> dict:
                            tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     rate, cuda = weights * decode_steps / decode_s, device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if cuda else None
     read_rate = generator.read_bandwidth(model) if generator.read_bandwidth and cuda and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
@@ -498,7 +497,7 @@ def report(generator, runs: list[list], **known) -> dict:
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9, bandwidth_utilization=rate / read_rate if read_rate else None,
-        peak_memory_bytes=peak, speculation=speculation)
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else None, speculation=speculation)
 
 
 def format_report(result: dict) -> str:

@@ -84,8 +84,8 @@ class ModelRunner:
         self.prefill, self.decode_one_token, self.decoder = prefill, decode_one_token, model
         self.choose, self.accept, self.propose = choose, accept, propose
         self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
-        # Behind the last position: 15 that fill a prompt's columns, and 8 that slots() never exposes; rounded up to 8 for
-        # SDPA's masks.
+        # Behind the last position: 15 that fill a prompt's columns, and 8 that slots() never exposes. Rounded up to 8
+        # for SDPA's masks.
         model.setup((max_seq_len + 30) // 8 * 8, self.batch_size)
         if self.compiled:
             self.compile(mode)
@@ -124,8 +124,9 @@ class ModelRunner:
     def prefill_prompts(self, prompts: list[list[int]], start: int, samples: int) -> Tensor:
         """Reads prompts, chunk by chunk, behind `start` cached tokens -> the next tokens of each prompt's samples and
         their log-probabilities [2, P x samples]."""
-        # A chunk's columns are a multiple of 2: dynamic=True would compile once more for a single one. On a GPU, in plain
-        # PyTorch, they are one of 16: for each shape cuDNN's attention makes a plan of 1.8 MiB, which PyTorch keeps.
+        # A chunk has a multiple of 2 columns: dynamic=True would compile once more for a single one. On a GPU, in plain
+        # PyTorch, it has a multiple of 16: for each shape cuDNN's attention makes a plan of 1.8 MiB, which PyTorch
+        # keeps.
         step = 2 if self.kernels or self.device.type == "cpu" else 16
         size = max(step, PREFILL_TOKENS // len(prompts) // step * step)
         if self.device.type == "cpu":
