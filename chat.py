@@ -12,11 +12,11 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from checkpoint import UserError, read_text, reading
-from cli import show
+from cli import show, written_whole
 
 HELP = """\
 /reset        forget the conversation
@@ -38,13 +38,8 @@ def check_messages(messages) -> None:
 
 def save_messages(messages: list[dict], path: Path) -> None:
     """Writes the file whole, or not at all."""
-    with reading(f"/save {path}"):
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with reading(f"/save {path}"), written_whole(path) as partial:
+        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def load_messages(path: Path) -> list[dict] | str:
@@ -71,9 +66,11 @@ class Chat:
 
     def run(self) -> deque:
         """Answers until the user leaves. Returns the last answers, a generate.Completion each."""
+        self.typed_so_far = str  # on the line that Ctrl-C interrupts; "" where there is no readline
         with suppress(ImportError):
             import readline  # input() then edits lines and recalls them
             readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted newline does not end the line
+            self.typed_so_far = readline.get_line_buffer
         leaving = "Ctrl-C and Ctrl-D leave" if self.team.ranks > 1 else "Ctrl-C stops an answer, Ctrl-D leaves"
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
@@ -107,7 +104,7 @@ class Chat:
                 return None
             except KeyboardInterrupt:
                 print()
-                empty = not typed_so_far()
+                empty = not self.typed_so_far()
                 if empty and interrupted:
                     return None
                 interrupted = empty
@@ -148,11 +145,9 @@ class Chat:
         start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
         limit = min(self.args.max_new_tokens or self.llm.room, self.llm.room - len(tokens))
         answer = self.llm.completion(text, tokens, limit, self.args.stop)
-        self.cached, printing = [], show([answer])
-        next(printing, None)
-        with stopped_by_ctrl_c(answer, self.team.ranks):
-            for _ in self.llm.complete([answer], start=start):
-                next(printing, None)
+        self.cached = []
+        with stopped_by_ctrl_c(answer) if self.team.ranks == 1 else nullcontext():  # ranks all end: see tp.run()
+            show([answer], self.llm.complete([answer], start=start))
         if answer.finish_reason == "interrupted" and not answer.tokens:
             return  # as if the turn had not been
         self.answers.append(answer)
@@ -172,7 +167,7 @@ class Chat:
         long."""
         tokens, room, kept, before = self.encode(messages), self.llm.room, len(self.system), len(messages)
         full = room - len(tokens) < min(self.args.max_new_tokens or room, room // 8)
-        while full and len(tokens) > room * 3 // 4 and self.turns(messages) > 1:
+        while full and len(tokens) > room * 3 // 4 and [message["role"] for message in messages].count("user") > 1:
             next_turn = next(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")
             del messages[kept:next_turn]
             tokens = self.encode(messages)
@@ -183,10 +178,6 @@ class Chat:
             self.told_dropped = True
         return messages, tokens
 
-    @staticmethod
-    def turns(messages: list[dict]) -> int:
-        return sum(message["role"] == "user" for message in messages)
-
     def encode(self, messages: list[dict]) -> list[int]:
         """Without a chat template the messages are one text."""
         if self.tokenizer.template:
@@ -195,20 +186,9 @@ class Chat:
         return self.tokenizer.encode(text["content"], marks=marks)
 
 
-def typed_so_far() -> str:
-    """What stands on the line that Ctrl-C interrupted."""
-    with suppress(ImportError):
-        import readline
-        return readline.get_line_buffer()
-    return ""
-
-
 @contextmanager
-def stopped_by_ctrl_c(answer, ranks: int) -> Iterator[None]:
-    """Ctrl-C ends the answer after the current step. Several ranks end as a whole: see tp.run()."""
-    if ranks > 1:
-        yield
-        return
+def stopped_by_ctrl_c(answer) -> Iterator[None]:
+    """Ctrl-C ends the answer after the current step."""
     before = signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
     try:
         yield

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from glob import glob
@@ -416,16 +416,14 @@ class Tokenizer:
 def render(template: str, values: dict) -> str:
     """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
     with reading("the messages"):
-        line = json.dumps([template, values]) + "\n"
+        line = json.dumps([template, values])
     process, answer = template_process(os.getpid()), ""
     late = Timer(10, process.kill)
     late.start()
     try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except BrokenPipeError:
-        pass
+        with suppress(BrokenPipeError):
+            print(line, file=process.stdin, flush=True)
+            answer = process.stdout.readline()
     finally:
         late.cancel()
         if not answer.endswith("\n"):  # or it would answer the next time

@@ -84,7 +84,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what PyTorch holds of models that are gone
         return torch.cuda.mem_get_info(device)[0]
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, TypeError):  # no such file, no such line
         return int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024 // world_size()
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // world_size()
 
@@ -332,7 +332,8 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     if args.profile:
         if args.profile.exists() and not args.profile.is_file():
             parser.error(f"--profile {args.profile}: want a file")
-        check_writable(args.profile, "--profile")
+        with reading(f"--profile {args.profile}: cannot write there, name another place"):  # said before the work
+            TemporaryDirectory(dir=args.profile.absolute().parent).cleanup()
     return args
 
 
@@ -416,9 +417,10 @@ def rank_completions(completions: list, samples: int) -> list:
     return sum((sorted(completions[at:at + samples], key=place) for at in range(0, len(completions), samples)), [])
 
 
-def show(completions: list) -> Iterator[None]:
-    """Each next() prints what is new. The first unfinished completion is streamed, the others follow in their turn. A
-    terminal gets no control characters: the model may have learnt, or been told, to write some that it obeys."""
+def show(completions: list, steps: Iterator[None] = iter(())) -> None:
+    """Takes the steps that fill the completions, and prints what each brings. The first unfinished completion is
+    streamed, the others follow in their turn. A terminal gets no control characters: the model may have learnt, or been
+    told, to write some that it obeys."""
     dropped = str.maketrans("", "", CONTROLS if sys.stdout.isatty() else "")
     for completion in completions:
         if completion.finish_reason == "time":
@@ -434,22 +436,17 @@ def show(completions: list) -> Iterator[None]:
             shown = len(text)
             if completion.finish_reason:
                 break
-            yield
+            next(steps)
         sys.stdout.write("\n" if completion is completions[-1] else "\n\n")
-
-
-def check_writable(path: Path, option: str) -> None:
-    """UserError where no file can be made beside `path`, so that this is said before the work and not after it."""
-    try:
-        TemporaryDirectory(dir=path.absolute().parent).cleanup()
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot write there: {error.strerror}; name another place") from error
+    for _ in steps:  # without completions: the steps alone
+        pass
 
 
 @contextmanager
-def partial_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path` for what is not whole yet. It is removed at the end, and here those that a killed run
-    left: their lock files are unlocked, as the system does when a process ends."""
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place beside `path` for a file or a directory that is not whole yet; at the end it becomes `path`. After an
+    error it is removed, and here what killed runs left: their lock files are unlocked, as the system does when a
+    process ends."""
     for lock in path.absolute().parent.glob(f"{escape(path.name)}.partial-*/lock"):
         with suppress(OSError), open(lock, "a") as file:
             flock(file, LOCK_EX | LOCK_NB)
@@ -457,14 +454,9 @@ def partial_directory(path: Path) -> Iterator[Path]:
     with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.absolute().parent) as directory:
         with open(Path(directory, "lock"), "w") as file:
             flock(file, LOCK_EX)
-            yield Path(directory)
-
-
-def save_trace(profiler: torch.profiler.profile, path: Path) -> None:
-    """Writes a Chrome trace whole, or not at all."""
-    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.absolute().parent) as directory:
-        profiler.export_chrome_trace(str(Path(directory, path.name)))
-        Path(directory, path.name).replace(path)
+            partial = Path(directory, f"made-{path.name}")  # PyTorch zips a trace whose name ends in .gz
+            yield partial
+            partial.replace(path)
 
 
 def report(generator, runs: list[list], **known) -> dict:
@@ -485,6 +477,7 @@ def report(generator, runs: list[list], **known) -> dict:
                            tokens_per_step=1 + n["accepted"] / max(1, n["row_steps"]))
     decode_s = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     rate, cuda = weights * decode_steps / decode_s, device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None  # without what is measured next
     read_rate = generator.read_bandwidth(model) if generator.read_bandwidth and cuda and weights >= GIB else None
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
     per_token = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended] or [None]
@@ -497,7 +490,7 @@ def report(generator, runs: list[list], **known) -> dict:
         decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / decode_s,
         per_token_ms=dict(first=per_token[0], last=per_token[-1], all=sum(per_token) / len(ended) if ended else None),
         weights_bytes=weights, bandwidth_gb_s=rate / 1e9, bandwidth_utilization=rate / read_rate if read_rate else None,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else None, speculation=speculation)
+        peak_memory_bytes=peak, speculation=speculation)
 
 
 def format_report(result: dict) -> str:

@@ -197,10 +197,6 @@ class Scheme:
     zeros: bool = True  # the file has zero points
     act_order: bool = False  # the file must say which group an input belongs to
 
-    @property
-    def name(self) -> str:
-        return "fp8" if self.layout == "e4m3" else f"int{self.bits}"
-
 
 # The first rule whose pattern matches the beginning of a layer's name says how the layer is held. None: unquantized.
 Rules = list[tuple[re.Pattern, Scheme | None]]
@@ -334,8 +330,8 @@ def read_settings(directory: Path) -> dict:
         schemes = [scheme for _, scheme in rules if scheme]
         if not schemes:
             return {}
-        best = max(schemes, key=lambda scheme: (scheme.bits, scheme.name))
-        return settings | dict(rules=rules, name=best.name, bits=best.bits)
+        bits, integer = max((scheme.bits, scheme.layout != "e4m3") for scheme in schemes)
+        return settings | dict(rules=rules, name=f"int{bits}" if integer else "fp8", bits=bits)
 
 
 def shared_inputs(settings: dict) -> int:

@@ -33,7 +33,7 @@ from chat import Chat, check_messages
 from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, read_json, reading
 from cli import (add_headings, as_messages, cache_bytes, check_compiler, check_memory, find_draft, find_dtype,
                  format_report, generate_args, keyword_options, llm_options, memory_advice, progress_of,
-                 rank_completions, read_prompts, report, save_trace, show)
+                 rank_completions, read_prompts, report, show, written_whole)
 from formats import read_settings, unpack_quantized
 from model import Transformer
 from quantize import check_quantize, load_checkpoint
@@ -84,8 +84,8 @@ class ModelRunner:
         self.prefill, self.decode_one_token, self.decoder = prefill, decode_one_token, model
         self.choose, self.accept, self.propose = choose, accept, propose
         self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
-        # Behind the last position: 15 that fill a prompt's columns, and 8 that slots() never exposes. Rounded up to 8
-        # for SDPA's masks.
+        # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
+        # when compiled. Rounded up to 8 for SDPA's masks.
         model.setup((max_seq_len + 30) // 8 * 8, self.batch_size)
         if self.compiled:
             self.compile(mode)
@@ -111,7 +111,7 @@ class ModelRunner:
         """The cache's first slots, at least the n that are in use. Kernels find these by themselves."""
         if self.kernels:
             return self.model.slots[:0]
-        if self.device.type == "cpu" and not self.compiled:
+        if self.device.type != "cuda" and not self.compiled:
             return self.model.slots[:(n + 7) // 8 * 8]
         # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's (see prefill_prompts()).
         # Always a strict slice: the full view would specialize and recompile.
@@ -127,7 +127,9 @@ class ModelRunner:
         # A chunk has a multiple of 2 columns: dynamic=True would compile once more for a single one. On a GPU, in plain
         # PyTorch, it has a multiple of 16: for each shape cuDNN's attention makes a plan of 1.8 MiB, which PyTorch
         # keeps.
-        step = 2 if self.kernels or self.device.type == "cpu" else 16
+        step = 2
+        if self.device.type == "cuda" and not self.kernels and 16 * len(prompts) <= PREFILL_TOKENS:
+            step = 16
         size = max(step, PREFILL_TOKENS // len(prompts) // step * step)
         if self.device.type == "cpu":
             # Eager, prompts leave with the chunk they end in: 64 of 8 to 68 tokens, the longest first, took SmolLM2
@@ -598,18 +600,15 @@ def find_sampling(directory: Path, options: argparse.Namespace) -> Sampling:
 def run_prompts(llm: LLM, completions: list[Completion], args: argparse.Namespace) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
     streamed = not args.json and not args.time_budget
-    printing = show(completions) if streamed else iter(())
-    next(printing, None)
+    steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
     try:
-        for _ in llm.complete(completions, args.num_samples, budget=args.time_budget):
-            next(printing, None)
+        show(completions if streamed else [], steps)
     except UserError:
         print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
         raise
     if args.time_budget:
         completions = rank_completions(completions, args.num_samples)
-        for _ in show(completions) if not args.json else ():
-            pass
+        show([] if args.json else completions)
     return completions
 
 
@@ -642,7 +641,8 @@ def main() -> None:
         else:
             runs = [run_prompts(llm, completions, args)]
     if args.profile and llm.team.rank == 0:
-        save_trace(profiler, args.profile)
+        with written_whole(args.profile) as trace:
+            profiler.export_chrome_trace(str(trace))
     if not runs:
         return
     result = report(llm.generator, runs, checkpoint=args.checkpoint, quantize=llm.quantized, load_s=llm.load_s,

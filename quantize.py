@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from checkpoint import (Tokenizer, UserError, find_checkpoint, hf_weights, load_config, load_model, read_json,
                         read_text, reading, tensor_files)
-from cli import (DTYPES, GIB, Parser, check_memory, find_device, find_dtype, memory_advice, partial_directory,
-                 report_errors, within)
+from cli import (DTYPES, GIB, Parser, check_memory, find_device, find_dtype, memory_advice, report_errors, within,
+                 written_whole)
 from formats import (CONFIGS, QuantizedLinear, QuantizedReader, find_linears, group_of, pack, read_settings, say_once,
                      shared_inputs, write_checkpoint)
 from model import Transformer
@@ -344,14 +344,12 @@ def main() -> None:
     if size > (free := shutil.disk_usage(parent).free):
         raise UserError(f"--out {args.out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: "
                         "free more, or name another place")
-    with partial_directory(args.out) as partial_out:
+    with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
             quantize_model(model, **how, calibration=tokens, progress=True)
-        made = partial_out / "made"
         made.mkdir()
         write_checkpoint(model, source, made, quantization_config)
-        made.rename(args.out)
     print(f"{args.out}: {size_of(args.out)} of weights, {size_of(source)} before\n"
           f"next: python generate.py --checkpoint {shlex.quote(str(args.out))} --compile", file=sys.stderr)
 

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "checkpoints" / "tiny"
+PROMPT = "Once upon a time"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 
 
@@ -66,14 +68,32 @@ def alive(pid: int) -> bool:
         return False
 
 
+def kill_all(pids: list[int]) -> None:
+    for pid in filter(alive, pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+def decodes(process: subprocess.Popen) -> bool:
+    """Whether text comes behind the prompt, which is printed before the first step, within five minutes."""
+    text, end, stdout = b"", time.monotonic() + 300, process.stdout.fileno()
+    while len(text) <= len(PROMPT) and select.select([stdout], [], [], max(0, end - time.monotonic()))[0]:
+        if not (more := os.read(stdout, 1000)):
+            break
+        text += more
+    return len(text) > len(PROMPT)
+
+
 def kill_ranks(rng: random.Random, device: str, decoding: bool) -> tuple[str, float]:
     """What is wrong, and how long the processes took to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "generate.py", "--device", device, "--max-new-tokens", "480", "--stop", "zzz"]
+               ROOT / "generate.py", "--device", device, "-p", PROMPT, "--max-new-tokens", "480", "--stop", "zzz"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    if decoding and not process.stdout.read(1):
+    if decoding and not decodes(process):
+        kill_all([process.pid, *descendants(process.pid)])
         return f"no text came, exit code {process.wait()}", 0.0
-    time.sleep(rng.uniform(0, 1 if decoding else 20))
+    time.sleep(rng.uniform(0, 0.5 if decoding else 20))
+    if decoding and process.poll() is not None:
+        return "the text was whole before the signal", 0.0
     started = descendants(process.pid)
     number = rng.choice(SIGNALS)
     victim = rng.choice(started) if number == signal.SIGKILL and started else process.pid
@@ -82,8 +102,7 @@ def kill_ranks(rng: random.Random, device: str, decoding: bool) -> tuple[str, fl
     begun = time.monotonic()
     while process.poll() is None or any(map(alive, started)):
         if time.monotonic() - begun > 15:
-            for pid in filter(alive, (process.pid, *started)):
-                os.kill(pid, signal.SIGKILL)
+            kill_all([process.pid, *started])
             process.wait()
             return f"{number.name}: processes are left after 15 s", 15.0
         time.sleep(0.05)
@@ -95,7 +114,7 @@ def main() -> int:
     parser.add_argument("--quantize", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=20)
     parser.add_argument("--device", default="cpu", help="of the ranks")
-    parser.add_argument("--decoding", action="store_true", help="of the ranks: only once there is text")
+    parser.add_argument("--decoding", action="store_true", help="of the ranks: only while they decode")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, counts, seconds = random.Random(args.seed), Counter(), []
@@ -112,7 +131,7 @@ def main() -> int:
         counts["bad"] += sorted(path.name for path in root.iterdir()) != ["out", "whole"]
     for _ in range(args.ranks):
         wrong, took = kill_ranks(rng, args.device, args.decoding)
-        seconds.append(took)
+        seconds += [] if wrong else [took]
         counts["bad" if wrong else "ranks as they should be"] += 1
         print(wrong, end="\n" * bool(wrong), flush=True)
     print(", ".join(f"{count} {name}" for name, count in counts.items())

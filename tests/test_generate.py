@@ -62,17 +62,30 @@ def test_compiled_once_for_all_prompts_and_a_seed_draws_what_it_draws_without(de
 
 
 def chunk_cases() -> list[tuple[list[list[int]], int]]:
-    """Prompts, and how many tokens are cached, for chunks of 4 columns."""
-    return [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13) for start in (0, 6)]
+    """Prompts, and how many tokens are cached, for chunks of 4 columns and of 16."""
+    return [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13, 16, 17, 33) for start in (0, 6)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, monkeypatch):
+@pytest.mark.parametrize("columns", (4, 16))
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, columns, monkeypatch):
     """Compiled, the test above shows it."""
-    generator = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2)
+    generator, read = Generator(tiny(device), 60, GREEDY, prompts=2, samples=2), set()
     expected = [run(generator, prompts, 6, start) for prompts, start in chunk_cases()]
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 8)
+    prefill = generator.prefill
+    generator.prefill = lambda model, tokens, *rest: read.add(tokens.shape[1]) or prefill(model, tokens, *rest)
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 2 * columns)
     assert [run(generator, prompts, 6, start) for prompts, start in chunk_cases()] == expected
+    assert max(read) == columns
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("start", (0, 1, 5))
+@pytest.mark.parametrize("length", (1, 2, 17))
+def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
+    """There is room behind it for the columns that fill up its prompt."""
+    expected = run(Generator(tiny(device), 99, GREEDY), [[7] * length], 1, start)
+    assert run(Generator(tiny(device), start + length + 1, GREEDY), [[7] * length], 1, start) == expected
 
 
 def ragged_prompts(tokenizer: Tokenizer) -> list[list[int]]:
@@ -239,14 +252,17 @@ def test_what_might_have_become_a_stop_text_shows_in_the_end(tokenizer):
 def test_a_batch_prints_each_completion_whole_under_its_heading(tokenizer, capsys):
     words = ["One two.", "Three."]
     batch = [Completion(word, [1], tokenizer, 99, [], f"--- {word}\n") for word in words]
-    printing, streams = show(batch), [[*tokenizer.encode(f" {word}")[1:], 2] for word in words]
-    next(printing)
-    assert capsys.readouterr().out == "--- One two.\n"
-    for step in range(max(map(len, streams))):
-        for row, stream in zip(batch, streams):
-            if step < len(stream) and not row.finish_reason:
-                row.add(stream[step], 0.0, 0.0)
-        next(printing, None)
+    streams = [[*tokenizer.encode(f" {word}")[1:], 2] for word in words]
+
+    def steps():
+        assert capsys.readouterr().out == "--- One two.\n"
+        for step in range(max(map(len, streams))):
+            for row, stream in zip(batch, streams):
+                if step < len(stream) and not row.finish_reason:
+                    row.add(stream[step], 0.0, 0.0)
+            yield
+
+    show(batch, steps())
     assert capsys.readouterr().out == "One two.\n\n--- Three.\nThree.\n"
 
 
@@ -257,10 +273,7 @@ def test_streams_from_the_first_token(tokenizer, capsys):
     shown = []
     add = completion.add
     completion.add = lambda *args: shown.append(capsys.readouterr().out) or add(*args)
-    printing = show([completion])
-    next(printing)
-    for _ in complete(generator, [completion]):
-        next(printing, None)
+    show([completion], complete(generator, [completion]))
     assert shown[:3] == ["Once upon a time", ",", " there"]
 
 
