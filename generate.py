@@ -170,15 +170,17 @@ class Generator(ModelRunner):
     def __init__(self, model: Transformer, max_seq_len: int, sampling: Sampling, prompts: int = 1, samples: int = 1,
                  mode: str = "eager", draft: Draft | None = None, team: Team | None = None):
         super().__init__(model, max_seq_len + SLACK * bool(draft), sampling, prompts, samples, mode)
-        self.team, self.draft, self.speculator, self.runners = team or Team(), draft, None, [self]
+        self.team, self.speculator, self.runners = team or Team(), None, [self]
         self.tokens = torch.zeros(self.batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         if self.compiled:
             for state in (self.tokens, self.positions):  # the CUDA graph then updates them in place
                 torch._dynamo.mark_static_address(state)
         if draft:
-            self.speculator = self.make_speculator(draft, prompts, mode)
-            self.prepare_steps()
+            self.speculator = Speculator(self, self.make_drafter(draft.model, prompts, mode), draft.policy)
+            if self.compiled:
+                self.compile_prefill(prompts)
+            self.speculator.prepare()
         elif self.compiled:
             warm_up = threading.Thread(target=self.warm_up_kernels)
             warm_up.start()
@@ -199,26 +201,14 @@ class Generator(ModelRunner):
                 tokens, positions = torch.zeros_like(self.tokens), torch.zeros_like(self.positions)
                 decode_one_token(self.decoder, tokens, positions, self.slots(1), self.sampling, self.choose)
 
-    @torch.no_grad()
-    def make_speculator(self, draft: Draft, prompts: int, mode: str) -> Speculator:
-        if draft.model is None:
-            drafter = PromptLookup(self)
-        else:
-            length = min(self.max_seq_len, draft.model.config.context)
-            runner = ModelRunner(draft.model, length, self.sampling, prompts, self.samples, mode)
-            drafter = DraftModel(runner, self.model.config.vocab_size)
-            self.runners.append(runner)
-            if length < self.max_seq_len - SLACK:
-                print(f"the draft's context is {length} tokens: no token beyond is drafted", file=sys.stderr)
-        speculator = Speculator(self, drafter, self.team.agree)
-        if self.compiled:
-            self.compile_prefill(prompts)
-        return speculator
-
-    @torch.no_grad()
-    def prepare_steps(self) -> None:
-        # A CUDA graph captures kernels as they are, without torch.compile.
-        self.speculator.prepare(self.draft.policy, compile=self.compiled and not self.kernels)
+    def make_drafter(self, model: Transformer | None, prompts: int, mode: str) -> DraftModel | PromptLookup:
+        if model is None:
+            return PromptLookup(self)
+        length = min(self.max_seq_len, model.config.context)
+        if length < self.max_seq_len - SLACK:
+            print(f"the draft's context is {length} tokens: no token beyond is drafted", file=sys.stderr)
+        self.runners.append(ModelRunner(model, length, self.sampling, prompts, self.samples, mode))
+        return DraftModel(self.runners[1], self.model.config.vocab_size)
 
     def compile_prefill(self, prompts: int) -> None:
         """Reads so many prompts of two tokens. The compiler has one code for a single prompt and one for several."""
@@ -230,7 +220,7 @@ class Generator(ModelRunner):
         for runner in self.runners:
             runner.sampling = sampling
         if self.speculator:
-            self.prepare_steps()
+            self.speculator.prepare()
 
     def steps(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> Iterator[Tensor]:
         """Each step's tokens and log-probabilities [2, B], a speculative one's [B, 2, T + 1]. The next step overwrites

@@ -121,12 +121,11 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_
     G = group_of(K, group_size)
     if not hessian.isfinite().all():
         raise UserError("the calibration text's activations overflow; --dtype float32 holds more")
-    perm = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
-    columns = slice(None) if perm is None else perm
-    w, hessian = w.float()[:, columns], hessian.float()[columns][:, columns].clone()
+    perm = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(K, device=w.device)
+    w, hessian = w.float()[:, perm], hessian.float()[perm][:, perm]
     U = inverse_factor(hessian)
     if drift is not None:
-        w = w + w @ drift.float()[columns][:, columns] @ U.T @ U
+        w = w + w @ drift.float()[perm][:, perm] @ U.T @ U
     diagonal = U.diagonal()
     rest = w.T.contiguous()  # [K, N], so that a column is contiguous; column by column it turns into the errors
     codes, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
@@ -146,11 +145,9 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group_size: int, sym: bool, act_
             rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
     loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)  # as W - Q is errors^T U
     zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
-    g_idx = None
-    if perm is not None:
-        back = perm.argsort()
-        codes, g_idx = codes[back], (torch.arange(K, device=codes.device) // G)[back]
-    return codes.T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
+    back = perm.argsort()
+    g_idx = back // G if act_order else None
+    return codes[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
 
 
 @torch.no_grad()

@@ -59,12 +59,6 @@ def draw(probs: Tensor, sampling: Sampling) -> Tensor:
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
 
-def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """logits [..., V] -> probabilities() [..., V] and the logsumexp [...] of the raw logits."""
-    logits = logits.float()
-    return probabilities(logits, sampling), logits.logsumexp(-1)
-
-
 def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
     logits = logits.float()

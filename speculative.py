@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
-from sampling import Sampling, distribution, draw
+from sampling import Sampling, draw, probabilities
 
 SLACK = 72  # slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
@@ -53,8 +53,8 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
 
     A drafted token x is kept with probability min(1, p(x) / q(x)). The first one that is not is drawn anew, from the
     positive part of p - q. Where all are kept, one more is drawn from p, since q is zero there."""
-    drafted = tokens[:, 1:]  # [B, k]
-    p, logsumexp = distribution(logits, sampling)  # [B, T, V], [B, T]
+    drafted, logits = tokens[:, 1:], logits.float()  # [B, k]
+    p = probabilities(logits, sampling)  # [B, T, V]
     nth = torch.arange(drafted.shape[1], device=logits.device)  # [k]
     p_x, q_x = (probs[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1) for probs in (p, q))  # [B, k]
     kept = (torch.rand_like(p_x) * q_x < p_x) & (nth < proposed[:, None])
@@ -64,7 +64,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
     residual = (p - q * (accepted < proposed)[:, None]).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)  # all zero: p and q differ by rounding only
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - logsumexp
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     return tokens, logprobs, accepted
 
 
@@ -72,7 +72,7 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor
     """A draft's logits [B, T, any] -> a token [B] after the last column, and the distribution [B, V] it was drawn from.
 
     Tokens that the target lacks are left out. Tokens that the draft lacks have probability 0."""
-    q, _ = distribution(logits[:, -1, :vocab_size], sampling)
+    q = probabilities(logits[:, -1, :vocab_size].float(), sampling)
     q = F.pad(q, (0, vocab_size - q.shape[-1]))
     return draw(q, sampling), q
 
@@ -130,18 +130,16 @@ class DraftModel:
     def begin(self, prompts: list[list[int]], start: int, samples: int, drafting: bool) -> None:
         """New prompts behind `start` tokens that are cached. One more token follows each, from the target's prefill."""
         width = max(map(len, prompts))
-        self.prompts, self.start, self.samples = prompts, start, samples
-        self.reads_prompts = start < self.max_seq_len and (drafting or width > 256)
-        if start:
-            self.unread += 1 + width  # 1: the cache may lack the last answer's last token, which was drafted
-        else:
-            self.unread = 0 if self.reads_prompts else width
+        # 1: the cache may lack the last answer's last token, which was drafted. catch_up() reads what follows it.
+        self.unread = self.unread + 1 + width if start else width
+        self.prompts, self.samples = prompts, samples
+        self.reads_prompts = not start and (drafting or width > 256)
 
     def prefill(self) -> None:
         if self.reads_prompts:
-            room = self.max_seq_len - self.start
-            prompts = [[min(token, self.last_token) for token in prompt[:room]] for prompt in self.prompts]
-            self.runner.prefill_prompts(prompts, self.start, self.samples)
+            prompts = [[min(token, self.last_token) for token in prompt[:self.max_seq_len]] for prompt in self.prompts]
+            self.runner.prefill_prompts(prompts, 0, self.samples)
+            self.unread = 0
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
         """Reads what the cache lacks of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
@@ -275,11 +273,11 @@ def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
 class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them.
 
-    target: the target's generate.ModelRunner; draft: a DraftModel or PromptLookup; agree(seconds): broadcasts rank 0's
-    timing, so that all ranks choose the same k."""
+    target: the target's generate.Generator; draft: a DraftModel or PromptLookup; policy_name: see make_policy(). The
+    ranks agree on rank 0's timing, so that all choose the same k."""
 
-    def __init__(self, target, draft: DraftModel | PromptLookup, agree: Callable):
-        self.target, self.draft, self.agree = target, draft, agree
+    def __init__(self, target, draft: DraftModel | PromptLookup, policy_name: str):
+        self.target, self.draft, self.policy_name, self.agree = target, draft, policy_name, target.team.agree
         self.device, self.max_seq_len = target.device, target.max_seq_len
         self.cuda = self.device.type == "cuda"
         rows = target.batch_size
@@ -292,9 +290,11 @@ class Speculator:
         self.launched = deque()  # k of each step that the host has not heard of yet
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
 
-    def prepare(self, policy: str, compile: bool) -> None:
-        """Captures and times a step of each k that the policy may use. compile: each step is compiled as a whole, so
-        there are few."""
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Captures and times a step of each k that the policy may use. Without kernels, which a CUDA graph captures as
+        they are, each step is compiled as a whole, so there are few."""
+        policy, compile = self.policy_name, self.target.compiled and not self.target.kernels
         self.ends.fill_(self.max_seq_len)  # no row is done
         self.seq_lens = [self.max_seq_len if self.cuda else 2] * len(self.text)  # a captured step looks at all slots
         lengths = [1, 2, 4, 8] if compile else list(DRAFT_LENGTHS[1:])

@@ -92,23 +92,16 @@ class Shard:
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want {count_names(works)} instead")
         head_unit, ffn_unit = units(config, group)
-        q, kv = self.cut_heads(config, head_unit, rank, ranks)
+        H, K = config.n_head, config.n_kv_head
+        # With more ranks than kv heads several share one; see cannot_share() for what their number must be.
+        q = cut(H, H // K * head_unit if ranks <= -(-K // head_unit) else 1, rank, ranks)
+        kv = q[0] * K // H, -(-q[1] * K // H)  # those that the q heads look at
         ffn, part = cut(config.ffn_dim, ffn_unit, rank, ranks), part_of(config.vocab_size, ranks)
         vocabulary = min(config.vocab_size, rank * part), min(config.vocab_size, (rank + 1) * part)
         q_rows, kv_rows = ((begin * config.head_dim, end * config.head_dim) for begin, end in (q, kv))
         self.rows = dict(q_proj=q_rows, k_proj=kv_rows, v_proj=kv_rows, gate_proj=ffn, up_proj=ffn, lm_head=vocabulary)
         self.columns = dict(o_proj=q_rows, down_proj=ffn)
         self.config = replace(config, n_head=q[1] - q[0], n_kv_head=kv[1] - kv[0], ffn_dim=ffn[1] - ffn[0])
-
-    @staticmethod
-    def cut_heads(config: Config, unit: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The rank's q heads and kv heads, each [begin, end). With more ranks than kv heads, several share one."""
-        H, K = config.n_head, config.n_kv_head
-        if ranks <= -(-K // unit):
-            kv = cut(K, unit, rank, ranks)
-            return (kv[0] * (H // K), kv[1] * (H // K)), kv
-        kv = rank * K // ranks, rank * K // ranks + 1
-        return (rank * H // ranks, (rank + 1) * H // ranks), kv
 
     def part(self, name: str) -> tuple[slice, slice]:
         """The rows and columns to read of one of Hugging Face's tensors. A packed tensor is named after its layer."""
@@ -154,10 +147,8 @@ def draft_splitter(team: "Team", config: Config) -> Callable[[Config, int], Shar
 
     A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum (H200) they break even at 0.7
     to 1.3 billion bf16 parameters, for 16 to 24 layers on two ranks."""
-    if count_parameters(config) >= 1e9:
-        with suppress(UserError):
-            Shard(config, 128, team.rank, team.ranks)
-            return splitter(team)
+    if count_parameters(config) >= 1e9 and not cannot_share(config, 128, team.ranks):
+        return splitter(team)
 
 
 # The parallel layers

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from fast.common import constexpr, jit, last_arriver, tl, triton
-from sampling import Sampling, distribution
+from sampling import Sampling, probabilities
 
 
 @jit
@@ -298,8 +298,8 @@ def distribute(logits: Tensor, noise: Tensor | None, temperature: float, top_k: 
 def plain_distribute(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int,
                      top_p: float) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of distribute()."""
-    probs, logsumexp = distribution(logits, Sampling(temperature, top_k, top_p))
-    return probs, logsumexp, (probs if noise is None else probs / noise).argmax(-1)
+    probs = probabilities(logits.float(), Sampling(temperature, top_k, top_p))
+    return probs, logits.float().logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
 
 
 @distribute.register_fake

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import ROOT
 
-CORE_LINES = 2834  # of code, as many as there are: the design asks for 2,600, so none may be added before some go
+CORE_LINES = 2785  # of code, as many as there are: the design asks for 2,600, so none may be added before some go
 CORE = sorted(ROOT.glob("*.py"))
 FAST, SCRIPTS, TESTS = (sorted((ROOT / name).glob("*.py")) for name in ("fast", "scripts", "tests"))
 FILES = [*CORE, *FAST, *SCRIPTS, *TESTS]

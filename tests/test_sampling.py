@@ -8,7 +8,7 @@ import torch
 from cli import keyword_options
 from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, plain_sample, sample
 from helpers import error
-from sampling import Sampling, choose, distribution, draw, probabilities
+from sampling import Sampling, choose, draw, probabilities
 from speculative import accept, propose
 
 
@@ -100,7 +100,7 @@ def test_distribute(V, sampling):
     logits[0, :30] = logits[0].max()  # ties
     noise = exponential(logits, sampling)
     probs, totals, tokens = distribute(logits, noise, sampling.temperature, sampling.top_k, sampling.top_p)
-    expected, expected_totals = distribution(logits, sampling)
+    expected, expected_totals = probabilities(logits.float(), sampling), logits.float().logsumexp(-1)
     assert error(probs, expected) < 1e-5 and torch.allclose(totals, expected_totals, atol=1e-4)
     assert tokens.equal((expected if noise is None else expected / noise).argmax(-1))
 
@@ -126,7 +126,7 @@ def test_fast_accept_equals_accept(sampling):
     B, k, V, seen = 6, 4, 5000, set()
     for trial in range(30):
         logits = 2 * torch.randn(B, k + 1, V, device="cuda", dtype=torch.bfloat16)
-        q, _ = distribution(logits + (trial % 3) * torch.randn_like(logits), sampling)
+        q = probabilities((logits + (trial % 3) * torch.randn_like(logits)).float(), sampling)
         q[:, -1] = 0
         tokens = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
         proposed = torch.randint(k + 1, (B,), device="cuda")

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from checkpoint import Tokenizer
 from generate import Completion, Generator, complete, one_behind
 from helpers import DEVICES, DRAFT, GREEDY, TINY, random_model, run, tiny
-from sampling import Sampling, distribution, draw, probabilities
+from sampling import Sampling, draw, probabilities
 from speculative import DRAFT_LENGTHS, Auto, Bass, Draft, Fixed, Heuristic, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)
@@ -100,7 +100,7 @@ def test_two_percent_moved_are_seen(sampling):
 def test_a_rejection_that_draws_from_all_of_the_target_is_seen(monkeypatch):
     def wrong(logits, read, q, proposed, sampling):
         tokens, logprobs, accepted = accept(logits, read, q, proposed, sampling)
-        drawn = draw(distribution(logits, sampling)[0], sampling).gather(1, accepted[:, None])
+        drawn = draw(probabilities(logits, sampling), sampling).gather(1, accepted[:, None])
         return tokens.scatter(1, accepted[:, None], drawn), logprobs, accepted
 
     monkeypatch.setattr("generate.accept", wrong)
