@@ -361,7 +361,8 @@ class Layer:
 
     @property
     def G(self) -> int:
-        return self.K if self.scheme.group == -1 else self.scheme.group
+        """Inputs of a group. A file's block may be larger than the matrix."""
+        return self.K if self.scheme.group == -1 else min(self.scheme.group, self.K)
 
     @property
     def C(self) -> int:
@@ -531,7 +532,7 @@ class QuantizedReader:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
 
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
-        name, rows = layer.name + kind, layer.N if layer.scheme.rows == -1 else layer.scheme.rows
+        name, rows = layer.name + kind, layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
         shape = -(-layer.N // rows), layer.C
         found = self.read(name, None, dtypes)
         if found.numel() != math.prod(shape) or found.dim() > 1 and found.shape != shape:

@@ -115,6 +115,11 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
     assert layer.ffn.w_down.scales.shape == (64, 9)  # 288 inputs in groups of 32
 
 
+def test_a_block_may_be_larger_than_the_matrix(tmp_path):
+    tokens, logits = unfold("fp8 blocks", tmp_path, dict(weight_block_size=[10 ** 40, 32 * 10 ** 40]))
+    assert error(logits_of(load_checkpoint(tmp_path, CPU, F32), tokens), logits) < 1e-5
+
+
 def test_scales_keep_their_files_precision(tmp_path):
     """fp32 where fp16 would round them, fp16 where it does not; e4m3 has fp32 always."""
     for setting, dtype in {"w4a16": F32, "w8a16 a channel": F32, "gptq 4 sym": torch.float16,
