@@ -285,7 +285,7 @@ def compressed_tensors_rules(settings: dict) -> Rules:
     targets = {}
     for group in settings["config_groups"].values():
         form = group.get("format") or settings.get("format")
-        weights = group.get("weights") and compressed_tensors_scheme(group["weights"], form)
+        weights = None if group.get("weights") is None else compressed_tensors_scheme(group["weights"], form)
         targets |= dict.fromkeys(group["targets"], weights)
     order = sorted(targets, key=lambda target: (target == "Linear", "re:" in target, target))
     ignored = [(pattern(target), None) for target in settings.get("ignore") or []]

@@ -182,6 +182,7 @@ def weights(form: str = "pack-quantized", **of) -> dict:
     ("w4a16", weights(group_size=48), {}, "group_size 48 32"), ("w4a16", weights(dynamic=True), {}, "dynamic True"),
     ("w4a16", weights(group_size=64), {}, "scale [64, 2] [64, 1]"),
     ("w4a16", dict(config_groups=[]), {}, "config.json"),
+    ("w4a16", dict(config_groups=dict(all=dict(targets=["Linear"], weights=0))), {}, "config.json"),
     ("w4a16", dict(ignore=["re:("]), {}, "config.json"), ("w4a16", dict(ignore=["re:(a+)+$"]), {}, "repetitions"),
     ("gptq 4 sym", dict(dynamic={"-:.*.*.*.*.*x": {}}), {}, "repetitions"),
     ("gptq 4 sym", dict(dynamic={"(": {}}), {}, "config.json"),
