@@ -2,7 +2,7 @@
 Ends quantize.py and two ranks of generate.py at random moments, and looks at what is left.
 
     python tests/kills.py --quantize 100 --ranks 20
-    python tests/kills.py --quantize 0 --ranks 20 --decoding --device cuda      # wants two GPUs
+    python tests/kills.py --quantize 0 --ranks 20 --decoding --device cuda --compile      # wants two GPUs
 
 quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte; what SIGKILL left
 beside it goes with the next run. Of two ranks one gets SIGKILL, or torchrun SIGTERM or SIGINT; all processes end
@@ -10,9 +10,11 @@ within 15 seconds. Any other end is printed, and the exit code is 1.
 """
 import argparse
 import hashlib
+import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,15 +85,23 @@ def decodes(process: subprocess.Popen) -> bool:
     return len(text) > len(PROMPT)
 
 
-def kill_ranks(rng: random.Random, device: str, decoding: bool) -> tuple[str, float]:
+def make_endless(directory: Path) -> None:
+    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
+    shutil.copytree(TINY, directory)
+    for file, changes in {"config.json": dict(max_position_embeddings=2 ** 14), "generation_config.json": {}}.items():
+        held = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(held | changes | dict(eos_token_id=None)))
+
+
+def kill_ranks(rng: random.Random, options: list, decoding: bool) -> tuple[str, float]:
     """What is wrong, and how long the processes took to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "generate.py", "--device", device, "-p", PROMPT, "--max-new-tokens", "480", "--stop", "zzz"]
+               ROOT / "generate.py", "-p", PROMPT, "--max-new-tokens", "16000", *options]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if decoding and not decodes(process):
         kill_all([process.pid, *descendants(process.pid)])
         return f"no text came, exit code {process.wait()}", 0.0
-    time.sleep(rng.uniform(0, 0.5 if decoding else 20))
+    time.sleep(rng.uniform(0, 2 if decoding else 20))
     if decoding and process.poll() is not None:
         return "the text was whole before the signal", 0.0
     started = descendants(process.pid)
@@ -114,6 +124,7 @@ def main() -> int:
     parser.add_argument("--quantize", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=20)
     parser.add_argument("--device", default="cpu", help="of the ranks")
+    parser.add_argument("--compile", action="store_true", help="the ranks' code: on GPUs, CUDA graphs and kernels")
     parser.add_argument("--decoding", action="store_true", help="of the ranks: only while they decode")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -129,11 +140,13 @@ def main() -> int:
             print(wrong, end="\n" * bool(wrong), flush=True)
         subprocess.run(quantize(root / "out"), check=True, capture_output=True)
         counts["bad"] += sorted(path.name for path in root.iterdir()) != ["out", "whole"]
-    for _ in range(args.ranks):
-        wrong, took = kill_ranks(rng, args.device, args.decoding)
-        seconds += [] if wrong else [took]
-        counts["bad" if wrong else "ranks as they should be"] += 1
-        print(wrong, end="\n" * bool(wrong), flush=True)
+        make_endless(root / "endless")
+        options = ["--checkpoint", root / "endless", "--device", args.device, *["--compile"] * args.compile]
+        for _ in range(args.ranks):
+            wrong, took = kill_ranks(rng, options, args.decoding)
+            seconds += [] if wrong else [took]
+            counts["bad" if wrong else "ranks as they should be"] += 1
+            print(wrong, end="\n" * bool(wrong), flush=True)
     print(", ".join(f"{count} {name}" for name, count in counts.items())
           + (f"; ranks ended in {min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""))
     return 1 if counts["bad"] else 0
