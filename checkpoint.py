@@ -34,6 +34,7 @@ LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the
 OTHER_FILES = {".gguf": "a GGUF file, which is not read here"}
 OTHER_FILES |= dict.fromkeys((".bin", ".pt", ".pth"), "a pickle, which is never read, as it could run code")
 MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
+MOST_TEXT = 2 ** 28  # bytes of a text; its tokens take 30 times as many
 MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
 CHAT_ENDS = ("<|eot_id|>", "<|im_end|>")  # They end a turn, whether or not generation_config.json lists them.
 
@@ -132,7 +133,14 @@ def is_file(path: Path, most: int | None = None) -> bool:
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     is_file(path)
     with reading(path):
+        check_size(path.stat().st_size)
         return path.read_text(encoding)
+
+
+def check_size(size: int) -> None:
+    """Of a text, in bytes. ValueError for too many."""
+    if size > MOST_TEXT:
+        raise ValueError(f"more than {MOST_TEXT} bytes: give a part of this text")
 
 
 def read_json(path: Path, default: dict | None = None) -> dict:
@@ -398,14 +406,23 @@ class Tokenizer:
 
         In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
         token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
-        said = "".join(str(value) for message in messages for value in message.values())
-        free = (mark for mark in map(chr, range(0x100000, 0x10FFFE)) if mark not in said)
-        marks = {token: next(free) for token in sorted(self.backend.special, key=len, reverse=True) if token in said}
+        longest_first, marks = sorted(self.backend.special, key=len, reverse=True), {}
+        with reading("the messages"):
+            said = json.dumps(messages, ensure_ascii=False)
+            free = (mark for mark in map(chr, range(0x100000, 0x10FFFE)) if mark not in said)
 
-        for token, mark in marks.items():
-            messages = [{key: value.replace(token, mark) if isinstance(value, str) else value
-                         for key, value in message.items()} for message in messages]
-        return messages, {ord(mark): token for token, mark in marks.items()}
+        def marked(value):
+            if isinstance(value, dict):
+                return {key: marked(item) for key, item in value.items()}
+            if isinstance(value, (list, tuple)):  # of a tool's calls, say
+                return [marked(item) for item in value]
+            for token in longest_first if isinstance(value, str) else ():
+                if token in value:
+                    marks[token] = marks.get(token) or next(free)
+                    value = value.replace(token, marks[token])
+            return value
+
+        return marked(messages), {ord(mark): token for token, mark in marks.items()}
 
     def render(self, messages: list[dict]) -> str:
         """The text that the chat template makes of messages, up to where the answer begins."""

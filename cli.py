@@ -20,8 +20,8 @@ from threading import Timer
 
 import torch
 
-from checkpoint import (Tokenizer, UserError, count_parameters, find_checkpoint, hf_weights, load_config, read_text,
-                        reading)
+from checkpoint import (MOST_TEXT, Tokenizer, UserError, check_size, count_parameters, find_checkpoint, hf_weights,
+                        load_config, read_text, reading)
 from model import Config
 from sampling import LIMITS
 
@@ -57,9 +57,10 @@ def report_errors(main, ranks: bool = False) -> None:
     except BrokenPipeError:  # the reader, `head` say, has read enough
         sys.stdout = None
         sys.exit(141)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError) as error:
         sys.stdout = None  # it may be what failed
-        print(f"{Path(sys.argv[0]).name}: {UserError(str(error))}", file=sys.stderr)
+        message = "out of memory" if isinstance(error, MemoryError) else str(error)
+        print(f"{Path(sys.argv[0]).name}: {UserError(message)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -348,7 +349,9 @@ def read_stdin(quiet: bool) -> str:
         hint.start()
     try:
         with reading("stdin"):
-            return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+            text = sys.stdin.buffer.read(MOST_TEXT + 1)
+            check_size(len(text))
+            return text.decode().replace("\r\n", "\n")
     finally:
         hint.cancel()
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from subprocess import run
 
 import torch
 import torch.nn.functional as F
@@ -199,8 +200,8 @@ class Scheme:
 
 
 # The first rule whose pattern matches the beginning of a layer's name says how the layer is held. None: unquantized.
-Rules = list[tuple[re.Pattern, Scheme | None]]
-EVERY = re.compile("")
+Rules = list[tuple[str, Scheme | None]]
+EVERY = ""
 OTHERS = {"mxfp4": "MXFP4", "mxfp6": "MXFP6", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "-24": "2:4 sparse",
           "sparse": "sparse", "hqq": "HQQ", "gguf": "GGUF"}  # parts of names -> what people call these formats
 
@@ -215,13 +216,31 @@ def wanted(settings: dict, key: str, values: list, default=None):
     return found
 
 
-def expression(pattern: str) -> re.Pattern:
-    """A file's regular expression. ValueError for one whose search could take ages: with something repeated in what is
-    repeated, or with many repetitions."""
-    plain = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
-    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > 4:
-        raise ValueError(f"{pattern!r:.200}: want 4 repetitions at most, and none of a group")
-    return re.compile(pattern)
+FIND_MATCHES = """
+import json, re, sys
+if sys.platform == "linux":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
+    resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+patterns, names = json.load(sys.stdin)
+compiled = [re.compile(pattern) for pattern in patterns]
+found = [next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None) for name in names]
+print(json.dumps(found))
+"""
+
+
+def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
+    """Which of a file's regular expressions is the first that matches the beginning of each name.
+
+    A search can take ages, as that of "(a?){99}b" does, so a process with limits makes it."""
+    if not any(patterns):
+        return [0] * len(names)
+    with reading("config.json: quantization_config: its patterns of layers' names"):
+        done = run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]), capture_output=True,
+                   text=True, timeout=30)
+        if done.returncode:
+            raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
+        return json.loads(done.stdout)
 
 
 def wanted_group(settings: dict) -> int:
@@ -246,7 +265,7 @@ def gptq_rules(settings: dict) -> Rules:
         layout = wanted(of, "checkpoint_format", ["gptq", "gptq_v2"], of.get("format", "gptq"))
         return Scheme(layout, wanted(of, "bits", [4, 8]), wanted_group(of), act_order=bool(of.get("desc_act")))
 
-    rules = [(expression(re.sub(r"^[-+]:", "", key)), None if key.startswith("-:") else scheme(settings | changes))
+    rules = [(re.sub(r"^[-+]:", "", key), None if key.startswith("-:") else scheme(settings | changes))
              for key, changes in (settings.get("dynamic") or {}).items()]
     return [*rules, (EVERY, scheme(settings))]
 
@@ -266,7 +285,7 @@ def fp8_rules(settings: dict) -> Rules:
     if settings.get("weight_block_size") is not None:
         rows, group = wanted_block(settings, "weight_block_size")
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
-    rules = [(expression(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$"), None) for name in names]
+    rules = [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
     return [*rules, (EVERY, Scheme("e4m3", 8, group, rows, zeros=False))]
 
 
@@ -277,10 +296,10 @@ def compressed_tensors_rules(settings: dict) -> Rules:
     transforms = settings.get("transform_config") or {}  # of the weights, which would have to be undone
     wanted(dict(transform_config=transforms.get("config_groups") or {}), "transform_config", [{}])
 
-    def pattern(target: str) -> re.Pattern:
+    def pattern(target: str) -> str:
         if target == "Linear":
             return EVERY
-        return expression(target[3:]) if target.startswith("re:") else re.compile(re.escape(target) + "$")
+        return target[3:] if target.startswith("re:") else re.escape(target) + "$"
 
     targets = {}
     for group in settings["config_groups"].values():
@@ -394,6 +413,9 @@ class QuantizedReader:
         tensors = {}  # our parameter -> Hugging Face's names, without "weight", and shapes
         for name, (ours, _, shape) in hf_weights(self.shard.whole if self.shard else model.config).items():
             tensors.setdefault(ours, []).append((name.removesuffix("weight"), shape))
+        rules, names = self.settings["rules"], [name for found in tensors.values() for name, _ in found]
+        first = first_matches([pattern for pattern, _ in rules], [name[:-1] for name in names])
+        self.schemes = {name: None if i is None else rules[i][1] for name, i in zip(names, first)}
         for name, parent, own in find_linears(model, head=not model.config.tied):
             found, bias = tensors[f"{name}.weight"], getattr(parent, own).bias is not None
             schemes = [self.scheme(theirs) for theirs, _ in found]
@@ -407,7 +429,7 @@ class QuantizedReader:
 
         config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all files
         of the head."""
-        scheme = next((scheme for pattern, scheme in self.settings["rules"] if pattern.match(name[:-1])), None)
+        scheme = self.schemes[name]
         if scheme and name + "weight" in self.files:
             told = name == "lm_head." or scheme.layout in ("gptq", "gptq_v2", "awq")
             parts = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")

@@ -6,7 +6,7 @@ Ends quantize.py and two ranks of generate.py at random moments, and looks at wh
 
 quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte; what SIGKILL left
 beside it goes with the next run. Of two ranks one gets SIGKILL, or torchrun SIGTERM or SIGINT; all processes end
-within 15 seconds. Any other end is printed, and the exit code is 1.
+within 15 seconds. Any other end is bad, and the exit code is 1.
 """
 import argparse
 import hashlib
@@ -93,17 +93,19 @@ def make_endless(directory: Path) -> None:
         (directory / file).write_text(json.dumps(held | changes | dict(eos_token_id=None)))
 
 
-def kill_ranks(rng: random.Random, options: list, decoding: bool) -> tuple[str, float]:
-    """What is wrong, and how long the processes took to end."""
+def kill_ranks(rng: random.Random, options: list, decoding: bool) -> str:
+    """What happened; it begins with "bad" where that must not be."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "generate.py", "-p", PROMPT, "--max-new-tokens", "16000", *options]
+               ROOT / "generate.py", "-p", PROMPT, *options]
+    begun = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if decoding and not decodes(process):
         kill_all([process.pid, *descendants(process.pid)])
-        return f"no text came, exit code {process.wait()}", 0.0
-    time.sleep(rng.uniform(0, 2 if decoding else 20))
+        return f"bad: no text came, exit code {process.wait()}"
+    ready, delay = time.monotonic() - begun, rng.uniform(0, 2 if decoding else 20)
+    time.sleep(delay)
     if decoding and process.poll() is not None:
-        return "the text was whole before the signal", 0.0
+        return "bad: the text was whole before the signal"
     started = descendants(process.pid)
     number = rng.choice(SIGNALS)
     victim = rng.choice(started) if number == signal.SIGKILL and started else process.pid
@@ -114,9 +116,9 @@ def kill_ranks(rng: random.Random, options: list, decoding: bool) -> tuple[str, 
         if time.monotonic() - begun > 15:
             kill_all([process.pid, *started])
             process.wait()
-            return f"{number.name}: processes are left after 15 s", 15.0
+            return f"bad: {number.name}: processes are left after 15 s"
         time.sleep(0.05)
-    return "", time.monotonic() - begun
+    return f"{number.name} {delay:.1f} s after {ready:.1f} s: all ended in {time.monotonic() - begun:.1f} s"
 
 
 def main() -> int:
@@ -128,7 +130,7 @@ def main() -> int:
     parser.add_argument("--decoding", action="store_true", help="of the ranks: only while they decode")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rng, counts, seconds = random.Random(args.seed), Counter(), []
+    rng, counts = random.Random(args.seed), Counter()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         begun, root = time.monotonic(), Path(directory)
@@ -140,15 +142,15 @@ def main() -> int:
             print(wrong, end="\n" * bool(wrong), flush=True)
         subprocess.run(quantize(root / "out"), check=True, capture_output=True)
         counts["bad"] += sorted(path.name for path in root.iterdir()) != ["out", "whole"]
-        make_endless(root / "endless")
-        options = ["--checkpoint", root / "endless", "--device", args.device, *["--compile"] * args.compile]
+        options = ["--device", args.device, *["--compile"] * args.compile]
+        if args.decoding:
+            make_endless(root / "endless")
+            options += ["--checkpoint", root / "endless", "--max-new-tokens", "16000"]
         for _ in range(args.ranks):
-            wrong, took = kill_ranks(rng, options, args.decoding)
-            seconds += [] if wrong else [took]
-            counts["bad" if wrong else "ranks as they should be"] += 1
-            print(wrong, end="\n" * bool(wrong), flush=True)
-    print(", ".join(f"{count} {name}" for name, count in counts.items())
-          + (f"; ranks ended in {min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""))
+            happened = kill_ranks(rng, options, args.decoding)
+            counts["bad" if happened.startswith("bad") else "ranks as they should be"] += 1
+            print(happened, flush=True)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return 1 if counts["bad"] else 0
 
 

@@ -289,6 +289,16 @@ def test_special_tokens_count_where_the_template_writes_them_and_nowhere_else(tm
 
 
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
+def test_special_tokens_inside_of_a_tools_call_are_text_too(tmp_path, make_tokenizer):
+    template = "{% for m in messages %}<s>{{ m.content }}{{ m.calls | tojson }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path, chat_template=template)
+    calls = [dict(name="find</s>", arguments=dict(what=["</s><s>"], many=3))]
+    ids = tokenizer.encode_messages([dict(role="user", content="<s>", calls=calls)])
+    bos, end = (tokenizer.backend.special[token] for token in ("<s>", "</s>"))
+    assert ids.count(bos) == 1 and end not in ids and json.dumps(calls) in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
 @pytest.mark.parametrize("text", ["Hello", " <|im_end |> <s", "\U00100000 \ue000", "naïve 🙂 <b>"])
 def test_messages_without_special_tokens_keep_their_tokens(tmp_path, make_tokenizer, text):
     tokenizer = make_tokenizer(tmp_path, chat_template=CHATML)

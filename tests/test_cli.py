@@ -418,6 +418,24 @@ def test_a_mistaken_input_is_one_line(args, stdin, said):
     assert (done.returncode, done.stdout, err.count("\n")) == (2, b"", 1) and said in err
 
 
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_text_without_end_is_refused(tmp_path, source):
+    (path := tmp_path / "text").touch()
+    os.truncate(path, 2 ** 40)  # a hole, which takes no room on the disk
+    place = path if source == "file" else "-"
+    command = [sys.executable, ROOT / "generate.py", "--device", "cpu", "--prompt-file", place]
+    with open("/dev/zero") as endless:
+        done = subprocess.run(command, stdin=endless, capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"{path if source == 'file' else 'stdin'}: more than 268435456 bytes" in done.stderr
+
+
+def test_running_out_of_memory_where_nobody_expects_it_is_one_line(cli, monkeypatch):
+    monkeypatch.setattr(generate, "read_prompts", lambda args: bytearray(2 ** 62))
+    code, out, err = cli()
+    assert (code, out, err) == (2, "", "generate.py: out of memory\n")
+
+
 def test_after_a_second_of_waiting_it_says_that_stdin_is_read():
     command = [sys.executable, ROOT / "generate.py", "--device", "cpu", "--max-new-tokens", "3"]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
