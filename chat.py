@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from argparse import Namespace
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -166,10 +167,13 @@ class Chat:
         until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
         long."""
         tokens, room, kept, before = self.encode(messages), self.llm.room, len(self.system), len(messages)
-        full = room - len(tokens) < min(self.args.max_new_tokens or room, room // 8)
-        while full and len(tokens) > room * 3 // 4 and [message["role"] for message in messages].count("user") > 1:
-            next_turn = next(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")
-            del messages[kept:next_turn]
+        if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
+            turns = [kept, *(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")]
+
+            def fits(turn: int) -> bool:
+                return len(self.encode(messages[:kept] + messages[turn:])) <= room * 3 // 4
+
+            messages = messages[:kept] + messages[turns[bisect_left(turns[:-1], True, key=fits)]:]
             tokens = self.encode(messages)
         if len(tokens) >= room:
             raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise --max-seq-length")

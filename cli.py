@@ -70,7 +70,7 @@ def find_device(name: str | None) -> torch.device:
     num = dict(cuda=torch.cuda.device_count() * torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=1)
     name = next(kind for kind, count in num.items() if count) if name is None else name
     kind, _, index = name.partition(":")
-    if (count := num.get(kind)) is None or not re.fullmatch(r"\w+(:\d+)?", name, re.ASCII):
+    if (count := num.get(kind)) is None or not re.fullmatch(r"\w+(:(0|[1-9]\d{0,3}))?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {int(count) or 'none'} of those; --device "
@@ -272,6 +272,9 @@ def keyword_options(keywords: dict, defaults: argparse.Namespace | None = None) 
     if defaults is None:
         add_model_options(parser)
     add_generation_options(parser)
+    stop = keywords.get("stop") or []
+    if not isinstance(stop, (str, list, tuple)) or not all(isinstance(text, str) for text in stop):
+        raise UserError(f"stop={stop!r:.60}: want a text, or a list of texts")
     for name, value in keywords.items():
         option = "--" + name.replace("_", "-")
         if defaults and name in vars(defaults) and option not in parser.format_usage():
@@ -334,7 +337,7 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
         if args.profile.exists() and not args.profile.is_file():
             parser.error(f"--profile {args.profile}: want a file")
         with reading(f"--profile {args.profile}: cannot write there, name another place"):  # said before the work
-            TemporaryDirectory(dir=args.profile.absolute().parent).cleanup()
+            TemporaryDirectory(prefix=f"{args.profile.name}.partial-", dir=args.profile.absolute().parent).cleanup()
     return args
 
 
@@ -449,12 +452,15 @@ def show(completions: list, steps: Iterator[None] = iter(())) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """A place beside `path` for a file or a directory that is not whole yet; at the end it becomes `path`. After an
     error it is removed, and here what killed runs left: their lock files are unlocked, as the system does when a
-    process ends."""
-    for lock in path.absolute().parent.glob(f"{escape(path.name)}.partial-*/lock"):
+    process ends. Where `path` is a link, what it names is written. OSError for a device, a pipe or a directory."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError("want a file, or a name that is free")
+    for lock in path.parent.glob(f"{escape(path.name)}.partial-*/lock"):
         with suppress(OSError), open(lock, "a") as file:
             flock(file, LOCK_EX | LOCK_NB)
             shutil.rmtree(lock.parent)
-    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.absolute().parent) as directory:
+    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent) as directory:
         with open(Path(directory, "lock"), "w") as file:
             flock(file, LOCK_EX)
             partial = Path(directory, f"made-{path.name}")  # PyTorch zips a trace whose name ends in .gz

@@ -245,8 +245,8 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
 
 def wanted_group(settings: dict) -> int:
     found = settings.get("group_size", -1)
-    if type(found) is not int or found != -1 and (found < 32 or found % 32):
-        raise UserError(f"quantization_config: group_size {found!r} is not supported, want -1 or a multiple of 32")
+    if type(found) is not int or found != -1 and (not 32 <= found <= 2 ** 20 or found % 32):
+        raise UserError(f"quantization_config: group_size {found!r:.60} is not supported, want -1 or a multiple of 32")
     return found
 
 
@@ -334,23 +334,27 @@ RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_
 
 
 def read_settings(directory: Path) -> dict:
-    """config.json's quantization_config; {} where there is none. UserError for a format that is not read here.
+    """What config.json's quantization_config says; {} where there is none. UserError for a format that is not read.
 
-    Its own keys beside those of the file: rules; name, such as "int4", and bits: of the most exact scheme."""
+    quant_method; rules; name, such as "int4", and bits: of the most exact scheme; activations: whether these or the KV
+    cache are to be quantized, too."""
     path = directory / "config.json"
     config = read_json(path)
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if not settings:
         return {}
     with reading(f"{path}: quantization_config"):
-        settings = dict(settings)
-        method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
+        settings = settings | dict(quant_method=settings.get("quant_method") or settings.get("method"))
+        method = wanted(settings, "quant_method", list(RULES))
         rules = RULES[method](settings)
         schemes = [scheme for _, scheme in rules if scheme]
         if not schemes:
             return {}
         bits, integer = max((scheme.bits, scheme.layout != "e4m3") for scheme in schemes)
-        return settings | dict(rules=rules, name=f"int{bits}" if integer else "fp8", bits=bits)
+        activations = settings.get("activation_scheme") or settings.get("kv_cache_scheme") or any(
+            group.get("input_activations") for group in (settings.get("config_groups") or {}).values())
+        return dict(quant_method=method, rules=rules, name=f"int{bits}" if integer else "fp8", bits=bits,
+                    activations=activations)
 
 
 def shared_inputs(settings: dict) -> int:
@@ -438,21 +442,16 @@ class QuantizedReader:
         return scheme
 
     def drop_activation_scales(self) -> None:
-        """Removes them from files, and says so: neither activations nor the cache are quantized here."""
-        scales = [name for name in self.files
-                  if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name)]
-        for name in scales:
-            del self.files[name]
-        groups = self.settings.get("config_groups", {}).values()
-        asked = self.settings.get("activation_scheme") or self.settings.get("kv_cache_scheme")
-        if scales or asked or any(group.get("input_activations") for group in groups):
-            say_once("the checkpoint asks for quantized activations or a quantized cache: both stay as they are, which "
-                     "is more exact", file=sys.stderr)
+        """Removes them from files: neither activations nor the cache are quantized here."""
+        for name in list(self.files):
+            if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
+                del self.files[name]
+                self.settings["activations"] = True
 
-    def read(self, name: str, shape: tuple[int, ...] | None, dtypes: str = "BF16 F16 F32 F64",
-             part: tuple[slice, ...] = ()) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64", part: tuple[slice, ...] = (),
+             others: list[tuple] = []) -> Tensor:
         """The tensor, on the device. UserError for NaN and infinite numbers: a bias's, a scale's."""
-        tensor = read_tensor(self.files, name, shape, dtypes, part).to(self.device)
+        tensor = read_tensor(self.files, name, [shape, *others], dtypes, part).to(self.device)
         if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
         return tensor
@@ -464,6 +463,9 @@ class QuantizedReader:
         if scheme is None:
             return plain_linear(self.read(name + "weight", shape, part=(rows, columns)).to(self.dtype), bias)
         group_of(K, scheme.group if scheme.rows == 1 else -1)
+        if scheme.layout in ("gptq", "gptq_v2", "awq") and N * scheme.bits % 32:
+            raise UserError(f"the layer {name[:-1]} has {N} rows; want a multiple of {32 // scheme.bits}: words of "
+                            "zero points are whole")
         layer = Layer(name, N, K, rows, columns, scheme)
         qweight, scales, zeros = self.layouts[scheme.layout](layer)
         kept, g_idx = self.read_groups(layer)
@@ -554,13 +556,11 @@ class QuantizedReader:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
 
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
-        name, rows = layer.name + kind, layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
+        rows = layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
         shape = -(-layer.N // rows), layer.C
-        found = self.read(name, None, dtypes)
-        if found.numel() != math.prod(shape) or found.dim() > 1 and found.shape != shape:
-            raise UserError(f"the tensor {name} is {list(found.shape)}, want {list(shape)}")
+        flat = [(math.prod(shape),), ()][:1 + (shape == (1, 1))]
         block = torch.arange(layer.N, device=self.device)[layer.rows] // rows
-        return found.view(shape)[block]
+        return self.read(layer.name + kind, shape, dtypes, others=flat).view(shape)[block]
 
 
 # Writing a checkpoint
@@ -616,7 +616,7 @@ def quantized_tensors(model: Transformer, source: Path, config: dict) -> Iterato
     for name, (ours, row, shape) in hf_weights(model.config).items():
         module = model.get_submodule(ours.rpartition(".")[0])
         if not isinstance(module, QuantizedLinear) or name.endswith(".bias"):
-            yield name, read_tensor(files, name, shape)
+            yield name, read_tensor(files, name, [shape])
             continue
         for kind, tensor in make(module, slice(row, row + shape[0]), config).items():
             yield name.removesuffix("weight") + kind, tensor.contiguous().cpu()

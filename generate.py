@@ -347,11 +347,8 @@ class Completion:
 
     def visible(self) -> str:
         """The text, without an end that may yet turn out to begin a stop text."""
-        held = 0
-        for stop in () if self.finish_reason else self.stop_texts:
-            for n in range(held + 1, len(stop)):
-                if self.text.endswith(stop[:n]):
-                    held = n
+        stops = [] if self.finish_reason else self.stop_texts
+        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self.text[:len(self.text) - held]
 
 
@@ -524,7 +521,8 @@ class LLM:
         """A text's tokens or, through the chat template, those of messages."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        check_messages(prompt)
+        with reading("a prompt"):
+            check_messages(prompt)
         if not self.tokenizer.template:
             raise UserError(f"{self.options.checkpoint} has no chat template: give a text, which is continued")
         return self.tokenizer.encode_messages(prompt)
@@ -630,9 +628,6 @@ def main() -> None:
             runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
         else:
             runs = [run_prompts(llm, completions, args)]
-    if args.profile and llm.team.rank == 0:
-        with written_whole(args.profile) as trace:
-            profiler.export_chrome_trace(str(trace))
     if not runs:
         return
     result = report(llm.generator, runs, checkpoint=args.checkpoint, quantize=llm.quantized, load_s=llm.load_s,
@@ -641,6 +636,9 @@ def main() -> None:
         print(json.dumps(result))
     if not args.quiet:
         print("\n" + format_report(result), file=sys.stderr)
+    if args.profile and llm.team.rank == 0:
+        with reading(f"--profile {args.profile}: cannot be written"), written_whole(args.profile) as trace:
+            profiler.export_chrome_trace(str(trace))
 
 
 if __name__ == "__main__":

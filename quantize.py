@@ -261,6 +261,9 @@ def load_checkpoint(directory: Path, device: torch.device, dtype: torch.dtype, q
     shard = split(load_config(directory), group) if split else None
     replace_layers = QuantizedReader(settings, device, dtype, shard).replace_layers if settings else None
     model = load_model(directory, device, dtype, progress, replace_layers, shard)
+    if settings.get("activations"):
+        say_once("the checkpoint asks for quantized activations or a quantized cache: both stay as they are, which is "
+                 "more exact", file=sys.stderr)
     if quantize:
         round_model(model, quantize, group_size, shard)
     if shard:

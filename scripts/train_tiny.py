@@ -27,8 +27,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights, load_model, reading  # noqa: E402
-from cli import Parser, report_errors  # noqa: E402
+from checkpoint import (Tokenizer, UserError, config_from_hf, hf_weights, is_file, load_model, read_text,  # noqa: E402
+                        reading)
+from cli import Parser, memory_advice, report_errors, within  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
@@ -39,10 +40,12 @@ PAIR = {
     "tiny": dict(hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640),
     "tiny-draft": dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384),
 }
+FILES = {"model.safetensors", "tokenizer.model", "config.json", "generation_config.json", "README.md"}
 BOS, EOS = 1, 2
 
 
 def read_stories(path: Path) -> list[str]:
+    is_file(path)
     with reading(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
         return [story.strip() for story in text.decode().replace("\r\n", "\n").split("\n\n") if story.strip()]
@@ -117,8 +120,16 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
     return model
 
 
+def check_out(out: Path) -> None:
+    """UserError unless save() can write there and deletes nothing but an earlier pair."""
+    for place in (out / name for name in PAIR):
+        place.mkdir(parents=True, exist_ok=True)
+        if others := sorted({path.name for path in place.iterdir()} - FILES):
+            raise UserError(f"--out {out}: {place} has other files ({others[0]}); name another directory")
+
+
 def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> None:
-    """The Hugging Face layout, in bf16; out stands for the whole directory, which appears at once."""
+    """The Hugging Face layout, in bf16. It is written beside `out`, whose place it then takes."""
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     ours = dict(model.named_parameters())
@@ -131,18 +142,22 @@ def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> No
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     if (card := out / "README.md").exists():
         shutil.copy(card, partial)
-    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(out)
     partial.rename(out)
 
 
-@torch.no_grad()
-def measure(directory: Path, text: Path, device: torch.device) -> None:
-    """Bits per byte of the first 200 paragraphs of over 100 characters, each alone after the beginning of sequence,
-    and on how many of their tokens the draft's greedy choice is the target's."""
-    with reading(text):
-        paragraphs = [line for line in text.read_text(encoding="utf-8").split("\n") if len(line) > 100][:200]
+def read_paragraphs(text: Path) -> list[str]:
+    """The first 200 of over 100 characters."""
+    paragraphs = [line for line in read_text(text).split("\n") if len(line) > 100][:200]
     if not paragraphs:
         raise UserError(f"--eval {text}: no line of over 100 characters in it")
+    return paragraphs
+
+
+@torch.no_grad()
+def measure(directory: Path, paragraphs: list[str], device: torch.device) -> None:
+    """Bits per byte of the paragraphs, each alone after the beginning of sequence, and on how many of their tokens the
+    draft's greedy choice is the target's."""
     choices = {}
     for name in PAIR:
         path = directory / name
@@ -184,18 +199,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("checkpoints"),
                         help="the directory of both (default: checkpoints)")
     parser.add_argument("--measure", action="store_true", help="no training: measure the pair in --out")
-    parser.add_argument("--vocab", type=int, default=2048, help="pieces of the tokenizer (default: 2048)")
-    parser.add_argument("--steps", type=int, default=6000, help="of each model's training (default: 6000)")
-    parser.add_argument("--batch", type=int, default=64, help="rows a step (default: 64)")
-    parser.add_argument("--context", type=int, default=512, help="tokens a row (default: 512)")
-    parser.add_argument("--lr", type=float, default=1e-2, help="the highest learning rate (default: 0.01)")
+    parser.add_argument("--vocab", type=within(int, 1, 10 ** 6), default=2048,
+                        help="pieces of the tokenizer (default: 2048)")
+    parser.add_argument("--steps", type=within(int, 1), default=6000, help="of each model's training (default: 6000)")
+    parser.add_argument("--batch", type=within(int, 1, 10 ** 6), default=64, help="rows a step (default: 64)")
+    parser.add_argument("--context", type=within(int, 1, 10 ** 6), default=512, help="tokens a row (default: 512)")
+    parser.add_argument("--lr", type=within(float, 1e-9, 1), default=1e-2,
+                        help="the highest learning rate (default: 0.01)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not args.measure:
-        if not args.text:
-            raise UserError("--text is missing: name a file of stories, or give --measure")
-        train_pair(args, device)
-    measure(args.out, args.eval, device)
+    paragraphs = read_paragraphs(args.eval)
+    with memory_advice(f"out of memory on {device}: a smaller --batch or --context needs less"):
+        if not args.measure:
+            if not args.text:
+                raise UserError("--text is missing: name a file of stories, or give --measure")
+            check_out(args.out)
+            train_pair(args, device)
+        measure(args.out, paragraphs, device)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,14 @@ SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 NO_SIZE = [None, True, 0, -1, 1e300, math.nan, math.inf, "2", "x", [], {}, [2], 10 ** 12, 10 ** 400]
 VALUES = [None, True, False, 0, 1, -1, 2, 7, 0.5, -0.0, 1e-300, 1e300, math.nan, math.inf, 2 ** 31, 2 ** 63, 10 ** 12,
           10 ** 400, "", "x", "2", "<s>", "\x1b]0;x\x07\n", "\ud800", "\u202e", "a" * 10 ** 5, [], [[]], [None], {},
-          {"a": {"b": []}}, ["x"] * 100]
+          {"a": {"b": []}}, ["x"] * 100, {"-:" + ".?" * 40 + "!": {}}, ["re:" + "(.|.)" * 40 + "!"], {"": {}}]
+# Keys that a file may lack, and that are read.
+KEYS = ["config_groups", "method", "quant_method", "dynamic", "ignore", "modules_to_not_convert", "ignored_layers",
+        "sparsity_config", "transform_config", "kv_cache_scheme", "activation_scheme", "weight_block_size", "targets",
+        "input_activations", "actorder", "group_size", "desc_act", "format", "checkpoint_format", "strategy", "lm_head",
+        "quantization_config", "compression_config", "rope_scaling", "rope_parameters", "rope_type", "sliding_window",
+        "head_dim", "partial_rotary_factor", "tie_word_embeddings", "eos_token_id", "bos_token_id", "eos_token",
+        "bos_token", "chat_template", "add_bos_token", "added_tokens_decoder", "normalizer", "truncation"]
 NO_TOKEN = ["2", 99999, -1, 2.5, "</s>", True, [99999], [[1]], {}]
 NO_SAMPLING = dict(temperature=[True, -1, 101, "x", math.nan], top_k=[True, -5, 0.5, "x"],
                    top_p=[True, 0, 1e-46, 2, math.nan, "x"])
@@ -169,7 +176,7 @@ def make_bases(root: Path) -> list[Path]:
 
 
 def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
-    """One value somewhere inside is replaced, removed, renamed or wrapped."""
+    """One value somewhere inside is replaced, removed, renamed or wrapped, or a key is added there."""
     held = json.loads(path.read_text())
     value = rng.choice(VALUES)
     if rng.random() < 0.05:
@@ -185,9 +192,11 @@ def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
         if not isinstance(at[key], (dict, list)) or not at[key] or rng.random() < 0.3:
             break
         at = at[key]
-    how = rng.choice(["replace", "replace", "replace", "remove", "rename", "wrap"])
+    how = rng.choice(["replace", "replace", "replace", "remove", "rename", "wrap", "add"])
     if how == "replace":
         at[key] = value
+    elif how == "add":
+        (at if isinstance(at, dict) else held)[rng.choice(KEYS)] = value
     elif how == "wrap":
         at[key] = {"x": at[key]} if rng.random() < 0.5 else [at[key]]
     else:
@@ -195,7 +204,7 @@ def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
         if how == "rename" and isinstance(at, dict):
             at[str(key) + rng.choice(["s", "\x1b[2J", " "])] = old
     path.write_text(json.dumps(held))
-    return f"{how} {where} {value if how == 'replace' else ''!r:.40}", None
+    return f"{how} {where} {value if how in ('replace', 'add') else ''!r:.40}", None
 
 
 def change_key(rng: random.Random, directory: Path) -> tuple[str, bool]:

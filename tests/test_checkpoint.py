@@ -32,7 +32,7 @@ from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Tokenizer, config_from_hf, find_checkpoint, hf_weights, load_config, load_model, template_process
 from cli import read_prompts
-from helpers import ROOT, TINY, absent, refusal
+from helpers import CPU, F32, ROOT, TINY, absent, refusal
 
 LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, intermediate_size=48, vocab_size=64, max_position_embeddings=128,
@@ -183,7 +183,8 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     (dict(num_hidden_layers=10 ** 9), "num_hidden_layers 1000000000"), (dict(rope_theta=10 ** 30), "rope_theta 100000"),
     (dict(rms_norm_eps=float("nan")), "rms_norm_eps nan"), (dict(rms_norm_eps=1e12), "rms_norm_eps 1e+00"),
     (dict(head_dim=7), "head_dim 7 even"), (dict(num_key_value_heads=0), "num_key_value_heads 0"),
-    (dict(hidden_size=10 ** 12), "hidden_size 1e+09"), (dict(vocab_size=10 ** 9, hidden_size=10 ** 9), "e+18 weights"),
+    (dict(hidden_size=10 ** 12), "hidden_size 1e+09"), (dict(vocab_size=2 ** 24 + 1), "vocab_size 2e+07"),
+    (dict(intermediate_size=10 ** 9, hidden_size=10 ** 9), "e+19 weights"),
     (dict(rope_scaling=[1]), "rope_scaling [1] object"), (dict(rope_parameters="x"), "rope_parameters 'x' object"),
     (dict(rope_scaling=ROPE | dict(low_freq_factor=4)), "low_freq_factor high_freq_factor"),
     *[(dict(tie_word_embeddings=value), f"tie_word_embeddings {value!r} true") for value in ("false", 1, [], 0.5)]])
@@ -298,6 +299,100 @@ def test_special_tokens_inside_of_a_tools_call_are_text_too(tmp_path, make_token
     assert ids.count(bos) == 1 and end not in ids and json.dumps(calls) in tokenizer.decode(ids)
 
 
+FOLDS = dict(lower=(hf.normalizers.Lowercase(), "<|IM_END|>"), width=(hf.normalizers.NFKC(), "\uff1c|im_end|\uff1e"),
+             accents=(hf.normalizers.BertNormalizer(), "<|i\u0307m_end|>"), none=(None, "<|im_end|>"))
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_a_tokenizer_that_folds_what_is_typed_makes_no_special_token_of_it(tmp_path, fold):
+    normalizer, typed = FOLDS[fold]
+    with_json(tmp_path, chat_template=CHATML)
+    made = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_special_tokens([hf.AddedToken("<|im_end|>", special=True, normalized=True)])
+    if normalizer:
+        made.normalizer = normalizer
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert IM_END in tokenizer.encode(typed, rendered=True)  # --prompt stays as it is
+    for text in typed, typed + "<s>":
+        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(IM_END) == 1
+
+
+@pytest.mark.parametrize("model", [
+    hf.models.Unigram([("<unk>", 0.0), ("</s>", -1.0), *((c, -3.0) for c in "x</s>")], unk_id=0),
+    hf.models.WordLevel({"<unk>": 0, "</s>": 1, "x": 2}, unk_token="<unk>"),
+    hf.models.BPE({"<unk>": 0, "</s>": 1, **{c: i for i, c in enumerate("x</s>", 2)}, "</": 7, "s>": 8},
+                  [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="<unk>")])
+def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path, model):
+    made = hf.Tokenizer(model)
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
+    write(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template="{{ messages[0].content }}</s>"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in "x", "x</s>", "</s>", "\u3042</s>":  # the last one begins with a character that is unknown
+        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(1) == 1
+
+
+def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_path):
+    with_json(tmp_path, chat_template="{{ messages[0].content }}<|end|>")
+    made = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_tokens(["<|end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=261, eos_token_id=260))
+    tokenizer = Tokenizer(tmp_path)
+    for text in "x", "x<|end|>y":
+        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(260) == 1
+
+
+def test_messages_that_are_no_json_are_refused(tmp_path):
+    tokenizer, deep = with_json(tmp_path, chat_template=CHATML), []
+    for _ in range(10 ** 5):
+        deep = [deep]
+    for value in deep, object():
+        refusal(tokenizer.encode_messages, [dict(role="user", content="x", calls=value)])
+
+
+@pytest.mark.parametrize("kind", [1, 3])  # normal, control
+def test_pieces_that_are_no_text_are_refused(tmp_path, kind):
+    """sentencepiece holds any bytes. A control piece is read with the file, others once they are generated."""
+    with_model(tmp_path, dict(vocab_size=2049))
+    piece = b"\n\x02\xff\xfe\x15\0\0\0\0\x18" + bytes([kind])
+    with open(tmp_path / "tokenizer.model", "ab") as file:
+        file.write(b"\n" + bytes([len(piece)]) + piece)
+    if kind == 3:
+        assert "tokenizer.model" in refusal(Tokenizer, tmp_path)
+    else:
+        tokenizer = Tokenizer(tmp_path)
+        for use, of in (tokenizer.token, 2048), (tokenizer.decode, [2048]):
+            assert "tokenizer.model" in refusal(use, of)
+
+
+def test_a_special_token_of_a_million_characters_is_refused(tmp_path):
+    """Two of them with a long common beginning would keep re.compile() busy for minutes."""
+    added = {"3": dict(content="a" * 10 ** 6 + "b"), "4": dict(content="a" * 10 ** 6 + "c")}
+    assert "1000 characters" in refusal(partial(with_model, added_tokens_decoder=added), tmp_path)
+
+
+@pytest.mark.parametrize("shape, refused", [((64,), False), ((32,), False), ((10 ** 6,), True), ((8, 8), True)])
+def test_a_bias_of_zeros_is_one_of_a_layers_size(tmp_path, shape, refused):
+    """A larger one would be read whole, only to see that it is zero."""
+    save(tmp_path, make(tmp_path) | {"x.bias": torch.zeros(shape)})
+    if refused:
+        assert "x.bias" in refusal(load_model, tmp_path, CPU, F32)
+    else:
+        load_model(tmp_path, CPU, F32)
+
+
+def test_a_header_of_over_16_mib_is_refused(tmp_path):
+    save(tmp_path, make(tmp_path))
+    held = (tmp_path / "model.safetensors").read_bytes()
+    size = int.from_bytes(held[:8], "little")
+    padded = held[8:8 + size] + b" " * 2 ** 24
+    (tmp_path / "model.safetensors").write_bytes(len(padded).to_bytes(8, "little") + padded + held[8 + size:])
+    assert absent("model.safetensors header 16777216", refusal(load_model, tmp_path, CPU, F32)) == []
+
+
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
 @pytest.mark.parametrize("text", ["Hello", " <|im_end |> <s", "\U00100000 \ue000", "naïve 🙂 <b>"])
 def test_messages_without_special_tokens_keep_their_tokens(tmp_path, make_tokenizer, text):
@@ -363,7 +458,9 @@ def test_symbols_that_a_tokenizer_model_defines_are_tokens_too(tmp_path, ids):
 
 
 def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
-    tokenizer = with_json(tmp_path, dict(vocab_size=200, eos_token_id=2))
+    said = refusal(partial(with_json, tmp_path), dict(vocab_size=200, eos_token_id=2))
+    assert absent("eos_token_id=257 199", said) == []
+    tokenizer = with_json(tmp_path, dict(vocab_size=200, eos_token_id=2), eos_token=None)
     assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode, "hi")) == []
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import formats
 from formats import QuantizedLinear, from_e4m3, read_settings
-from helpers import CPU, F32, ROOT, absent, error, quantized_layers, refusal
+from helpers import CPU, F32, ROOT, absent, error, make, quantized_layers, refusal
 from quantize import load_checkpoint
 from tp import Shard
 
@@ -157,6 +157,31 @@ def test_the_name_of_what_was_read(tmp_path, setting, name):
     assert read_settings(tmp_path)["name"] == name
 
 
+def test_the_method_may_stand_under_another_key(tmp_path):
+    """gptqmodel's own name for it."""
+    tokens, logits = unfold("fp8 blocks", tmp_path, dict(quant_method=None, method="fp8"))
+    assert error(logits_of(load_checkpoint(tmp_path, CPU, F32), tokens), logits) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_rows_that_leave_a_word_of_zero_points_unfilled_are_refused(tmp_path, method):
+    """Four rows of keys: files of both formats round their words down."""
+    tensors, weights = {}, make(tmp_path, hidden_size=32, num_key_value_heads=1, head_dim=4, intermediate_size=32)
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = weight
+            continue
+        (N, K), layer = weight.shape, name.removesuffix("weight")
+        shape = (K // 8, N) if method == "gptq" else (K, N // 8)
+        tensors |= {layer + "qweight": torch.zeros(shape, dtype=torch.int32), layer + "scales": torch.ones(1, N),
+                    layer + "qzeros": torch.zeros(1, N // 8, dtype=torch.int32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method=method, bits=4, group_size=32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert absent("k_proj 4 rows multiple of 8", refusal(load_checkpoint, tmp_path, CPU, F32)) == []
+
+
 Q = "model.layers.0.self_attn.q_proj."
 
 
@@ -188,6 +213,8 @@ def weights(form: str = "pack-quantized", **of) -> dict:
     ("gptq 4 sym", dict(dynamic={"(" * 10 ** 5: {}}), {}, "config.json patterns"),
     ("gptq 4 sym", dict(dynamic={"+:.*": dict(bits=3)}), {}, "bits 3"),
     ("gptq 4 sym", dict(checkpoint_format="marlin"), {}, "checkpoint_format marlin gptq_v2"),
+    ("gptq 4 sym", dict(group_size=2 ** 20 + 32), {}, "group_size 1048608"),
+    ("gptq 4 sym", dict(config_groups=[1]), {}, "config.json"), ("awq gemm", dict(config_groups=dict(a=1)), {}, "int"),
     ("awq gemm", dict(version="gemv"), {}, "version gemv gemm"), ("awq gemm", dict(bits=8), {}, "bits 8 [4]"),
     ("fp8 blocks", dict(weight_block_size=[128]), {}, "weight_block_size [128] [rows, inputs]"),
     ("fp8 blocks", dict(weight_block_size=128), {}, "weight_block_size 128 [rows, inputs]"),
@@ -213,6 +240,7 @@ def weights(form: str = "pack-quantized", **of) -> dict:
      {Q + "weight": torch.full((64, 64), 9).to(torch.int8)}, "weight more than 4 bits"),
     ("fp8 blocks", {}, {Q + "weight_scale_inv": None}, Q + "weight_scale_inv missing"),
     ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(2, 1)}, Q + "weight_scale_inv [2, 1] [1, 1]"),
+    ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(10 ** 6)}, Q + "weight_scale_inv [1000000] [1, 1]"),
     ("fp8 blocks", {}, {Q + "weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}, Q + "weight NaN"),
     ("fp8 blocks", {}, {Q + "weight": torch.ones(128, 128).to(torch.float8_e5m2)}, Q + "weight F8_E5M2 F8_E4M3"),
     ("fp8 blocks", {}, {Q + "extra": torch.ones(1)}, Q + "extra place")])
