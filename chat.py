@@ -37,12 +37,6 @@ def check_messages(messages) -> None:
             raise ValueError(f"message {message!r:.60}: want a role and a content, both text")
 
 
-def save_messages(messages: list[dict], path: Path) -> None:
-    """Writes the file whole, or not at all."""
-    with reading(f"/save {path}"), written_whole(path) as partial:
-        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-
-
 def load_messages(path: Path) -> list[dict] | str:
     """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
     try:
@@ -126,7 +120,8 @@ class Chat:
             self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
         elif name == "save" and text:
             if self.team.rank == 0:
-                save_messages(self.messages, Path(text).expanduser())
+                with reading(f"/save {text}"), written_whole(Path(text).expanduser()) as partial:
+                    partial.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
             self.say(f"{len(self.messages)} messages are in {text}.")
         elif name == "load" and text:
             loaded = self.team.agree(lambda: load_messages(Path(text).expanduser()))

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from glob import glob
 from pathlib import Path, PurePosixPath
 from subprocess import DEVNULL, PIPE, Popen
-from threading import Timer
 
 import torch
 from safetensors import safe_open
@@ -88,18 +86,16 @@ def find_checkpoint(name: str) -> Path:
     except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
         answers = (getattr(e, "response", None) for e in (error, error.__cause__))
         status = next((answer.status_code for answer in answers if answer is not None), None)
-        reason = f"is out of reach ({type(error.__cause__ or error).__name__})"
-        remedy = "check the network and HF_HUB_OFFLINE, or fetch it on another machine and copy its directory here"
+        answer = (f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and HF_HUB_OFFLINE, "
+                  "or fetch it on another machine and copy its directory here")
         if status in (401, 403, 404):
-            reason = f"answers {status}: a wrong name, or a gated or private repository"
-            remedy = "correct the name, or accept its licence on its page and run `hf auth login`"
-        raise UserError(f"{missing}; as a Hub id: the Hub {reason}; {remedy}") from error
+            answer = f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
+        raise UserError(f"{missing}; as a Hub id: the Hub {answer}") from error
 
 
 def near_checkpoints(path: Path) -> list[str]:
     """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the nearest first."""
-    found = {parent / Path(file).parent for parent in (path.parent, Path("checkpoints"))
-             for file in glob("*/config.json", root_dir=parent)}
+    found = {file.parent for parent in (path.parent, Path("checkpoints")) for file in parent.glob("*/config.json")}
     near = get_close_matches(path.name.lower(), {place.name.lower() for place in found}, cutoff=0.5)
     return [str(place) for name in near for place in sorted(found) if place.name.lower() == name]
 
@@ -111,11 +107,11 @@ def is_inside(path: Path) -> bool:
     return any(path.resolve().is_relative_to(place) for place in places)
 
 
-def is_file(path: Path, most: int | None = None) -> bool:
+def is_file(path: Path, most: int | None = None, inside: bool = True) -> bool:
     """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
 
-    most: bytes of a checkpoint's JSON, template or tokenizer, which no link may take from elsewhere. Weights may be
-    links, as they may lie on another disk."""
+    most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer, which no link may take
+    from elsewhere. Weights, without `most`, may be links, as they may lie on another disk."""
     if not os.path.lexists(path):
         return False
     with reading(path):
@@ -123,24 +119,17 @@ def is_file(path: Path, most: int | None = None) -> bool:
             raise ValueError(f"a link to {os.readlink(path)}, which is not there; copy or download the file again")
         if not path.is_file():
             raise ValueError("want a regular file, not a directory, a pipe or a device")
-        if most and not is_inside(path):
+        if most and inside and not is_inside(path):
             raise ValueError(f"a link to {path.resolve()}, out of its directory; copy the file itself there")
         if most and (size := path.stat().st_size) > most:
-            raise ValueError(f"{size} bytes, want {most} at most: this is no such file")
+            raise ValueError(f"{size} bytes, want {most} at most")
         return True
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    is_file(path)
+    is_file(path, MOST_TEXT, inside=False)
     with reading(path):
-        check_size(path.stat().st_size)
         return path.read_text(encoding)
-
-
-def check_size(size: int) -> None:
-    """Of a text, in bytes. ValueError for too many."""
-    if size > MOST_TEXT:
-        raise ValueError(f"more than {MOST_TEXT} bytes: give a part of this text")
 
 
 def read_json(path: Path, default: dict | None = None) -> dict:
@@ -240,19 +229,16 @@ def hf_weights(config: Config) -> dict[str, tuple[str, int, tuple[int, ...]]]:
         "post_attention_layernorm.weight": ("ffn_norm.weight", 0, (D,)),
     }
     if config.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": ("attn.wqkv.bias", 0, (q,)),
-                  "self_attn.k_proj.bias": ("attn.wqkv.bias", q, (kv,)),
-                  "self_attn.v_proj.bias": ("attn.wqkv.bias", q + kv, (kv,))}
+        layer |= {name.replace("weight", "bias"): ("attn.wqkv.bias", row, shape[:1])
+                  for name, (ours, row, shape) in layer.items() if ours == "attn.wqkv.weight"}
     if config.qk_norm:
         layer |= {"self_attn.q_norm.weight": ("attn.q_norm.weight", 0, (E,)),
                   "self_attn.k_norm.weight": ("attn.k_norm.weight", 0, (E,))}
     names = {"model.embed_tokens.weight": ("embed.weight", 0, (V, D)), "model.norm.weight": ("norm.weight", 0, (D,))}
     if not config.tied:
         names["lm_head.weight"] = ("head.weight", 0, (V, D))
-    for i in range(config.n_layer):
-        for theirs, (ours, row, shape) in layer.items():
-            names[f"model.layers.{i}.{theirs}"] = (f"layers.{i}.{ours}", row, shape)
-    return names
+    return names | {f"model.layers.{i}.{theirs}": (f"layers.{i}.{ours}", row, shape)
+                    for i in range(config.n_layer) for theirs, (ours, row, shape) in layer.items()}
 
 
 def count_parameters(config: Config) -> int:
@@ -284,7 +270,7 @@ def open_shard(path: Path):
     Llama-2-7B in 4 bits took 1.36 s to load in place of 0.95 (H200, the file in the page cache)."""
     with open(path, "rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > MOST_JSON:
-            raise ValueError(f"a header of {size} bytes, want {MOST_JSON} at most: this is no such file")
+            raise ValueError(f"a header of {size} bytes, want {MOST_JSON} at most")
     return safe_open(path, framework="pt")
 
 
@@ -355,7 +341,7 @@ class Tokenizer:
                 for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
             self.template = typed(settings, "chat_template", str, list)
             if isinstance(self.template, list):
-                templates = {typed(entry, "name", str): typed(entry, "template", str) for entry in self.template}
+                templates = {typed(of, "name", str): typed(of, "template", str) for of in self.template}
                 self.template = templates.get("default")
             added = {typed(token, "content", str): int(i)
                      for i, token in (typed(settings, "added_tokens_decoder", dict) or {}).items()}
@@ -446,14 +432,11 @@ def render(template: str, values: dict) -> str:
     with reading("the messages"):
         line = json.dumps([template, values])
     process, answer = template_process(os.getpid()), ""
-    late = Timer(10, process.kill)
-    late.start()
     try:
         with suppress(BrokenPipeError):
             print(line, file=process.stdin, flush=True)
             answer = process.stdout.readline()
     finally:
-        late.cancel()
         if not answer.endswith("\n"):  # or it would answer the next time
             process.kill()
             template_process.cache_clear()
@@ -478,7 +461,7 @@ def render_lines() -> None:
     of an error or "" and the text.
 
     jinja2's sandbox keeps a template from other code, but not from taking all time and memory."""
-    import json, re, resource, sys  # noqa: E401
+    import json, re, resource, signal, sys  # noqa: E401
     from contextlib import suppress
     from datetime import datetime
     from functools import partial
@@ -499,6 +482,7 @@ def render_lines() -> None:
         used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (used + 3, hard))  # in seconds; past it the process ends
+        signal.alarm(10)  # so it does when as much time went by otherwise
         try:
             template, values = json.loads(line)
             text = env.from_string(template).render(values)
@@ -509,6 +493,7 @@ def render_lines() -> None:
         except Exception as error:
             answer = type(error).__name__, str(error)[:10 ** 4]
         print(json.dumps(answer), flush=True)
+        signal.alarm(0)
 
 
 @contextmanager
@@ -530,8 +515,8 @@ def encode_parts(text: str, special: dict[str, int], encode: Callable, marks: di
     With marks, no special token comes out of that: one may where the tokenizer folds case or width, or has merges that
     lead to it. Then the part is encoded character by character."""
     longest_first, ids = sorted(map(re.escape, special), key=len, reverse=True), []
-    unknown = encode("\U0010fffd")  # may count as special, and yet comes out of any text
-    forbidden = set() if marks is None else {*special.values()}.difference(unknown)
+    # What is unknown may count as special, and yet comes out of any text.
+    forbidden = set() if marks is None else {*special.values()}.difference(encode("\U0010fffd"))
     for part in re.split(f"({'|'.join(longest_first)})", text) if special else [text]:
         plain = part.translate(marks or {})
         found = [special[part]] if part in special else encode(plain)

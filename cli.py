@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -20,8 +19,8 @@ from threading import Timer
 
 import torch
 
-from checkpoint import (MOST_TEXT, Tokenizer, UserError, check_size, count_parameters, find_checkpoint, hf_weights,
-                        load_config, read_text, reading)
+from checkpoint import (MOST_TEXT, Tokenizer, UserError, count_parameters, find_checkpoint, hf_weights, load_config,
+                        read_text, reading)
 from model import Config
 from sampling import LIMITS
 
@@ -73,8 +72,7 @@ def find_device(name: str | None) -> torch.device:
     if (count := num.get(kind)) is None or not re.fullmatch(r"\w+(:(0|[1-9]\d{0,3}))?", name, re.ASCII):
         raise UserError(f"--device {name}: want cpu, cuda, cuda:N or mps")
     if int(index or 0) >= count:
-        raise UserError(f"--device {name}: PyTorch {torch.__version__} finds {int(count) or 'none'} of those; --device "
-                        "cpu works")
+        raise UserError(f"--device {name}: PyTorch finds {int(count) or 'none'} of those; --device cpu works")
     if kind == "cuda":
         torch.cuda.set_device(int(index or 0))
     return torch.device(name)
@@ -105,8 +103,7 @@ def check_compiler(compile: bool, device: torch.device) -> None:
     """UserError where Inductor would not find a C++ compiler."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
-        raise UserError(f"--compile on a CPU runs {compiler}, which is not here: install it, let CXX name another C++ "
-                        "compiler, or leave out --compile")
+        raise UserError(f"--compile on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
 
 
 def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -175,8 +172,7 @@ def add_quantize(parser) -> None:
     parser.add_argument("--quantize", choices=("int8", "int4"),
                         help="round the layers' weights as they are loaded (default: no rounding)")
     parser.add_argument("--group-size", type=within(int, -1), metavar="N",
-                        help="weights of a row that share a scale: a multiple of 32, or -1 for all (default: int8 -1, "
-                             "int4 32)")
+                        help="weights that share a scale: a multiple of 32, or -1: a row (default: int8 -1, int4 32)")
 
 
 def draft_tokens(text: str) -> str:
@@ -223,10 +219,8 @@ def add_model_options(parser: argparse.ArgumentParser, default_checkpoint: str |
     add("--no-kernels", action="store_true", help="with --compile: plain PyTorch, without fast/ (default: off)")
     add_quantize(parser.add_argument_group("quantization", "e.g. --compile --quantize int4 --group-size 128"))
     add = parser.add_argument_group("speculation", "e.g. --draft checkpoints/tiny-draft --draft-tokens 4").add_argument
-    add("--draft", metavar="D",
-        help="a smaller checkpoint with the same tokenizer, or prompt-lookup (default: no speculation)")
-    add("--draft-tokens", type=draft_tokens, metavar="N",
-        help="tokens to draft: 1 to 32, or the rule auto, hf or bass (default: auto)")
+    add("--draft", metavar="D", help="a smaller checkpoint with the same tokenizer, or prompt-lookup (default: none)")
+    add("--draft-tokens", type=draft_tokens, metavar="N", help="1 to 32, or a rule: auto, hf or bass (default: auto)")
     add("--draft-quantize", choices=("int8", "int4"), help="round the draft's weights (default: no rounding)")
 
 
@@ -237,16 +231,12 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         help="default: 256, or what the context leaves; in a chat, what the context leaves")
     add("--temperature", type=within(*LIMITS["temperature"]), metavar="T",
         help="0: greedy (default: generation_config.json's, else 0.8)")
-    add("--top-k", type=within(*LIMITS["top_k"]), metavar="K",
-        help="0: off (default: generation_config.json's, else 0)")
-    add("--top-p", type=within(*LIMITS["top_p"]), metavar="P",
-        help="1: off (default: generation_config.json's, else 1)")
+    add("--top-k", type=within(*LIMITS["top_k"]), metavar="K", help="0: off (default: the checkpoint's, else 0)")
+    add("--top-p", type=within(*LIMITS["top_p"]), metavar="P", help="1: off (default: the checkpoint's, else 1)")
     add("--seed", type=within(int, 0, 2 ** 63 - 1), help="the same seed, the same text (default: a random one)")
-    add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N",
-        help="completions of each prompt (default: 1)")
+    add("--num-samples", type=within(int, 1, 10 ** 5), default=1, metavar="N", help="of each prompt (default: 1)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeat it for more")
-    add("--time-budget", type=within(float, 1e-9), metavar="SECONDS",
-        help="then stop, and rank what there is (default: no limit)")
+    add("--time-budget", type=within(float, 1e-9), metavar="S", help="seconds; then rank what there is (default: none)")
 
 
 def check_options(args: argparse.Namespace, parser: Parser) -> None:
@@ -272,9 +262,6 @@ def keyword_options(keywords: dict, defaults: argparse.Namespace | None = None) 
     if defaults is None:
         add_model_options(parser)
     add_generation_options(parser)
-    stop = keywords.get("stop") or []
-    if not isinstance(stop, (str, list, tuple)) or not all(isinstance(text, str) for text in stop):
-        raise UserError(f"stop={stop!r:.60}: want a text, or a list of texts")
     for name, value in keywords.items():
         option = "--" + name.replace("_", "-")
         if defaults and name in vars(defaults) and option not in parser.format_usage():
@@ -282,24 +269,19 @@ def keyword_options(keywords: dict, defaults: argparse.Namespace | None = None) 
         for item in value if name == "stop" and isinstance(value, (list, tuple)) else [value]:
             if item is True:
                 argv.append(option)
+            elif name == "stop" and not isinstance(item, str | None):
+                raise UserError(f"stop={value!r:.60}: want a text, or a list of texts")
             elif item is not None and item is not False:
                 argv.append(f"{option}={str(item).removeprefix('torch.') if name == 'dtype' else item}")
-    given = dict(vars(defaults or argparse.Namespace()))
-    if keywords.get("stop") is not None:
-        given["stop"] = []  # the call's take the place of the constructor's
+    given = vars(defaults or argparse.Namespace())
+    stop = {} if keywords.get("stop") is None else dict(stop=[])  # the call's take the place of the constructor's
     try:
-        options = parser.parse_args(argv, argparse.Namespace(**given))
+        options = parser.parse_args(argv, argparse.Namespace(**given | stop))
         check_options(options, parser)
         return options
     except UserError as error:  # which names options, not keywords
         message = re.sub(r"--([a-z][a-z-]*)", lambda name: name[1].replace("-", "_"), str(error))
         raise UserError(message.replace("; help lists the options", "")) from None
-
-
-def llm_options(args: argparse.Namespace) -> dict:
-    """Those of the command line's options that are keywords of generate.LLM."""
-    known = vars(keyword_options({}))
-    return {name: value for name, value in vars(args).items() if name in known}
 
 
 def generate_args(description: str, default_checkpoint: str) -> argparse.Namespace:
@@ -314,8 +296,7 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line; -: stdin's lines (default: none)")
     add("--whole", action="store_true", help="the whole of --prompt-file is one prompt (default: off)")
     add("--chat", action="store_true", help="put each prompt into the chat template (default: off)")
-    add("--interactive", action="store_true",
-        help="chat, or continue your text if there is no chat template (default: off)")
+    add("--interactive", action="store_true", help="chat or, without a template, continue your text (default: off)")
     add("--system", metavar="TEXT", help="with --chat or --interactive: the system message (default: the template's)")
     add_generation_options(parser)
     add = parser.add_argument_group("output").add_argument
@@ -352,8 +333,8 @@ def read_stdin(quiet: bool) -> str:
         hint.start()
     try:
         with reading("stdin"):
-            text = sys.stdin.buffer.read(MOST_TEXT + 1)
-            check_size(len(text))
+            if len(text := sys.stdin.buffer.read(MOST_TEXT + 1)) > MOST_TEXT:
+                raise ValueError(f"more than {MOST_TEXT} bytes")
             return text.decode().replace("\r\n", "\n")
     finally:
         hint.cancel()
@@ -391,19 +372,6 @@ def as_messages(prompts: list[str], args: argparse.Namespace, tokenizer: Tokeniz
 
 
 # Output
-
-
-@contextmanager
-def progress_of(what: str, shown: bool) -> Iterator[None]:
-    """Says on a terminal what is under way and, in the end, how long it took."""
-    shown, begun = shown and sys.stderr.isatty(), time.perf_counter()
-    if shown:
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            print(f" {time.perf_counter() - begun:.1f} s", file=sys.stderr)
 
 
 def add_headings(completions: list, args: argparse.Namespace) -> None:

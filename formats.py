@@ -170,9 +170,8 @@ def group_of(K: int, group_size: int) -> int:
     if K % 32:
         raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
-        sizes = [str(size) for size in (32, 64, 128) if K % size == 0]
-        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer into groups of 32 or a "
-                        f"multiple: {', '.join(sizes)} or -1 does")
+        sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
+        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}")
     return G
 
 
@@ -217,22 +216,18 @@ def wanted(settings: dict, key: str, values: list, default=None):
 
 
 FIND_MATCHES = """
-import json, re, sys
-if sys.platform == "linux":
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
-    resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
 patterns, names = json.load(sys.stdin)
 compiled = [re.compile(pattern) for pattern in patterns]
-found = [next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None) for name in names]
-print(json.dumps(found))
+print(json.dumps([next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None) for name in names]))
 """
 
 
 def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
     """Which of a file's regular expressions is the first that matches the beginning of each name.
 
-    A search can take ages, as that of "(a?){99}b" does, so a process with limits makes it."""
+    A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
     if not any(patterns):
         return [0] * len(names)
     with reading("config.json: quantization_config: its patterns of layers' names"):
@@ -254,8 +249,7 @@ def wanted_block(settings: dict, key: str) -> tuple[int, int]:
     """The rows and inputs of a block."""
     found = settings.get(key)
     if type(found) is not list or [type(n) for n in found] != [int, int] or min(found) < 1 or found[1] % 32:
-        raise UserError(f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], the inputs a "
-                        "multiple of 32")
+        raise UserError(f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], inputs % 32 = 0")
     return found[0], found[1]
 
 
@@ -426,7 +420,10 @@ class QuantizedReader:
             if any(schemes):
                 setattr(parent, own, fuse([self.read_linear(theirs, shape, scheme, bias)
                                            for (theirs, shape), scheme in zip(found, schemes)]))
-        self.drop_activation_scales()
+        for name in list(files):  # neither activations nor the cache are quantized here
+            if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
+                del files[name]
+                self.settings["activations"] = True
 
     def scheme(self, name: str) -> Scheme | None:
         """The layer's scheme, None where the file has it as it was. name: with a dot at the end.
@@ -440,13 +437,6 @@ class QuantizedReader:
             if told and not any(name + part in self.files for part in parts):
                 return None
         return scheme
-
-    def drop_activation_scales(self) -> None:
-        """Removes them from files: neither activations nor the cache are quantized here."""
-        for name in list(self.files):
-            if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
-                del self.files[name]
-                self.settings["activations"] = True
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64", part: tuple[slice, ...] = (),
              others: list[tuple] = []) -> Tensor:
@@ -464,8 +454,7 @@ class QuantizedReader:
             return plain_linear(self.read(name + "weight", shape, part=(rows, columns)).to(self.dtype), bias)
         group_of(K, scheme.group if scheme.rows == 1 else -1)
         if scheme.layout in ("gptq", "gptq_v2", "awq") and N * scheme.bits % 32:
-            raise UserError(f"the layer {name[:-1]} has {N} rows; want a multiple of {32 // scheme.bits}: words of "
-                            "zero points are whole")
+            raise UserError(f"the layer {name[:-1]} has {N} rows; want a multiple of {32 // scheme.bits}")
         layer = Layer(name, N, K, rows, columns, scheme)
         qweight, scales, zeros = self.layouts[scheme.layout](layer)
         kept, g_idx = self.read_groups(layer)
@@ -519,8 +508,7 @@ class QuantizedReader:
         name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.scheme.bits
         shape = self.read(name + "weight_shape", (2,), "I64 I32").tolist()
         if shape != [N, K]:
-            raise UserError(f"the tensor {name}weight_shape says {shape}, want {[N, K]}: config.json is of another "
-                            "model")
+            raise UserError(f"{name}weight_shape says {shape}, want {[N, K]}: config.json is of another model")
         part = layer.rows, layer.words(layer.columns)
         qweight = self.read(name + "weight_packed", (N, K * bits // 32), "I32", part)
         zeros = None

@@ -17,13 +17,12 @@ import argparse
 import gc
 import json
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -32,8 +31,8 @@ from torch import Tensor
 from chat import Chat, check_messages
 from checkpoint import Tokenizer, UserError, find_checkpoint, load_config, read_json, reading
 from cli import (add_headings, as_messages, cache_bytes, check_compiler, check_memory, find_draft, find_dtype,
-                 format_report, generate_args, keyword_options, llm_options, memory_advice, progress_of,
-                 rank_completions, read_prompts, report, show, written_whole)
+                 format_report, generate_args, keyword_options, memory_advice, rank_completions, read_prompts, report,
+                 show, written_whole)
 from formats import read_settings, unpack_quantized
 from model import Transformer
 from quantize import check_quantize, load_checkpoint
@@ -182,24 +181,10 @@ class Generator(ModelRunner):
                 self.compile_prefill(prompts)
             self.speculator.prepare()
         elif self.compiled:
-            warm_up = threading.Thread(target=self.warm_up_kernels)
-            warm_up.start()
-            for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode warms up, records its graph, replays it
-                pass
-            warm_up.join()
-            if self.kernels:
-                self.decoder.reset_semaphores()
-
-    @torch.no_grad()
-    def warm_up_kernels(self) -> None:
-        """One eager step: Triton compiles its kernels while Dynamo and Inductor are busy with the rest.
-
-        With full caches Llama-2-7B is ready in 3.6 s on an H200, without this in 5.2 s. Several ranks would exchange
-        their sums in different orders, so they do without."""
-        if self.kernels and self.team.ranks == 1:
-            with torch.cuda.device(self.device):  # a thread starts with the first GPU
-                tokens, positions = torch.zeros_like(self.tokens), torch.zeros_like(self.positions)
-                decode_one_token(self.decoder, tokens, positions, self.slots(1), self.sampling, self.choose)
+            alone = self.kernels and self.team.ranks == 1  # ranks would exchange their sums in different orders
+            with self.decoder.warm_up(self.batch_size, self.choose, sampling) if alone else nullcontext():
+                for _ in self.generate([[0, 0]] * prompts, 4):  # compiles; decode runs, records its graph, replays it
+                    pass
 
     def make_drafter(self, model: Transformer | None, prompts: int, mode: str) -> DraftModel | PromptLookup:
         if model is None:
@@ -434,13 +419,13 @@ class LLM:
         """Reads the weights. UserError where they and a cache of so many rows of `length` tokens do not fit."""
         begun = time.perf_counter()
         with memory_advice(self.check_memory(rows, length)):
-            options, progress = self.options, not self.quiet
-            self.model = load_checkpoint(self.directory, self.device, self.dtype, options.quantize, options.group_size,
-                                         progress, splitter(self.team))
+            options = self.options
+            load = partial(load_checkpoint, device=self.device, dtype=self.dtype, progress=not self.quiet)
+            self.model = load(self.directory, quantize=options.quantize, group_size=options.group_size,
+                              split=splitter(self.team))
             if self.draft_directory:
-                self.draft_model = load_checkpoint(self.draft_directory, self.device, self.dtype,
-                                                   options.draft_quantize, None, progress,
-                                                   draft_splitter(self.team, self.models[1][0]))
+                split = draft_splitter(self.team, self.models[1][0])
+                self.draft_model = load(self.draft_directory, quantize=options.draft_quantize, split=split)
         self.load_s = time.perf_counter() - begun
 
     def check_memory(self, rows: int, length: int) -> str:
@@ -453,8 +438,8 @@ class LLM:
         options, rows = self.options, prompts * samples
         if self.generator and options.compile:  # compiled code and kernels hold the old cache
             if not self.quiet:
-                print(f"the KV cache grows to {rows} rows of {length} tokens: loading and compiling again; give "
-                      "max_batch_size and max_seq_length at the start to avoid this", file=sys.stderr)
+                print(f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
+                      file=sys.stderr)
             self.generator = self.model = self.draft_model = None
             torch._dynamo.reset()
         elif self.generator:
@@ -470,8 +455,9 @@ class LLM:
             unpack_quantized(model, reserve, self.quiet)
         mode = "compile" if options.no_kernels else "fast"
         draft = Draft(self.draft_model, options.draft_tokens or "auto") if options.draft else None
-        stages = "prefill, decode and speculative steps" if draft else "prefill and decode"
-        with memory_advice(self.advice), progress_of(f"compiling {stages}", options.compile and not self.quiet):
+        if options.compile and not self.quiet and sys.stderr.isatty():
+            print("compiling ...", file=sys.stderr)
+        with memory_advice(self.advice):
             self.generator = Generator(self.model, length, sampling or find_sampling(self.directory, options), prompts,
                                        samples, mode if options.compile else "eager", draft, self.team)
         self.room = length
@@ -486,8 +472,7 @@ class LLM:
     def fit(self, rows: int, length: int, sampling: Sampling) -> None:
         """Makes a generator for any call of so many rows and tokens, unless the one that is there serves."""
         if self.max_batch_size and rows > self.max_batch_size:
-            raise UserError(f"{rows} rows (prompts times samples) exceed max_batch_size={self.max_batch_size}: give "
-                            "fewer at a time, or a larger max_batch_size")
+            raise UserError(f"{rows} rows in all exceed max_batch_size={self.max_batch_size}: fewer prompts or samples")
         if not self.generator or rows > self.generator.batch_size or length > self.room:
             least = min(2048, self.context) if self.options.compile else 1
             there = (self.generator.batch_size, self.room) if self.generator else (1, least)
@@ -605,7 +590,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(__doc__, TINY)
-    llm = LLM(load=False, quiet=args.quiet, **llm_options(args))
+    known = vars(keyword_options({}))  # LLM's keywords
+    llm = LLM(load=False, quiet=args.quiet, **{name: value for name, value in vars(args).items() if name in known})
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
         raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
     if args.interactive:

@@ -262,8 +262,7 @@ def load_checkpoint(directory: Path, device: torch.device, dtype: torch.dtype, q
     replace_layers = QuantizedReader(settings, device, dtype, shard).replace_layers if settings else None
     model = load_model(directory, device, dtype, progress, replace_layers, shard)
     if settings.get("activations"):
-        say_once("the checkpoint asks for quantized activations or a quantized cache: both stay as they are, which is "
-                 "more exact", file=sys.stderr)
+        say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks", file=sys.stderr)
     if quantize:
         round_model(model, quantize, group_size, shard)
     if shard:
@@ -279,8 +278,7 @@ def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int
     with reading(path):
         tokens = tokenizer.encode(read_text(path))
     if len(tokens) < wanted:
-        raise UserError(f"--calibration {path}: {len(tokens)} tokens, {wanted} are wanted: give more text, or lower "
-                        "--calibration-tokens")
+        raise UserError(f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text")
     length = min(2048, context, wanted)
     return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
 
@@ -296,8 +294,7 @@ def parse_args() -> argparse.Namespace:
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
     add("--gptq", action="store_true", help="better codes, from the inputs that --calibration gives")
     add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
-    add("--calibration-tokens", type=within(int, 2), metavar="N",
-        help="in whole sequences of 2,048 (default: 131072)")
+    add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
     add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
     add("--head", action="store_true", help="quantize the output head too")
     add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
@@ -312,8 +309,7 @@ def parse_args() -> argparse.Namespace:
 
 def size_of(directory: Path) -> str:
     """Of the files that hold its tensors."""
-    size = sum(path.stat().st_size for path in set(tensor_files(directory).values()))
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return tqdm.format_sizeof(sum(path.stat().st_size for path in set(tensor_files(directory).values())), "B")
 
 
 def main() -> None:

@@ -71,13 +71,6 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     return None
 
 
-def count_names(counts: list[int]) -> str:
-    """[1, 2] -> "1 or 2"; [1, 2, 3, 6, 12] -> "1 to 3, 6 or 12"."""
-    run = sum(count == place for place, count in enumerate(counts, 1))  # how many are 1, 2, 3 and so on
-    names = [*map(str, counts)] if run < 3 else [f"1 to {run}", *map(str, counts[run:])]
-    return " or ".join(", ".join(names).rsplit(", ", 1))
-
-
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
@@ -90,7 +83,7 @@ class Shard:
         group = 32 if group == -1 else group  # packed codes want whole words, kernels multiples of 32
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
-            raise UserError(f"{reason}; want {count_names(works)} instead")
+            raise UserError(f"{reason}; want one of {works}")
         head_unit, ffn_unit = units(config, group)
         H, K = config.n_head, config.n_kv_head
         # With more ranks than kv heads several share one; see cannot_share() for what their number must be.

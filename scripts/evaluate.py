@@ -39,7 +39,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, check_size, is_file, reading  # noqa: E402
+from checkpoint import MOST_TEXT, Tokenizer, UserError, is_file, reading  # noqa: E402
 from cli import DTYPES, GIB, Parser, memory_advice, within, world_size  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
@@ -212,9 +212,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a comparison then shows what it has
     text = None
     if args.text:
-        is_file(args.text)
+        is_file(args.text, MOST_TEXT, inside=False)
         with reading(args.text):
-            check_size(args.text.stat().st_size)
             text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]

@@ -469,7 +469,7 @@ class Fuzzer:
 
 SABOTAGES = dict(  # checks switched off, to show that the judge finds it
     links=lambda: setattr(checkpoint, "is_inside", lambda path: True),
-    files=lambda: setattr(checkpoint, "is_file", lambda path, most=None: path.exists()),
+    files=lambda: setattr(checkpoint, "is_file", lambda path, most=None, inside=True: path.exists()),
     sampling=lambda: setattr(sampling.Sampling, "__post_init__", lambda self: None),
     ends=lambda: setattr(checkpoint.Tokenizer, "stop_ids", lambda self, ids: {0}),
     surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, tied: None),

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import generate
 import quantize
-from cli import progress_of, show
+from cli import show
 from helpers import DRAFT, ROOT, TEMPLATE, TINY, absent, interrupted, tiny
 from scripts import benchmark, download, evaluate, train_tiny
 
@@ -123,7 +122,7 @@ def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
     size, before = ((path / "model.safetensors").stat().st_size / 1e6 for path in (out, TINY))
     assert (code, printed) == (0, "") and err.splitlines()[-2:] == [
-        f"{out}: {size:.1f} MB of weights, {before:.1f} MB before",
+        f"{out}: {size:.2f}MB of weights, {before:.2f}MB before",
         f"next: python generate.py --checkpoint '{out}' --compile"]
     assert size < before / 2
 
@@ -427,7 +426,7 @@ def test_a_text_without_end_is_refused(tmp_path, source):
     with open("/dev/zero") as endless:
         done = subprocess.run(command, stdin=endless, capture_output=True, timeout=60, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"{path if source == 'file' else 'stdin'}: more than 268435456 bytes" in done.stderr
+    assert absent(f"{path if source == 'file' else 'stdin'}: 268435456 bytes", done.stderr) == []
 
 
 def test_running_out_of_memory_where_nobody_expects_it_is_one_line(cli, monkeypatch):
@@ -470,14 +469,3 @@ def test_help_has_its_options_in_groups_and_says_every_default(capsys, monkeypat
     entries = re.split(r"\n  (?=-)", text.partition("\nmodel:")[2])[1:]
     for entry in (" ".join(entry.split()) for entry in entries):
         assert "default" in entry or entry.startswith("--stop"), entry
-
-
-def test_what_takes_long_says_so_on_a_terminal_alone(capsys, monkeypatch):
-    with progress_of("compiling prefill", True):
-        pass
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress_of("compiling prefill", True):
-        time.sleep(0.11)
-        assert capsys.readouterr().err == "compiling prefill ..."
-    assert re.fullmatch(r" 0\.[1-9] s\n", capsys.readouterr().err)
