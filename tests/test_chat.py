@@ -181,6 +181,31 @@ def test_what_a_command_says(session, line, said):
     assert said in ended.err and not ended.answers
 
 
+def test_save_keeps_pipes_and_links_and_writes_where_a_link_points(session, tmp_path):
+    """As root, /save /dev/null would take the device's place."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    ended = session(f"/save {tmp_path / 'pipe'}", "Hello", f"/save {tmp_path / 'link'}")
+    assert f"/save {tmp_path / 'pipe'}: want a file" in ended.err and (tmp_path / "pipe").is_fifo()
+    assert json.loads((tmp_path / "file").read_text()) == ended.chat.messages and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path):
+    """What is dropped is found by bisection: turn by turn it took more than a minute."""
+    said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
+    (tmp_path / "long.json").write_text(json.dumps(said))
+    begun = time.monotonic()
+    ended = session(f"/load {tmp_path / 'long.json'}", "And then?")
+    assert time.monotonic() - begun < 20 and ended.answers[-1].tokens
+    kept = ended.chat.messages[:-2]
+    assert kept == said[len(said) - len(kept):] and kept[0]["role"] == "user"
+    room, more = ended.chat.llm.room, said[len(said) - len(kept) - 2:]
+    assert len(ended.chat.encode(ended.chat.messages[:-1])) <= room * 3 // 4  # a turn more would not fit
+    assert len(ended.chat.encode([*more, ended.chat.messages[-2]])) > room * 3 // 4
+
+
 def test_a_path_is_no_command(session):
     assert len(session("/usr/bin/python is what?").answers) == 1
 

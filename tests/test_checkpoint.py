@@ -2,6 +2,7 @@
 Checkpoints in Hugging Face layout, as good and as bad as they come: config, weights, tokenizer, chat template, Hub. All
 but the bundled tokenizer.model is made here; the Hub is a server of our own, which the real client asks.
 """
+import inspect
 import io
 import json
 import os
@@ -30,7 +31,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
 
-from checkpoint import Tokenizer, config_from_hf, find_checkpoint, hf_weights, load_config, load_model, template_process
+from checkpoint import (Tokenizer, config_from_hf, find_checkpoint, hf_weights, load_config, load_model, render_lines,
+                        template_process)
 from cli import read_prompts
 from helpers import CPU, F32, ROOT, TINY, absent, refusal
 
@@ -496,6 +498,15 @@ def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd, part):
     assert capfd.readouterr().err == ""
 
 
+def test_a_decoder_that_panics_at_one_token_of_thousands_does_so_at_load(tmp_path, capfd):
+    words = {f"w{i}": i for i in range(3001) if i != 1501}
+    made = hf.Tokenizer(hf.models.WordLevel(words | {"h": 1501}, unk_token="w0"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "tokenizer.json", json.loads((tmp_path / "tokenizer.json").read_text()) | dict(decoder=STRIP))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=3001))
+    assert "tokenizer.json: PanicException" in refusal(Tokenizer, tmp_path) and capfd.readouterr().err == ""
+
+
 def test_a_panic_in_the_middle_of_a_text_is_a_user_error(tmp_path):
     tokenizer = with_json(tmp_path)
     tokenizer.backend.tokenizer = hf.Tokenizer.from_str(json.dumps(
@@ -636,6 +647,30 @@ def test_a_template_has_limits_of_time_and_memory_and_the_next_one_renders(tmp_p
     assert time.monotonic() - begun < 20
     tokenizer.template = "hi"
     assert tokenizer.render(CHAT) == "hi"
+
+
+def test_a_template_may_not_print_many_times_what_the_messages_have(tmp_path):
+    """Its own length is no measure: a comment would make room for 28 million characters."""
+    tokenizer = with_json(tmp_path, chat_template="{#" + "x" * 10 ** 6 + "#}{{ 'x' * 2000000 }}")
+    assert "2000000 characters" in refusal(tokenizer.render, CHAT)
+
+
+def test_a_template_that_waits_has_ten_seconds(tmp_path, monkeypatch):
+    """A process that is stopped uses no CPU time."""
+    tokenizer = with_json(tmp_path, chat_template="hi")
+    tokenizer.render(CHAT)
+    source = inspect.getsource(render_lines).replace("signal.alarm(10)", "signal.alarm(1); signal.pause()")
+    monkeypatch.setattr("checkpoint.inspect.getsource", lambda function: source)
+    template_process.cache_clear()
+    assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
+    template_process.cache_clear()
+
+
+def test_half_an_answer_of_a_template_is_none(tmp_path, monkeypatch):
+    tokenizer = with_json(tmp_path, chat_template="hi")
+    process = subprocess.Popen(["sh", "-c", "read a; printf '[\"\", \"abc'"], stdin=-1, stdout=-1, text=True)
+    monkeypatch.setattr("checkpoint.template_process", MagicMock(return_value=process))
+    assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
 
 
 def test_a_limit_of_cpu_time_that_is_set_already_stays(tmp_path):

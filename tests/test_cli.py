@@ -19,6 +19,9 @@ from helpers import DRAFT, ROOT, TEMPLATE, TINY, absent, interrupted, tiny
 from scripts import benchmark, download, evaluate, train_tiny
 
 
+SHORT = "--max-new-tokens", "3", "--temperature", "0", "--json"
+
+
 @pytest.fixture
 def cli(call):
     """generate.py on the CPU."""
@@ -110,6 +113,21 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, tmp_pa
     code, out, err = cli("--profile", tmp_path / "trace.json")
     assert (code, out, err.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == []
     assert f"--profile {tmp_path / 'trace.json'}: cannot write there, name another place: Permission denied" in err
+
+
+def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path, monkeypatch):
+    """On a disk that fills up PyTorch writes nothing, and says so in its own way."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: None)
+    code, out, err = cli("--profile", tmp_path / "trace.json", *SHORT)
+    assert code == 2 and json.loads(out)["samples"] and list(tmp_path.iterdir()) == []
+    assert f"--profile {tmp_path / 'trace.json'}: cannot be written: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["none/file", "x" * 250])
+def test_a_profile_that_no_directory_holds_is_refused_before_the_work(cli, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
+    code, out, err = cli("--profile", tmp_path / name)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "cannot write there, name another place: " in err
 
 
 def test_a_profile_in_no_directory_is_refused(cli, tmp_path):
@@ -377,7 +395,18 @@ def test_train_tiny_writes_a_pair_that_generates(cli, tmp_path):
         assert cli("--checkpoint", tmp_path / "out" / name, "--max-new-tokens", "5")[0] == 0
 
 
-SHORT = "--max-new-tokens", "3", "--temperature", "0", "--json"
+@pytest.mark.parametrize("more, said", [
+    (["--batch", "-2"], "--batch"), (["--lr", "nan"], "--lr"), (["--steps", "0"], "--steps"),
+    (["--eval", "none"], "none: "), (["--out", "stories.txt"], "stories.txt"), (["--out", "full"], "mine")])
+def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call, tmp_path, monkeypatch, more, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_tiny, "train_pair", lambda *_: 1 / 0)
+    (tmp_path / "stories.txt").write_text("Once upon a time " * 20)
+    (tmp_path / "full" / "tiny").mkdir(parents=True)
+    (tmp_path / "full" / "tiny" / "mine").touch()
+    paths = "--text", "stories.txt", "--eval", "stories.txt", "--out", "out"
+    code, out, err = call("train_tiny.py", train_tiny.main, *paths, *more)
+    assert (code, out, err.count("\n")) == (2, "", 1) and said in err and (tmp_path / "full" / "tiny" / "mine").exists()
 
 
 def prompts_of(result: tuple[int, str, str]) -> list[str]:

@@ -6,6 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from checkpoint import Tokenizer
@@ -123,7 +124,9 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
     (dict(max_batch_size=0), "max_batch_size=0"), (dict(max_batch_size=True), "max_batch_size=True"),
     (dict(group_size=32), "group_size 32 goes with quantize"), (dict(dtype="int3"), "int3"),
     (dict(quantize="int4", group_size=7), "7"),
-    (dict(prompt="One day"), "prompt: no such option"), (dict(draft="/nowhere"), "/nowhere")])
+    (dict(prompt="One day"), "prompt: no such option"), (dict(draft="/nowhere"), "/nowhere"),
+    *[(dict(stop=stop), "stop=") for stop in (b"a", {"a"}, [b"a"], 3, iter("a"), [["a"]])],
+    *[(dict(device=name), name[:20]) for name in ("cpu:00", "cpu:x", "cpu:" + "1" * 5000, "cuda:²", "tpu")]])
 def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, said):
     with pytest.raises(ValueError) as caught:
         LLM(str(TINY), **dict(device="cpu") | options)
@@ -138,6 +141,14 @@ def test_what_exceeds_a_limit_that_was_given_is_a_value_error(chatty):
     with pytest.raises(ValueError, match="new ones exceed 40, --max-seq-length"):
         llm("word " * 40)
     assert len(llm(["One day", "Tom"])) == 2
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(3, 3), [torch.zeros(3, 3)], [["a"]], [{}], [[{"role": "user"}]], [3]])
+def test_a_prompt_that_is_none_is_a_value_error_of_one_line(llm, prompt):
+    for call in llm, llm.stream:
+        with pytest.raises(ValueError) as caught:
+            call(prompt)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_limit_that_was_not_given_grows(chatty, llm):
