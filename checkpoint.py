@@ -363,8 +363,9 @@ class Tokenizer:
         for file in ("config.json", "generation_config.json"):
             with reading(directory / file):
                 self.stops |= self.stop_ids(read_json(directory / file, {}).get("eos_token_id"))
-        self.backend.special |= {token: i for i in self.stops if (token := self.token(i))}
-        if any(len(token) > 1000 for token in self.backend.special):
+        # Some ends are no special tokens. A user may not write these either, but for one of a single character.
+        self.backend.ends = {token: i for i in self.stops if len(token := self.token(i) or "") > 1}
+        if any(len(token) > 1000 for token in self.backend.special | self.backend.ends):
             raise UserError(f"{directory}: a special token has more than 1000 characters: this is no such token")
         if is_file(path := directory / "chat_template.jinja", MOST_JSON):
             self.template = read_text(path)
@@ -403,7 +404,7 @@ class Tokenizer:
 
         In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
         token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
-        longest_first, marks = sorted(self.backend.special, key=len, reverse=True), {}
+        longest_first, marks = sorted(self.backend.special | self.backend.ends, key=len, reverse=True), {}
 
         def marked(value):
             if isinstance(value, dict):
@@ -553,10 +554,11 @@ class TokenizerJson:
             if marks is None:
                 return whole
             self.tokenizer.encode_special_tokens = True  # as text
-            parts = ids("", post_process) + encode_parts(text, self.special, ids, marks)
+            special = self.special | self.ends
+            parts = ids("", post_process) + encode_parts(text, special, ids, marks)
             # The whole where it has the same special tokens: some tokenizers treat the beginning of a text apart.
-            special = {*self.special.values()}
-            one, other = ([i for i in found if i in special] for found in (whole, parts))
+            special_ids = {*special.values()}
+            one, other = ([i for i in found if i in special_ids] for found in (whole, parts))
             return whole if one == other and not marks else parts
 
     def decode(self, ids: list[int]) -> str:
@@ -585,7 +587,7 @@ class SentencePiece:
             return self.processor.id_to_piece(i) if i < self.size else None
 
     def encode(self, text: str, post_process: bool, marks: dict[int, str] | None) -> list[int]:
-        return encode_parts(text, self.special, self.processor.encode, marks)
+        return encode_parts(text, self.special | (self.ends if marks is not None else {}), self.processor.encode, marks)
 
     def decode(self, ids: list[int]) -> str:
         with reading(self.path):

@@ -334,7 +334,7 @@ def read_stdin(quiet: bool) -> str:
     try:
         with reading("stdin"):
             if len(text := sys.stdin.buffer.read(MOST_TEXT + 1)) > MOST_TEXT:
-                raise ValueError(f"more than {MOST_TEXT} bytes")
+                raise ValueError(f"more than {MOST_TEXT} bytes; give a part of them")
             return text.decode().replace("\r\n", "\n")
     finally:
         hint.cancel()

@@ -18,7 +18,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -439,8 +439,9 @@ class QuantizedReader:
         return scheme
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64", part: tuple[slice, ...] = (),
-             others: list[tuple] = []) -> Tensor:
-        """The tensor, on the device. UserError for NaN and infinite numbers: a bias's, a scale's."""
+             others: Iterable[tuple] = ()) -> Tensor:
+        """The tensor, on the device, of this shape or one of the others. UserError for NaN and infinite numbers: a
+        bias's, a scale's."""
         tensor = read_tensor(self.files, name, [shape, *others], dtypes, part).to(self.device)
         if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")

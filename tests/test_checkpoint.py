@@ -347,6 +347,19 @@ def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_p
         assert tokenizer.encode_messages([dict(role="user", content=text)]).count(260) == 1
 
 
+@pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
+def test_an_end_that_is_a_usual_piece_changes_no_prompt(tmp_path, make_tokenizer):
+    """Of one character, or of several: --prompt stays as it is, and so do messages without that text."""
+    text = "Once upon a time there was a fox.\nThe end.\n"
+    plain = make_tokenizer(tmp_path, dict(vocab_size=2048), chat_template="{{ messages[0].content }}")
+    before, messages = plain.encode(text), plain.encode_messages([dict(role="user", content=text)])
+    for end in {*before}:
+        ending = make_tokenizer(tmp_path, dict(vocab_size=2048, eos_token_id=end), chat_template=plain.template)
+        assert ending.encode(text) == before
+        said = ending.encode_messages([dict(role="user", content=text)])
+        assert said == messages or ending.decode(said) == text
+
+
 def test_messages_that_are_no_json_are_refused(tmp_path):
     tokenizer, deep = with_json(tmp_path, chat_template=CHATML), []
     for _ in range(10 ** 5):
