@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
 from subprocess import DEVNULL, PIPE, Popen
 
@@ -95,7 +95,8 @@ def find_checkpoint(name: str) -> Path:
 
 def near_checkpoints(path: Path) -> list[str]:
     """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the nearest first."""
-    found = {file.parent for parent in (path.parent, Path("checkpoints")) for file in parent.glob("*/config.json")}
+    found = {file.parent for parent in (path.parent, Path("checkpoints")) if os.path.isdir(parent)
+             for file in parent.glob("*/config.json")}
     near = get_close_matches(path.name.lower(), {place.name.lower() for place in found}, cutoff=0.5)
     return [str(place) for name in near for place in sorted(found) if place.name.lower() == name]
 
@@ -363,9 +364,9 @@ class Tokenizer:
         for file in ("config.json", "generation_config.json"):
             with reading(directory / file):
                 self.stops |= self.stop_ids(read_json(directory / file, {}).get("eos_token_id"))
-        # Some ends are no special tokens. A user may not write these either, but for one of a single character.
-        self.backend.ends = {token: i for i in self.stops if len(token := self.token(i) or "") > 1}
-        if any(len(token) > 1000 for token in self.backend.special | self.backend.ends):
+        # An end may be no special token. A user's text may not give it either, unless it is of one character.
+        self.ends = {token: i for i in self.stops if len(token := self.token(i) or "") > 1}
+        if any(len(token) > 1000 for token in self.backend.special | self.ends):
             raise UserError(f"{directory}: a special token has more than 1000 characters: this is no such token")
         if is_file(path := directory / "chat_template.jinja", MOST_JSON):
             self.template = read_text(path)
@@ -385,7 +386,14 @@ class Tokenizer:
         alone this function adds config.json's bos_token_id."""
         with reading("the text"):
             text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
-            ids = self.backend.encode(text, self.add_bos is None and not rendered, marks)
+            ids = self.backend.encode(text, post_process := self.add_bos is None and not rendered)
+            if marks is not None:
+                special, as_text = self.backend.special | self.ends, partial(self.backend.encode, as_text=True)
+                parts = self.backend.encode("", post_process) + encode_parts(text, special, as_text, marks)
+                # The whole where it has the same special tokens: some tokenizers treat the beginning of a text apart.
+                special = {*special.values()}
+                one, other = ([i for i in found if i in special] for found in (ids, parts))
+                ids = parts if marks or one != other else ids
         if self.add_bos and not rendered and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size]:
@@ -399,19 +407,19 @@ class Tokenizer:
         return self.encode(self.render(messages), rendered=True, marks=marks)
 
     def mark(self, messages: list[dict]) -> tuple[list[dict], dict[int, str]]:
-        """The messages with a private character in the place of each special token; each such character -> that token's
-        text, which encode() makes no special token of. So only the template begins and ends a turn.
+        """The messages with a private character, a mark, in the place of each special token, and which text each mark
+        stands for. encode() puts it back as text. So only the template begins and ends a turn.
 
         In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
         token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
-        longest_first, marks = sorted(self.backend.special | self.backend.ends, key=len, reverse=True), {}
+        marks = {}
 
         def marked(value):
             if isinstance(value, dict):
                 return {marked(key): marked(item) for key, item in value.items()}
             if isinstance(value, (list, tuple)):  # of a tool's calls, say
                 return [marked(item) for item in value]
-            for token in longest_first if isinstance(value, str) else ():
+            for token in typed if isinstance(value, str) else ():
                 if token in value:
                     marks[token] = marks.get(token) or next(free)
                     value = value.replace(token, marks[token])
@@ -420,6 +428,8 @@ class Tokenizer:
         with reading("the messages"):
             said = json.dumps(messages, ensure_ascii=False)
             free = (mark for mark in map(chr, range(0x100000, 0x10FFFE)) if mark not in said)
+            longest_first = sorted(self.backend.special | self.ends, key=len, reverse=True)
+            typed = [text for text in longest_first if json.dumps(text, ensure_ascii=False)[1:-1] in said]
             return marked(messages), {ord(mark): token for token, mark in marks.items()}
 
     def render(self, messages: list[dict]) -> str:
@@ -477,6 +487,7 @@ def render_lines() -> None:
     env.add_extension("jinja2.ext.loopcontrols")
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
     env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+    signal.alarm(10)  # for the first line to come
     with suppress(ValueError, OSError):  # macOS refuses this
         resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
     for line in sys.stdin:
@@ -510,15 +521,15 @@ def silenced():
             os.close(saved)
 
 
-def encode_parts(text: str, special: dict[str, int], encode: Callable, marks: dict[int, str] | None) -> list[int]:
-    """The tokens of a text whose special tokens stand apart. What is between them goes to encode(), without marks.
+def encode_parts(text: str, special: dict[str, int], encode: Callable, marks: dict | None = None) -> list[int]:
+    """The tokens of a text whose special tokens and marks stand apart; encode() gets the parts between.
 
-    With marks, no special token comes out of that: one may where the tokenizer folds case or width, or has merges that
-    lead to it. Then the part is encoded character by character."""
-    longest_first, ids = sorted(map(re.escape, special), key=len, reverse=True), []
-    # What is unknown may count as special, and yet comes out of any text.
+    With marks, no part gives a special token of several characters. It could where the tokenizer folds case or width,
+    or has merges that lead to one: then it is encoded character by character."""
+    apart, ids = sorted([*special, *map(chr, marks or {})], key=len, reverse=True), []
+    # An unknown token may be special, but any text may give it: the last character of all does.
     forbidden = set() if marks is None else {*special.values()}.difference(encode("\U0010fffd"))
-    for part in re.split(f"({'|'.join(longest_first)})", text) if special else [text]:
+    for part in re.split(f"({'|'.join(map(re.escape, apart))})", text) if apart else [text]:
         plain = part.translate(marks or {})
         found = [special[part]] if part in special else encode(plain)
         if part not in special and forbidden.intersection(found):
@@ -544,22 +555,11 @@ class TokenizerJson:
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.id, self.token = self.tokenizer.token_to_id, self.tokenizer.id_to_token
 
-    def encode(self, text: str, post_process: bool, marks: dict[int, str] | None) -> list[int]:
-        def ids(text: str, post_process: bool = False) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=post_process).ids
-
+    def encode(self, text: str, post_process: bool = False, as_text: bool = False) -> list[int]:
+        """as_text: special tokens that are written in the text are text."""
         with reading(self.path), silenced():
-            self.tokenizer.encode_special_tokens = False
-            whole = ids(text, post_process)
-            if marks is None:
-                return whole
-            self.tokenizer.encode_special_tokens = True  # as text
-            special = self.special | self.ends
-            parts = ids("", post_process) + encode_parts(text, special, ids, marks)
-            # The whole where it has the same special tokens: some tokenizers treat the beginning of a text apart.
-            special_ids = {*special.values()}
-            one, other = ([i for i in found if i in special_ids] for found in (whole, parts))
-            return whole if one == other and not marks else parts
+            self.tokenizer.encode_special_tokens = as_text
+            return self.tokenizer.encode(text, add_special_tokens=post_process).ids
 
     def decode(self, ids: list[int]) -> str:
         with reading(self.path):
@@ -586,8 +586,8 @@ class SentencePiece:
         with reading(self.path):  # a piece may be no UTF-8
             return self.processor.id_to_piece(i) if i < self.size else None
 
-    def encode(self, text: str, post_process: bool, marks: dict[int, str] | None) -> list[int]:
-        return encode_parts(text, self.special | (self.ends if marks is not None else {}), self.processor.encode, marks)
+    def encode(self, text: str, post_process: bool = False, as_text: bool = False) -> list[int]:
+        return encode_parts(text, {} if as_text else self.special, self.processor.encode)
 
     def decode(self, ids: list[int]) -> str:
         with reading(self.path):

@@ -269,7 +269,7 @@ def keyword_options(keywords: dict, defaults: argparse.Namespace | None = None) 
         for item in value if name == "stop" and isinstance(value, (list, tuple)) else [value]:
             if item is True:
                 argv.append(option)
-            elif name == "stop" and not isinstance(item, str | None):
+            elif name == "stop" and item is not False and not isinstance(item, str | None):
                 raise UserError(f"stop={value!r:.60}: want a text, or a list of texts")
             elif item is not None and item is not False:
                 argv.append(f"{option}={str(item).removeprefix('torch.') if name == 'dtype' else item}")
@@ -302,7 +302,7 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of the text (default: off)")
     add("--quiet", action="store_true", help="no progress, no hints, no table (default: off)")
-    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the generation (default: none)")
+    add("--profile", metavar="FILE", help="write a Chrome trace of the generation (default: none)")
     args = parser.parse_args()
     check_options(args, parser)
     others = args.prompt or args.prompt_file or args.json or args.num_samples > 1 or args.time_budget
@@ -315,10 +315,11 @@ def generate_args(description: str, default_checkpoint: str) -> argparse.Namespa
     if [*args.prompt, str(args.prompt_file)].count("-") > 1:
         parser.error("stdin can be read once: one - among --prompt and --prompt-file")
     if args.profile:
+        args.profile = Path(os.path.realpath(args.profile))
         if args.profile.exists() and not args.profile.is_file():
             parser.error(f"--profile {args.profile}: want a file")
         with reading(f"--profile {args.profile}: cannot write there, name another place"):  # said before the work
-            TemporaryDirectory(prefix=f"{args.profile.name}.partial-", dir=args.profile.absolute().parent).cleanup()
+            TemporaryDirectory(prefix=f"{args.profile.name}.partial-", dir=args.profile.parent).cleanup()
     return args
 
 

@@ -232,7 +232,7 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
         return [0] * len(names)
     with reading("config.json: quantization_config: its patterns of layers' names"):
         done = run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]), capture_output=True,
-                   text=True, timeout=30)
+                   text=True)
         if done.returncode:
             raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
         return json.loads(done.stdout)
@@ -547,7 +547,7 @@ class QuantizedReader:
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
         rows = layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
         shape = -(-layer.N // rows), layer.C
-        flat = [(math.prod(shape),), ()][:1 + (shape == (1, 1))]
+        flat = [(math.prod(shape),)] + [()] * (shape == (1, 1))
         block = torch.arange(layer.N, device=self.device)[layer.rows] // rows
         return self.read(layer.name + kind, shape, dtypes, others=flat).view(shape)[block]
 

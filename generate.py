@@ -472,7 +472,7 @@ class LLM:
     def fit(self, rows: int, length: int, sampling: Sampling) -> None:
         """Makes a generator for any call of so many rows and tokens, unless the one that is there serves."""
         if self.max_batch_size and rows > self.max_batch_size:
-            raise UserError(f"{rows} rows in all exceed max_batch_size={self.max_batch_size}: fewer prompts or samples")
+            raise UserError(f"{rows} rows (prompts x samples) exceed max_batch_size={self.max_batch_size}: give fewer")
         if not self.generator or rows > self.generator.batch_size or length > self.room:
             least = min(2048, self.context) if self.options.compile else 1
             there = (self.generator.batch_size, self.room) if self.generator else (1, least)
@@ -614,14 +614,13 @@ def main() -> None:
             runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
         else:
             runs = [run_prompts(llm, completions, args)]
-    if not runs:
-        return
-    result = report(llm.generator, runs, checkpoint=args.checkpoint, quantize=llm.quantized, load_s=llm.load_s,
-                    compile_s=llm.compile_s, world_size=llm.team.ranks)
-    if args.json:
-        print(json.dumps(result))
-    if not args.quiet:
-        print("\n" + format_report(result), file=sys.stderr)
+    if runs:
+        result = report(llm.generator, runs, checkpoint=args.checkpoint, quantize=llm.quantized, load_s=llm.load_s,
+                        compile_s=llm.compile_s, world_size=llm.team.ranks)
+        if args.json:
+            print(json.dumps(result))
+        if not args.quiet:
+            print("\n" + format_report(result), file=sys.stderr)
     if args.profile and llm.team.rank == 0:
         with reading(f"--profile {args.profile}: cannot be written"), written_whole(args.profile) as trace:
             profiler.export_chrome_trace(str(trace))

@@ -299,10 +299,10 @@ def run_rank(main: Callable[[], None], rank: int) -> None:
             torch.cuda.synchronize()
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError) as error:
         time.sleep(2 * (rank > 0))  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
         sys.stderr = sys.__stderr__
-        tell_torchrun(str(error))
+        tell_torchrun(str(error) or "out of memory")
         raise
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -151,7 +151,8 @@ class FusedDecoder(nn.Module):
     @contextmanager
     def warm_up(self, rows: int, choose: Callable, sampling: Sampling) -> Iterator[None]:
         """While the body compiles a step, a thread runs one of so many rows: Triton compiles its kernels while Dynamo
-        and Inductor are busy with the rest. With full caches Llama-2-7B is so ready in 3.6 s on an H200, not in 5.2 s.
+        and Inductor are busy with the rest. With full caches Llama-2-7B is ready in 3.6 s on an H200, without it in
+        5.2 s.
 
         Two steps that ran at once, on two streams, may leave a count that a later step would mistake for its own: in
         the end all semaphores are 0."""

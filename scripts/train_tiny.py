@@ -121,9 +121,9 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
 
 
 def check_out(out: Path) -> None:
-    """UserError unless save() can write there and deletes nothing but an earlier pair."""
-    for place in (out / name for name in PAIR):
-        place.mkdir(parents=True, exist_ok=True)
+    """UserError where save() would delete other files than those of an earlier pair."""
+    out.mkdir(parents=True, exist_ok=True)
+    for place in (out / name for name in PAIR if (out / name).exists()):
         if others := sorted({path.name for path in place.iterdir()} - FILES):
             raise UserError(f"--out {out}: {place} has other files ({others[0]}); name another directory")
 
@@ -142,7 +142,8 @@ def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> No
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     if (card := out / "README.md").exists():
         shutil.copy(card, partial)
-    shutil.rmtree(out)
+    if out.exists():
+        shutil.rmtree(out)
     partial.rename(out)
 
 
@@ -188,7 +189,7 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
         teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
-        save(teacher, hf_config, tokenizer, args.out / name)
+        save(teacher, hf_config, tokenizer, (args.out / name).resolve())
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 
 
@@ -209,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     paragraphs = read_paragraphs(args.eval)
-    with memory_advice(f"out of memory on {device}: a smaller --batch or --context needs less"):
+    with memory_advice(f"out of memory on {device}: less --batch, --context or text needs less"):
         if not args.measure:
             if not args.text:
                 raise UserError("--text is missing: name a file of stories, or give --measure")

@@ -28,6 +28,7 @@ import pytest
 import tokenizers as hf
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
 
@@ -295,10 +296,11 @@ def test_special_tokens_count_where_the_template_writes_them_and_nowhere_else(tm
 def test_special_tokens_inside_of_a_tools_call_are_text_too(tmp_path, make_tokenizer):
     template = "{% for m in messages %}<s>{{ m.content }}{{ m.calls | tojson }}{% endfor %}"
     tokenizer = make_tokenizer(tmp_path, chat_template=template)
-    calls = [dict(name="find</s>", arguments=dict(what=["</s><s>"], many=3))]
-    ids = tokenizer.encode_messages([dict(role="user", content="<s>", calls=calls)])
+    calls = [{"name": "find</s>", "</s>": dict(what=["</s><s>"], many=3)}]
     bos, end = (tokenizer.backend.special[token] for token in ("<s>", "</s>"))
-    assert ids.count(bos) == 1 and end not in ids and json.dumps(calls) in tokenizer.decode(ids)
+    for kind in list, tuple:
+        ids = tokenizer.encode_messages([dict(role="user", content="<s>", calls=kind(calls))])
+        assert ids.count(bos) == 1 and end not in ids and json.dumps(calls) in tokenizer.decode(ids)
 
 
 FOLDS = dict(lower=(hf.normalizers.Lowercase(), "<|IM_END|>"), width=(hf.normalizers.NFKC(), "\uff1c|im_end|\uff1e"),
@@ -336,15 +338,63 @@ def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path,
         assert tokenizer.encode_messages([dict(role="user", content=text)]).count(1) == 1
 
 
-def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_path):
-    with_json(tmp_path, chat_template="{{ messages[0].content }}<|end|>")
-    made = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    made.add_tokens(["<|end|>"])
+def test_a_character_that_is_unknown_leaves_the_rest_of_a_text_as_it_was(tmp_path):
+    """The unknown token is special here, and comes out of a text."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4}
+    made = hf.Tokenizer(hf.models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
+    made.add_special_tokens(["<unk>", "</s>"])
     made.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path / "config.json", LLAMA | dict(vocab_size=261, eos_token_id=260))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
+    write(tmp_path / "tokenizer_config.json", dict(chat_template="{{ messages[0].content }}"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode_messages([dict(role="user", content="ab\u3042ab")]) == [4, 0, 4]
+    assert tokenizer.encode_messages([dict(role="user", content="ab\u3042ab</s>")])[:3] == [4, 0, 4]
+
+
+def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
+    """Which begins with a space here: parts of it, each encoded by itself, would all begin with one."""
+    letters = {letter: i for i, letter in enumerate("\u2581abcdefghij")}
+    made = hf.Tokenizer(hf.models.BPE(letters, []))
+    made.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
+    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    write(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template=template))
+    tokenizer = Tokenizer(tmp_path)
+    messages = [dict(role="user", content=text) for text in ("abc", "dad")]
+    ids = tokenizer.encode_messages(messages)
+    assert ids == made.encode(tokenizer.render(messages), add_special_tokens=False).ids and ids.count(0) == 1
+
+
+def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
+    """User-defined pieces: chats keep their tokens, and an end that is typed is text."""
+    out, words = io.BytesIO(), [f"{a} and {b}" for a in "hello world this is text".split() for b in ("fox", "dog")]
+    SentencePieceTrainer.train(sentence_iterator=iter(words * 20), model_writer=out, vocab_size=300, model_type="bpe",
+                               byte_fallback=True, user_defined_symbols=["<|im_start|>", "<|im_end|>"],
+                               hard_vocab_limit=False, minloglevel=2)
+    (tmp_path / "tokenizer.model").write_bytes(out.getvalue())
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=400))
+    template = CHATML.replace("<s>", "<|im_start|>")
+    write(tmp_path / "tokenizer_config.json", dict(eos_token="<|im_end|>", chat_template=template))
+    tokenizer = Tokenizer(tmp_path)
+    start, end = map(tokenizer.backend.id, ("<|im_start|>", "<|im_end|>"))
+    chat = [dict(role="user", content="hello"), dict(role="assistant", content="world")]
+    assert tokenizer.encode_messages(chat) == tokenizer.backend.processor.encode(tokenizer.render(chat))
+    ids = tokenizer.encode_messages([dict(role="user", content="hello<|im_end|>")])
+    assert (ids.count(end), ids.count(start)) == (1, 2)
+
+
+def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_path):
+    with_json(tmp_path, chat_template="<|user|>{{ messages[0].content }}<|end|>")
+    made = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_tokens(["<|end|>", "<|user|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "config.json", LLAMA | dict(vocab_size=262, eos_token_id=260))
     tokenizer = Tokenizer(tmp_path)
     for text in "x", "x<|end|>y":
-        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(260) == 1
+        ids = tokenizer.encode_messages([dict(role="user", content=text)])
+        assert ids.count(260) == 1 and ids[0] == 261
 
 
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
@@ -397,6 +447,15 @@ def test_a_bias_of_zeros_is_one_of_a_layers_size(tmp_path, shape, refused):
         assert "x.bias" in refusal(load_model, tmp_path, CPU, F32)
     else:
         load_model(tmp_path, CPU, F32)
+
+
+def test_each_file_is_opened_once(tmp_path, monkeypatch):
+    """Tensors that lie in two files by turns are read file by file: each opening reads a header."""
+    save(tmp_path, make(tmp_path, num_hidden_layers=6), shards=2)
+    opened = MagicMock(side_effect=safe_open)
+    monkeypatch.setattr("checkpoint.safe_open", opened)
+    load_model(tmp_path, CPU, F32)
+    assert opened.call_count == 2
 
 
 def test_a_header_of_over_16_mib_is_refused(tmp_path):
@@ -676,6 +735,18 @@ def test_a_template_that_waits_has_ten_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint.inspect.getsource", lambda function: source)
     template_process.cache_clear()
     assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
+    template_process.cache_clear()
+
+
+def test_a_chat_may_wait_longer_than_a_template(tmp_path, monkeypatch):
+    """The time of a template ends with its answer."""
+    source = inspect.getsource(render_lines).replace("signal.alarm(10)", "signal.alarm(1)")
+    monkeypatch.setattr("checkpoint.inspect.getsource", lambda function: source)
+    tokenizer = with_json(tmp_path, chat_template="hi")
+    template_process.cache_clear()
+    for _ in range(2):
+        assert tokenizer.render(CHAT) == "hi"
+        time.sleep(1.2)
     template_process.cache_clear()
 
 

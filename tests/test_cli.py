@@ -1,5 +1,6 @@
 """The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
 import argparse
+import builtins
 import json
 import os
 import re
@@ -113,6 +114,20 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, tmp_pa
     code, out, err = cli("--profile", tmp_path / "trace.json")
     assert (code, out, err.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == []
     assert f"--profile {tmp_path / 'trace.json'}: cannot write there, name another place: Permission denied" in err
+
+
+def test_a_chat_without_an_answer_has_a_trace_too(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(builtins, "input", lambda prompt: "/quit")
+    args = "--interactive", "--profile", tmp_path / "trace.json", "--device", "cpu", "--quiet"
+    code, out, err = call("generate.py", generate.main, *args)
+    assert (code, out) == (0, "") and json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_profile_behind_a_link_to_nowhere_is_refused_before_the_work(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
+    (tmp_path / "trace.json").symlink_to(tmp_path / "none" / "trace.json")
+    code, out, err = cli("--profile", tmp_path / "trace.json")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "cannot write there, name another place: " in err
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path, monkeypatch):

@@ -148,6 +148,9 @@ def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
         load_checkpoint(tmp_path, CPU, F32)
         load_checkpoint(tmp_path, CPU, F32)
         assert capsys.readouterr().err.count("more exact") == told, setting
+    unfold("w4a16", tmp_path, **{"model.layers.0.self_attn.k_scale": torch.ones(1)})  # and config.json says nothing
+    load_checkpoint(tmp_path, CPU, F32)
+    assert "more exact" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting, name", [
@@ -155,6 +158,22 @@ def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
 def test_the_name_of_what_was_read(tmp_path, setting, name):
     unfold(setting, tmp_path)
     assert read_settings(tmp_path)["name"] == name
+
+
+def test_a_layer_that_no_target_names_is_as_it_was(tmp_path):
+    groups = CONFIGS["w4a16"]["quantization_config"]["config_groups"]["group_0"] | dict(targets=["re:.*q_proj$"])
+    unfold("w4a16", tmp_path, dict(config_groups=dict(some=groups)))
+    assert absent("k_proj.weight missing", refusal(load_checkpoint, tmp_path, CPU, F32)) == []
+
+
+def test_one_scale_of_a_tensor_may_have_no_dimensions(tmp_path):
+    tokens, logits = unfold("fp8 blocks", tmp_path)
+    scales = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+              if name.endswith("weight_scale_inv")}
+    assert all(scale.shape == (1, 1) for scale in scales.values())
+    for shape in (), (1,):
+        unfold("fp8 blocks", tmp_path, **{name: scale.view(shape) for name, scale in scales.items()})
+        assert error(logits_of(load_checkpoint(tmp_path, CPU, F32), tokens), logits) < 1e-5
 
 
 def test_the_method_may_stand_under_another_key(tmp_path):
