@@ -289,6 +289,19 @@ def environment(monkeypatch):
     return enter
 
 
+@pytest.mark.parametrize("error, told", [
+    (UserError("a b"), "a b"), (OSError("c"), "c"), (MemoryError(), "out of memory")])
+def test_torchrun_is_told_why_a_rank_ended(monkeypatch, error, told):
+    def fail() -> None:
+        raise error
+
+    reasons = []
+    monkeypatch.setattr(tp, "tell_torchrun", reasons.append)
+    with pytest.raises(type(error)):
+        tp.run_rank(fail, 0)
+    assert reasons == [told]
+
+
 def test_ranks_that_torchrun_did_not_start_are_told_so(environment, monkeypatch):
     environment(3)
     monkeypatch.delenv("LOCAL_RANK")
