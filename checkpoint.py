@@ -379,11 +379,12 @@ class Tokenizer:
         return set(ids)
 
     def encode(self, text: str, rendered: bool = False, marks: dict[int, str] | None = None) -> list[int]:
-        """Text -> tokens. rendered: a chat template made the text, and no beginning of sequence is added. marks: as
-        mark() gives them, for text that is not to give special tokens but where they are written.
+        """Text -> tokens. marks: mark()'s, where the text is of messages: a special token that is written in it is one,
+        but what a mark stands for is text.
 
-        Otherwise tokenizer.json's post-processor adds it, unless add_bos_token overrides that. With tokenizer.model
-        alone this function adds config.json's bos_token_id."""
+        rendered: a chat template made the text, and no beginning of sequence is added. Otherwise tokenizer.json's
+        post-processor adds it, unless add_bos_token overrides that. With tokenizer.model alone this function adds
+        config.json's bos_token_id."""
         with reading("the text"):
             text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
             ids = self.backend.encode(text, post_process := self.add_bos is None and not rendered)
