@@ -470,7 +470,7 @@ def test_a_text_without_end_is_refused(tmp_path, source):
     with open("/dev/zero") as endless:
         done = subprocess.run(command, stdin=endless, capture_output=True, timeout=60, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert absent(f"{path if source == 'file' else 'stdin'}: 268435456 bytes", done.stderr) == []
+    assert absent(f"{path if source == 'file' else 'stdin'}: 67108864 bytes", done.stderr) == []
 
 
 def test_running_out_of_memory_where_nobody_expects_it_is_one_line(cli, monkeypatch):
