@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+import tokenizers as hf
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from torch import Tensor
 import checkpoint
 import formats
 import quantize
-from checkpoint import UserError, config_from_hf, hf_weights
+from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights
 from formats import QuantizedLinear
 from generate import Generator
 from model import Config, Transformer
@@ -81,6 +83,42 @@ def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: 
     """The new tokens of each row."""
     steps = generator.generate(prompts, new_tokens, start)
     return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
+
+
+# Tokenizers
+
+
+LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, intermediate_size=48, vocab_size=64, max_position_embeddings=128,
+             rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
+
+
+def put(path: Path, content) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
+
+
+def with_json(directory: Path, config: dict | None = None, post_process: bool = True, **settings) -> Tokenizer:
+    """Bytes as tokens, special tokens, and a post-processor that adds <s>."""
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    made = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False), hf.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<|eot_id|>", "<|im_end|>"])
+    if post_process:
+        made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    made.save(str(directory / "tokenizer.json"))
+    put(directory / "config.json", LLAMA | dict(vocab_size=260, bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
+    put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
+    return Tokenizer(directory)
+
+
+def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
+    shutil.copy(TINY / "tokenizer.model", directory)
+    put(directory / "config.json", LLAMA | dict(vocab_size=2048) | (config or {}))
+    put(directory / "tokenizer_config.json", settings)
+    return Tokenizer(directory)
 
 
 # Checkpoints
