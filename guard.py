@@ -316,7 +316,8 @@ class VettedTokenizer(Tokenizer):
                 tokens = [*range(self.backend.tokenizer.get_vocab_size())]
                 self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
         with user_errors(checkpoint.directory / "tokenizer_config.json"):
-            vet_stops(dict(eos_token_id=[*self.stops]), self.vocab_size)
+            end = self.special_tokens.get("eos_token")
+            vet_stops(dict(eos_token_id=self.backend.id(end) if end else None), self.vocab_size)
         if self.add_bos and self.bos is not None:
             self.check([self.bos])
         if any(len(token) > 1000 for token in self.reserved):
@@ -350,10 +351,11 @@ class VettedTokenizer(Tokenizer):
         with user_errors(self.path), silenced():
             return self.check(super().encode_marked(text))
 
-    def mark(self, value):
+    def encode_chat(self, messages: list[dict]) -> list[int]:
         with user_errors("the messages"):
-            json.dumps(value)
-            return super().mark(value)
+            json.dumps(messages)
+            marked = self.mark(messages)
+        return self.encode_marked(self.render(marked))
 
 
 @contextmanager
