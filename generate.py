@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -27,12 +26,13 @@ from torch import Tensor
 
 import formats
 import guard
-from checkpoint import Checkpoint, Tokenizer, UserError, load_model
+from checkpoint import Checkpoint, UserError, load_model
+from completion import Completion, pieces, rank_completions
 from model import Transformer
 from quantize import default_group, round_model
 from sampling import Sampling, choose
 from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, propose
-from tp import Team, draft_splitter, join, splitter
+from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, over all prompts: the memory of prefill does not grow with the prompt
@@ -250,60 +250,6 @@ def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
         event.synchronize()
         return copies
     return wait
-
-
-@dataclass
-class Completion:
-    """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
-    prompt: str
-    prompt_tokens: list[int]
-    tokenizer: Tokenizer = field(repr=False)
-    limit: int  # new tokens at most
-    stop_texts: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
-    logprobs: list[float] = field(default_factory=list, repr=False)
-    text: str = ""
-    finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
-    steps: int = 0  # that of a stop token included
-    first_s: float = 0.0  # when the first step came, since the start
-    seconds: float = 0.0  # when the last one came
-
-    def __post_init__(self):
-        # New tokens are decoded together with the tokens before them: their spaces depend on these.
-        self.window = self.prompt_tokens[-8:]
-        self.decoded = len(self.window)  # how many tokens of the window are in the text already
-
-    def add(self, token: int, logprob: float, seconds: float) -> None:
-        if logprob != logprob:  # NaN
-            raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
-        self.steps += 1
-        self.first_s, self.seconds = self.first_s or seconds, seconds
-        if token in self.tokenizer.stops:
-            self.finish_reason = "stop"
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.window.append(token)
-        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
-        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
-            self.text += after[len(before):]
-            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
-        ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
-        if ends:
-            self.text, self.finish_reason = self.text[:min(ends)], "stop"
-        elif len(self.tokens) == self.limit:
-            self.finish_reason = "length"
-
-    @property
-    def mean_logprob(self) -> float | None:
-        """Of the tokens under the model's raw logits; None without tokens."""
-        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
-
-    def visible(self) -> str:
-        """The text, without an end that may yet turn out to begin a stop text."""
-        stops = [] if self.finish_reason else self.stop_texts
-        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
-        return self.text[:len(self.text) - held]
 
 
 # From text to text
@@ -550,27 +496,6 @@ class LLM:
                     break
         if budget and not any(completion.steps for completion in completions):
             raise UserError(f"`time_budget`={budget}: the first token took {seconds:.3f} s; allow more")
-
-
-def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
-    """The text that each step adds."""
-    shown = 0
-    for _ in steps:
-        text = completion.visible()
-        if len(text) > shown:
-            yield text[shown:]
-            shown = len(text)
-
-
-def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
-    """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
-    def place(completion: Completion) -> tuple[bool, bool, float]:
-        return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
-
-    ranked = []
-    for at in range(0, len(completions), samples):
-        ranked += sorted(completions[at:at + samples], key=place)
-    return ranked
 
 
 def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
