@@ -1,0 +1,232 @@
+"""
+The chat on a terminal: a line, or a pasted text of several, goes in as a turn, and the answer is streamed. Lines that
+begin with a slash are commands: see HELP.
+
+Without a chat template the text so far and what is typed are continued.
+"""
+import json
+import os
+import re
+import select
+import signal
+import sys
+import termios
+from argparse import Namespace
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from checkpoint import UserError
+from cli.output import show, written_whole
+from completion import Completion
+from guard import check_messages, read_text, user_errors
+
+HELP = """\
+/reset        forget the conversation
+/system TEXT  set the system message and forget the conversation; without TEXT: remove it
+/save FILE    write the conversation as JSON messages
+/load FILE    go on with a conversation of such a file
+/quit         leave, as do exit, Ctrl-D, and Ctrl-C twice at an empty prompt
+Ctrl-C stops an answer. A pasted text of several lines is one turn."""
+
+
+class Chat:
+    """llm: a generate.LLM that is prepared for one row; args: the command line's."""
+
+    def __init__(self, llm, args: Namespace):
+        self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
+        self.system = [] if args.system is None else [dict(role="system", content=args.system)]
+        self.messages = list(self.system)
+        self.cached = []  # the tokens whose keys and values the cache has
+        self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
+        self.told_dropped = False
+        self.readline = None
+
+    def run(self) -> deque:
+        """Answers until the user leaves. Returns the last answers, a Completion each."""
+        with suppress(ImportError):
+            import readline  # input() then edits lines and recalls them
+            readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted newline does not end the line
+            self.readline = readline
+        leaving = "Ctrl-C and Ctrl-D leave" if self.team.ranks > 1 else "Ctrl-C stops an answer, Ctrl-D leaves"
+        untold = "" if self.tokenizer.template else " No chat template: your text is continued."
+        self.say(f"/help lists the commands, {leaving}.{untold}")
+        while (line := self.team.agree(self.ask)) is not None:
+            if not line.strip():
+                continue
+            if line.strip() in ("exit", "quit", "/exit", "/quit"):
+                break
+            try:
+                if command := re.fullmatch(r" */(\w+)(?: +(.*?))? *", line):
+                    self.command(*command.groups())
+                else:
+                    self.turn(line)
+            except UserError as error:
+                print(error.command_line(), file=sys.stderr)
+            except KeyboardInterrupt:  # before the answer began
+                print()
+        return self.answers
+
+    def say(self, text: str) -> None:
+        if not self.args.quiet:
+            print(text, file=sys.stderr)
+
+    # What is typed
+
+    def ask(self) -> str | None:
+        """What the user types; None when it is time to leave."""
+        on_terminal, interrupted = sys.stdin.isatty() and sys.stdout.isatty(), False
+        while True:
+            try:
+                return self.read_turn("> ") if on_terminal else input("")
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                print()
+                empty = not (self.readline and self.readline.get_line_buffer())
+                if empty and interrupted:
+                    return None
+                interrupted = empty
+                self.say("Ctrl-C again leaves." if empty else "")
+
+    def read_turn(self, prompt: str) -> str:
+        """A line that is typed or, as one turn, all lines that came during the answer: a terminal sends what is pasted
+        then as if it were typed. If the last of them is not ended, the user goes on with it."""
+        waiting = read_waiting() if self.readline else ""
+        if waiting.endswith("\n"):
+            print(prompt + waiting, end="")
+            return waiting.removesuffix("\n")
+        if not waiting:
+            return input(prompt)
+        self.readline.set_startup_hook(lambda: self.readline.insert_text(waiting))
+        try:
+            return input(prompt)
+        finally:
+            self.readline.set_startup_hook()
+
+    def command(self, name: str, text: str | None) -> None:
+        """A line "/name text". UserError where it cannot be done; then nothing has changed."""
+        if name == "help":
+            print(HELP, file=sys.stderr)
+        elif name == "reset":
+            self.messages = list(self.system)
+            self.say("The conversation is forgotten.")
+        elif name == "system":
+            if not self.tokenizer.template:
+                raise UserError("/system: this checkpoint has no chat template, so there is no system message")
+            self.system = [dict(role="system", content=text)] if text else []
+            self.messages = list(self.system)
+            self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
+        elif name in ("save", "load") and not text:
+            raise UserError(f"/{name}: want a file's name")
+        elif name == "save":
+            if self.team.rank == 0:
+                save_messages(self.messages, text)
+            self.say(f"{len(self.messages)} messages are in {text}.")
+        elif name == "load":
+            loaded = self.team.agree(lambda: load_messages(text))
+            if isinstance(loaded, str):
+                raise UserError(loaded)
+            self.messages = loaded
+            self.system = loaded[:1] if loaded[0]["role"] == "system" else []
+            self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
+        else:
+            raise UserError(f"/{name}: no such command; /help lists them")
+
+    # A turn
+
+    def turn(self, text: str) -> None:
+        """The user's turn and the answer. UserError where the turn alone is too long; it is then forgotten."""
+        room, most = self.llm.room, self.args.max_new_tokens
+        messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
+        start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
+        answer = Completion(text, tokens, self.tokenizer, min(most or room, room - len(tokens)), self.args.stop)
+        self.cached = []
+        with stopped_by_ctrl_c(answer) if self.team.ranks == 1 else nullcontext():  # ranks all end: see ranks.run()
+            show([("", answer)], self.llm.complete([answer], start=start))
+        if answer.finish_reason == "interrupted" and not answer.tokens:
+            return  # as if the turn had not been
+        self.answers.append(answer)
+        self.cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
+        ending = "" if self.tokenizer.template else "\n"
+        self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
+        if not self.tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
+            self.messages = []
+        if sys.stderr.isatty() and answer.steps > 1:
+            rate = (answer.steps - 1) / max(1e-9, answer.seconds - answer.first_s)
+            full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
+            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {rate:.1f} tokens/s{full}\x1b[0m")
+
+    def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
+        """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
+        until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
+        long."""
+        tokens, room, kept, before = self.encode(messages), self.llm.room, len(self.system), len(messages)
+        if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
+            turns = [kept, *(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")]
+
+            def fits(turn: int) -> bool:
+                return len(self.encode(messages[:kept] + messages[turn:])) <= room * 3 // 4
+
+            first = turns[bisect_left(turns[:-1], True, key=fits)]
+            messages = messages[:kept] + messages[first:]
+            tokens = self.encode(messages)
+        if len(tokens) >= room:
+            raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`")
+        if len(messages) < before and not self.told_dropped:
+            self.say(f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are dropped from now on")
+            self.told_dropped = True
+        return messages, tokens
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Without a chat template the messages are one text."""
+        if self.tokenizer.template:
+            return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_typed("".join(message["content"] for message in messages))
+
+
+def read_waiting() -> str:
+    """What waits on the terminal, if that is a line or more."""
+    stdin = sys.stdin.fileno()
+    if not select.select([stdin], [], [], 0)[0]:
+        return ""
+    before = termios.tcgetattr(stdin)
+    as_it_comes = termios.tcgetattr(stdin)
+    as_it_comes[3] &= ~(termios.ICANON | termios.ECHO)  # the beginning of a line, too
+    waiting = b""
+    try:
+        termios.tcsetattr(stdin, termios.TCSANOW, as_it_comes)
+        while select.select([stdin], [], [], 0.05)[0]:
+            waiting += os.read(stdin, 2 ** 16)
+    finally:
+        termios.tcsetattr(stdin, termios.TCSANOW, before)
+    return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
+
+
+def save_messages(messages: list[dict], name: str) -> None:
+    with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
+        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def load_messages(name: str) -> list[dict] | str:
+    """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
+    path = Path(name).expanduser()
+    try:
+        with user_errors(f"/load {path}"):
+            messages = json.loads(read_text(path))
+            check_messages(messages)
+            return messages
+    except UserError as error:
+        return str(error)
+
+
+@contextmanager
+def stopped_by_ctrl_c(answer: Completion) -> Iterator[None]:
+    """Ctrl-C ends the answer after the current step."""
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
