@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer, hf_weights
-from generate import Generator
-from helpers import TINY, quantized_layers, run
+from checkpoint import hf_weights
+from cli.ranks import run as run_rank
+from generate import Engine
+from guard import find_device
+from helpers import TINY, load_checkpoint, open_tokenizer, quantized_layers, run, speculator
 from model import Transformer
 from quantize import load_checkpoint
 from sampling import Sampling
