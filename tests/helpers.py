@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
@@ -25,6 +26,7 @@ from model import Config, LayerConfig, Transformer
 from quantize import CODES, QuantizedLinear, check_quantize, quantize_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
+from tp import Team
 
 ROOT = Path(__file__).parents[1]
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
@@ -106,14 +108,14 @@ def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int
 
 
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
-               sampling: Sampling = GREEDY, mode: str = "eager") -> Speculator:
+               sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree) -> Speculator:
     """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
     target = Engine(model, length + SLACK, rows, sampling, mode)
     drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
     if draft:
         engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
         drafter = DraftModel(engine, model.config.vocab_size)
-    return Speculator(target, drafter, policy)
+    return Speculator(target, drafter, policy, agree)
 
 
 # Tokenizers

@@ -25,8 +25,9 @@ from torch import Tensor
 import generate
 import tp
 import tp_worker
-from checkpoint import UserError, config_from_hf, hf_weights, load_config
-from cli import report_errors
+from checkpoint import Checkpoint, UserError, config_from_hf, hf_weights
+from cli import ranks as ends
+from cli.errors import report_errors
 from helpers import CPU, DRAFT, ROOT, SHAPE, TINY, change, ended, error, make, told, torchrun, write
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
@@ -199,25 +200,24 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     shards = [Shard(config, group, rank, ranks) for rank in range(ranks)]
     E = config.head_dim
-    for name, (_, _, shape) in hf_weights(config).items():
-        seen = torch.zeros(shape, dtype=torch.int)
+    for name, weight in hf_weights(config).items():
+        seen = torch.zeros(weight.shape, dtype=torch.int)
         for shard in shards:
-            seen[shard.part(name)[:len(shape)]] += 1
-        cut_here = name.split(".")[-2] in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-        times = 1 if cut_here else ranks
-        if name.split(".")[-2] in ("k_proj", "v_proj"):
+            seen[shard.part(weight)[:len(weight.shape)]] += 1
+        layer = name.split(".")[-2]
+        times = 1 if layer in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head") else ranks
+        if layer in ("k_proj", "v_proj"):
             times = max(1, ranks // kv_heads)
         assert (seen == times).all(), name
     for shard in shards:
-        (q, q_end), (kv, kv_end) = (shard.rows[name] for name in ("q_proj", "k_proj"))
+        (q, q_end), (kv, kv_end) = ((share.start, share.stop) for share in (shard.shares["q"], shard.shares["kv"]))
         looked_at = [h * kv_heads // heads for h in range(q // E, q_end // E)]
         assert set(looked_at) == set(range(kv // E, kv_end // E)) and q % E == kv % E == 0
         n, k = shard.config.n_head, shard.config.n_kv_head
         assert n % k == 0 and looked_at == [kv // E + h // (n // k) for h in range(n)]  # as attention takes it
-        assert shard.columns["o_proj"] == shard.rows["q_proj"] and shard.columns["down_proj"] == shard.rows["gate_proj"]
         unit = 32 if group == -1 else group
-        for begin, end in shard.columns.values():
-            assert begin % unit == end % unit == 0  # between groups
+        for share in (shard.shares["q"], shard.shares["ffn"]):  # the columns of o and of down
+            assert share.start % unit == share.stop % unit == 0  # between groups
         assert group == 1 or kv % 8 == kv_end % 8 == 0  # between words
 
 
@@ -226,11 +226,11 @@ def test_a_ranks_config_is_that_of_its_part(heads, kv_heads, changes, group, ran
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     for rank in range(ranks):
         shard = Shard(config, group, rank, ranks)
-        for name, (_, _, shape) in hf_weights(shard.config).items():
+        for name, (_, _, shape, *_) in hf_weights(shard.config).items():
             if name != "lm_head.weight":
-                whole = torch.empty(hf_weights(config)[name][2], device="meta")
-                assert whole[shard.part(name)[:len(shape)]].shape == shape, name
-        same = ("dim", "n_layer", "head_dim", "vocab_size", "context", "tied", "window")
+                weight = hf_weights(config)[name]
+                assert torch.empty(weight.shape, device="meta")[shard.part(weight)[:len(shape)]].shape == shape, name
+        same = ("dim", "layers", "head_dim", "vocab_size", "context", "tied")
         assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
 
 
@@ -272,7 +272,7 @@ def test_a_draft_is_split_where_that_pays():
                                    max_position_embeddings=8192, rms_norm_eps=1e-5))
     assert draft_splitter(Team(1, 4), llama_1b)
     assert not draft_splitter(Team(1, 4), replace(llama_1b, ffn_dim=2048))  # 0.9e9 parameters
-    assert not draft_splitter(Team(1, 4), load_config(Path(DRAFT)))
+    assert not draft_splitter(Team(1, 4), Checkpoint(Path(DRAFT)).config)
     assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2))  # 5 is no multiple of 2
 
 
@@ -296,9 +296,9 @@ def test_torchrun_is_told_why_a_rank_ended(monkeypatch, error, told):
         raise error
 
     reasons = []
-    monkeypatch.setattr(tp, "tell_torchrun", reasons.append)
+    monkeypatch.setattr(ends, "tell_torchrun", reasons.append)
     with pytest.raises(type(error)):
-        tp.run_rank(fail, 0)
+        ends.run_rank(fail, 0)
     assert reasons == [told]
 
 
@@ -322,7 +322,7 @@ def test_devices_that_the_ranks_cannot_have_are_refused(environment, device, gpu
 
 def test_one_rank_joins_nobody(environment):
     environment(1)
-    assert join("cpu") == (CPU, Team()) and Team().agree(lambda: 7) == 7 and tp.splitter(Team()) is None
+    assert join("cpu") == ("cpu", Team()) and Team().agree(lambda: 7) == 7 and tp.splitter(Team()) is None
 
 
 def test_ranks_agree_on_what_rank_0_has():
@@ -348,10 +348,11 @@ CHAT, TYPED = ("--interactive", *GREEDY), "Once upon a time\nThen\n"
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
-import tp, generate
+import generate
+from cli.ranks import run
 if os.environ["RANK"] == "1":
     sys.argv += ["--checkpoint", {checkpoint!r}]
-tp.run(generate.main)
+run(generate.main)
 """
 
 
@@ -418,7 +419,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 
 def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
-    program = "import tp; tp.run(lambda: {}['a bug'])"
+    program = "from cli.ranks import run; run(lambda: {}['a bug'])"
     done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1",
                  TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
@@ -428,7 +429,7 @@ def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
 SLEEPER = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-import tp
+from cli.ranks import run
 
 def main():
     print("up", flush=True)
@@ -436,7 +437,7 @@ def main():
     for _ in range(2):  # the second time it waits for good
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-tp.run(main)
+run(main)
 """
 
 
