@@ -596,3 +596,24 @@ def check_options(options: dict) -> None:
     count = str(tokens) if type(tokens) in (int, str) else ""
     if tokens is not None and count not in ("auto", "hf", "bass") and not (count.isdecimal() and 1 <= int(count) <= 32):
         raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
+
+
+def check_model(options: dict, config: Config) -> None:
+    length = options["max_seq_length"]
+    if length and length > config.context:
+        raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
+
+
+def check_call(given: dict, names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names:
+            raise UserError(f"{name}: no such option")
+
+
+def check_messages(messages) -> None:
+    """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"message {message!r:.60}: want a role and a content, both text")

@@ -398,6 +398,14 @@ def default_group(quantize: str | None, group_size: int | None) -> int:
     return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
+def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
+    """UserError where `quantize` and `group_size` do not suit the checkpoint."""
+    if quantize and settings:
+        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
+    if quantize:
+        check_groups(checkpoint, default_group(quantize, group_size))
+
+
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
     """"int8" or "int4", with its defaults."""
     quantize_model(model, CODES[quantize], default_group(quantize, group_size), sym=quantize == "int8", shard=shard)
@@ -409,4 +417,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from cli.errors import report_errors
+    report_errors(main)
