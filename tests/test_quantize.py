@@ -16,7 +16,7 @@ from torch import Tensor
 import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
-from cli import report_errors
+from cli.errors import report_errors
 from helpers import (CPU, F32, ROOT, TINY, change, error, load_checkpoint, make, open_tokenizer, quantized_layers,
                      refusal, tiny, write)
 from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
