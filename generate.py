@@ -376,7 +376,8 @@ class LLM:
                 self.compile_s = time.perf_counter() - begun
             else:
                 for model in (self.model, self.draft_model):
-                    formats.unpack_quantized(model, rows * length, options.quiet, self.team.ranks)
+                    if model is not None:
+                        formats.unpack_quantized(model, rows * length, options.quiet, self.team.ranks)
                 self._make_engine(rows, length, "eager")
         self.room = length
 
@@ -390,10 +391,11 @@ class LLM:
         options, begun = self.options, time.perf_counter()
         read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
         with guard.memory_advice(self._check_memory(rows, length)):
-            self.model = read(self.checkpoint, options.quantize, options.group_size, splitter(self.team))
+            self.model = read(self.checkpoint, quantize=options.quantize, group_size=options.group_size,
+                              split=splitter(self.team))
             if self.draft_checkpoint:
                 split = draft_splitter(self.team, self.draft_checkpoint.config)
-                self.draft_model = read(self.draft_checkpoint, options.draft_quantize, split=split)
+                self.draft_model = read(self.draft_checkpoint, quantize=options.draft_quantize, split=split)
         self.load_s = time.perf_counter() - begun
 
     def _make_engine(self, rows: int, length: int, mode: str) -> None:

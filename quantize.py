@@ -414,4 +414,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from cli.errors import report_errors
+    report_errors(main)

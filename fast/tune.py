@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import UserError
-from cli import Parser, find_device, report_errors
+from cli.errors import report_errors
+from cli.options import Parser
+from guard import find_device
 from fast import common, tuning
 from fast.attention import update_and_attend
 from fast.decoder import fused_linear

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from chat import Chat  # noqa: E402
+from cli.chat import Chat  # noqa: E402
 from generate import LLM  # noqa: E402
 
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"

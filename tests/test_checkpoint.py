@@ -406,7 +406,7 @@ ONE_BY_ONE = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
 import download
-from cli import report_errors
+from cli.errors import report_errors
 
 results = {}
 for name in sys.argv[1:]:

@@ -17,11 +17,11 @@ GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--tempe
 
 
 def copy_tree(tree: Path) -> Path:
-    """The top-level Python files, scripts/ and checkpoints/: no fast/."""
+    """The top-level Python files, cli/, scripts/ and checkpoints/: no fast/."""
     tree.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tree)
-    for name in ("scripts", "checkpoints"):
+    for name in ("cli", "scripts", "checkpoints"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tree
 

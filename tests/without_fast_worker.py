@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from checkpoint import load_model  # noqa: E402
-from cli import report_errors  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
 from generate import Generator  # noqa: E402
 from helpers import GOLDEN, GREEDY, error, run  # noqa: E402
 from scripts import benchmark, evaluate  # noqa: E402
