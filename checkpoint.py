@@ -42,10 +42,8 @@ class UserError(ValueError):
         super().__init__(one_line(re.sub(r"`(\w+)`", r"\1", message)))
 
     def command_line(self) -> str:
-        def option(found: re.Match) -> str:
-            return "--" + found[1].replace("_", "-") + found[2].replace("=", " ")
-
-        return one_line(re.sub(r"`(\w+)`(=?)", option, self.message))
+        message = re.sub(r"`(\w+)`=", r"`\1` ", self.message)
+        return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
 
 
 def one_line(text: str) -> str:
@@ -156,7 +154,7 @@ class Weight(NamedTuple):
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
-    """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix here, gate and up of another."""
+    """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another."""
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
     layer = {
@@ -366,11 +364,9 @@ def any_of(texts: Iterable[str]) -> str:
 
 def read_special(settings: dict) -> dict[str, str]:
     """bos_token, eos_token and the like, which chat templates insert."""
-    special = {}
-    for key, value in settings.items():
-        if key.endswith("_token") and isinstance(value, (str, dict)):
-            special[key] = value if isinstance(value, str) else value.get("content")
-    return special
+    special = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {key: value for key, value in special.items() if isinstance(value, str)}
+    return texts | {key: value.get("content") for key, value in special.items() if isinstance(value, dict)}
 
 
 def read_template(directory: Path, settings: dict) -> str | None:

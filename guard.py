@@ -342,17 +342,17 @@ class VettedTokenizer(Tokenizer):
                                 f"vocab_size of {self.vocab_size}")
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def safely(self, encode: Callable, text: str) -> list[int]:
         with user_errors("the text"):
             text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
         with user_errors(self.path), silenced():
-            return self.check(super().encode_text(text))
+            return self.check(encode(text))
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.safely(super().encode_text, text)
 
     def encode_marked(self, text: str) -> list[int]:
-        with user_errors("the text"):
-            text.encode()
-        with user_errors(self.path), silenced():
-            return self.check(super().encode_marked(text))
+        return self.safely(super().encode_marked, text)
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         with user_errors("the messages"):

@@ -142,7 +142,8 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path, index):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc")
 def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     save(tmp_path, make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6), shards=6)
-    program = ("import sys, torch, safetensors.torch, tqdm; from checkpoint import Checkpoint, load_model; from pathlib import Path\n"
+    program = ("import sys, torch, safetensors.torch, tqdm; from pathlib import Path\n"
+               "from checkpoint import Checkpoint, load_model\n"
                "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
                "before = status('VmRSS')\n"
                "model = load_model(Checkpoint(Path(sys.argv[1])), torch.device('cpu'), torch.float32)\n"

@@ -30,7 +30,8 @@ def load(team: Team, device: torch.device, checkpoint: str, dtype: str = "float3
 
 def prompts() -> list[list[int]]:
     """Of 17, 1 and 9 tokens."""
-    story = open_tokenizer(TINY).encode_text("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
+    tokenizer = open_tokenizer(TINY)
+    story = tokenizer.encode_text("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
     return [story[:n] for n in (17, 1, 9)]
 
 
