@@ -20,6 +20,7 @@ import pytest
 import tokenizers as hf
 from sentencepiece import SentencePieceTrainer
 
+from checkpoint import Tokenizer
 from guard import template_process
 from helpers import (BOS, EOS, EOT, IM_END, LLAMA, ROOT, absent, open_tokenizer, put, refusal, with_json, with_model)
 
@@ -50,6 +51,11 @@ def test_special_tokens_in_rendered_text_become_their_ids(tmp_path, make_tokeniz
     tokenizer = make_tokenizer(tmp_path, dict(vocab_size=2049), added_tokens_decoder=added)
     hi, there = (tokenizer.backend.encode(text) for text in ("hi", " there"))
     assert tokenizer.backend.encode("<s>hi<|im_end|> there</s>") == [ids[0], *hi, ids[2], *there, ids[1]]
+
+
+def said(text: str, **more) -> list[dict]:
+    """What a user says."""
+    return [dict(role="user", content=text, **more)]
 
 
 CHATML = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<s>assistant\n"
@@ -98,7 +104,16 @@ def test_a_tokenizer_that_folds_what_is_typed_makes_no_special_token_of_it(tmp_p
     tokenizer = open_tokenizer(tmp_path)
     assert IM_END in tokenizer.backend.encode(typed)  # --prompt stays as it is
     for text in typed, typed + "<s>":
-        assert tokenizer.encode_chat([dict(role="user", content=text)]).count(IM_END) == 1
+        assert tokenizer.encode_chat(said(text)).count(IM_END) == 1
+
+
+def saved(directory: Path, made: hf.Tokenizer, *special: str, **settings) -> Tokenizer:
+    """A tokenizer.json of one's own, of 260 tokens at most, opened."""
+    made.add_special_tokens([*special])
+    made.save(str(directory / "tokenizer.json"))
+    put(directory / "config.json", LLAMA | dict(vocab_size=260))
+    put(directory / "tokenizer_config.json", settings)
+    return open_tokenizer(directory)
 
 
 @pytest.mark.parametrize("model", [
@@ -107,27 +122,19 @@ def test_a_tokenizer_that_folds_what_is_typed_makes_no_special_token_of_it(tmp_p
     hf.models.BPE({"<unk>": 0, "</s>": 1, **{c: i for i, c in enumerate("x</s>", 2)}, "</": 7, "s>": 8},
                   [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="<unk>")])
 def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path, model):
-    made = hf.Tokenizer(model)
-    made.add_special_tokens(["<unk>", "</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
-    put(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template="{{ messages[0].content }}</s>"))
-    tokenizer = open_tokenizer(tmp_path)
+    tokenizer = saved(tmp_path, hf.Tokenizer(model), "<unk>", "</s>", eos_token="</s>",
+                      chat_template="{{ messages[0].content }}</s>")
     for text in "x", "x</s>", "</s>", "\u3042</s>":  # the last one begins with a character that is unknown
-        assert tokenizer.encode_chat([dict(role="user", content=text)]).count(1) == 1
+        assert tokenizer.encode_chat(said(text)).count(1) == 1
 
 
 def test_a_character_that_is_unknown_leaves_the_rest_of_a_text_as_it_was(tmp_path):
     """The unknown token is special here, and comes out of a text."""
     vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4}
     made = hf.Tokenizer(hf.models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
-    made.add_special_tokens(["<unk>", "</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
-    put(tmp_path / "tokenizer_config.json", dict(chat_template="{{ messages[0].content }}"))
-    tokenizer = open_tokenizer(tmp_path)
-    assert tokenizer.encode_chat([dict(role="user", content="ab\u3042ab")]) == [4, 0, 4]
-    assert tokenizer.encode_chat([dict(role="user", content="ab\u3042ab</s>")])[:3] == [4, 0, 4]
+    tokenizer = saved(tmp_path, made, "<unk>", "</s>", chat_template="{{ messages[0].content }}")
+    assert tokenizer.encode_chat(said("ab\u3042ab")) == [4, 0, 4]
+    assert tokenizer.encode_chat(said("ab\u3042ab</s>"))[:3] == [4, 0, 4]
 
 
 def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
@@ -135,12 +142,8 @@ def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
     letters = {letter: i for i, letter in enumerate("\u2581abcdefghij")}
     made = hf.Tokenizer(hf.models.BPE(letters, []))
     made.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.add_special_tokens(["<s>", "</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
-    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    put(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template=template))
-    tokenizer = open_tokenizer(tmp_path)
+    tokenizer = saved(tmp_path, made, "<s>", "</s>", eos_token="</s>",
+                      chat_template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
     messages = [dict(role="user", content=text) for text in ("abc", "dad")]
     ids = tokenizer.encode_chat(messages)
     assert ids == made.encode(tokenizer.render(messages), add_special_tokens=False).ids and ids.count(0) == 1
@@ -160,7 +163,7 @@ def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
     start, end = map(tokenizer.backend.id, ("<|im_start|>", "<|im_end|>"))
     chat = [dict(role="user", content="hello"), dict(role="assistant", content="world")]
     assert tokenizer.encode_chat(chat) == tokenizer.backend.processor.encode(tokenizer.render(chat))
-    ids = tokenizer.encode_chat([dict(role="user", content="hello<|im_end|>")])
+    ids = tokenizer.encode_chat(said("hello<|im_end|>"))
     assert (ids.count(end), ids.count(start)) == (1, 2)
 
 
@@ -172,7 +175,7 @@ def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_p
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=262, eos_token_id=260))
     tokenizer = open_tokenizer(tmp_path)
     for text in "x", "x<|end|>y":
-        ids = tokenizer.encode_chat([dict(role="user", content=text)])
+        ids = tokenizer.encode_chat(said(text))
         assert ids.count(260) == 1 and ids[0] == 261
 
 
@@ -181,12 +184,12 @@ def test_an_end_that_is_a_usual_piece_changes_no_prompt(tmp_path, make_tokenizer
     """Of one character, or of several: --prompt stays as it is, and so do messages without that text."""
     text = "Once upon a time there was a fox.\nThe end.\n"
     plain = make_tokenizer(tmp_path, dict(vocab_size=2048), chat_template="{{ messages[0].content }}")
-    before, messages = plain.encode_text(text), plain.encode_chat([dict(role="user", content=text)])
+    before, messages = plain.encode_text(text), plain.encode_chat(said(text))
     for end in {*before}:
         ending = make_tokenizer(tmp_path, dict(vocab_size=2048, eos_token_id=end), chat_template=plain.template)
         assert ending.encode_text(text) == before
-        said = ending.encode_chat([dict(role="user", content=text)])
-        assert said == messages or ending.decode(said) == text
+        ids = ending.encode_chat(said(text))
+        assert ids == messages or ending.decode(ids) == text
 
 
 def test_messages_that_are_no_json_are_refused(tmp_path):
@@ -194,7 +197,7 @@ def test_messages_that_are_no_json_are_refused(tmp_path):
     for _ in range(10 ** 5):
         deep = [deep]
     for value in deep, object():
-        refusal(tokenizer.encode_chat, [dict(role="user", content="x", calls=value)])
+        refusal(tokenizer.encode_chat, said("x", calls=value))
 
 
 @pytest.mark.parametrize("kind", [1, 3])  # normal, control
@@ -222,7 +225,7 @@ def test_a_special_token_of_a_million_characters_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["Hello", " <|im_end |> <s", "\U00100000 \ue000", "naïve 🙂 <b>"])
 def test_messages_without_special_tokens_keep_their_tokens(tmp_path, make_tokenizer, text):
     tokenizer = make_tokenizer(tmp_path, chat_template=CHATML)
-    messages = [dict(role="user", content=text)]
+    messages = said(text)
     assert tokenizer.encode_chat(messages) == tokenizer.backend.encode(tokenizer.render(messages))
 
 
@@ -275,8 +278,8 @@ def test_symbols_that_a_tokenizer_model_defines_are_tokens_too(tmp_path, ids):
 
 
 def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
-    said = refusal(partial(with_json, tmp_path), dict(vocab_size=200, eos_token_id=2))
-    assert absent("eos_token_id=257 199", said) == []
+    told = refusal(partial(with_json, tmp_path), dict(vocab_size=200, eos_token_id=2))
+    assert absent("eos_token_id=257 199", told) == []
     tokenizer = with_json(tmp_path, dict(vocab_size=200, eos_token_id=2), eos_token=None)
     assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode_text, "hi")) == []
 
@@ -308,8 +311,8 @@ def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd, part):
     with_json(tmp_path)
     path = tmp_path / "tokenizer.json"
     put(path, json.loads(path.read_text()) | part)
-    said = refusal(lambda: open_tokenizer(tmp_path).encode_text("hello"))
-    assert said.startswith(f"{path}: PanicException: ")
+    told = refusal(lambda: open_tokenizer(tmp_path).encode_text("hello"))
+    assert told.startswith(f"{path}: PanicException: ")
     assert capfd.readouterr().err == ""
 
 
@@ -329,7 +332,7 @@ def test_a_panic_in_the_middle_of_a_text_is_a_user_error(tmp_path):
     assert "tokenizer.json: PanicException" in refusal(tokenizer.decode, [tokenizer.backend.id("h")])
 
 
-CHAT = [dict(role="user", content="<b>é</b>")]
+CHAT = said("<b>é</b>")
 
 
 @pytest.mark.parametrize("setting, file, text", [
@@ -459,14 +462,14 @@ def test_a_template_whose_wait_was_interrupted_answers_no_later_question(tmp_pat
     monkeypatch.setattr("guard.template_process", MagicMock(return_value=MagicMock(
         wraps=process, stdin=Interrupted(), stdout=process.stdout)))
     with pytest.raises(KeyboardInterrupt):
-        tokenizer.render([dict(role="user", content="first")])
+        tokenizer.render(said("first"))
     monkeypatch.undo()
     template_process.cache_clear()
     assert process.wait(5) == -signal.SIGKILL
-    assert tokenizer.render([dict(role="user", content="second")]) == "second"
+    assert tokenizer.render(said("second")) == "second"
 
 
 def test_a_template_tells_no_address_but_one_of_a_message(tmp_path):
     template = "{{ '%s' | format(lipsum) }}{{ messages.append }}{{ messages | map('x') }}{{ messages[0].content }}"
-    text = with_json(tmp_path, chat_template=template).render([dict(role="user", content="crash at 0xbeef")])
+    text = with_json(tmp_path, chat_template=template).render(said("crash at 0xbeef"))
     assert text.endswith("crash at 0xbeef") and text.count("0x") == 1
