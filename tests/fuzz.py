@@ -37,11 +37,11 @@ import tokenizers as hf  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-import checkpoint  # noqa: E402
-import cli  # noqa: E402
 import generate  # noqa: E402
+import guard  # noqa: E402
 import quantize  # noqa: E402
 import sampling  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
 from helpers import TINY, make, write  # noqa: E402
 
 SECONDS, MEMORY = 20, 2 ** 32  # of a trial: CPU time, and address space beyond what the parent has
@@ -370,7 +370,7 @@ def run_child(command: list[str], out: Path, err: Path) -> int | None:
             for name, number in (("stdout", 1), ("stderr", 2)):
                 setattr(sys, name, open(number, "w", closefd=False))
             sys.argv = command
-            cli.report_errors(generate.main if command[0] == "generate.py" else quantize.main)
+            report_errors(generate.main if command[0] == "generate.py" else quantize.main)
             code = 0
         except SystemExit as stop:
             code = stop.code or 0
