@@ -37,6 +37,7 @@ import tokenizers as hf  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+import checkpoint  # noqa: E402
 import generate  # noqa: E402
 import guard  # noqa: E402
 import quantize  # noqa: E402
@@ -468,12 +469,12 @@ class Fuzzer:
 
 
 SABOTAGES = dict(  # checks switched off, to show that the judge finds it
-    links=lambda: setattr(checkpoint, "is_inside", lambda path: True),
-    files=lambda: setattr(checkpoint, "is_file", lambda path, most=None, inside=True: path.exists()),
+    links=lambda: setattr(guard, "is_inside", lambda path: True),
+    files=lambda: setattr(guard, "is_file", lambda path, most=None, inside=True: path.exists()),
     sampling=lambda: setattr(sampling.Sampling, "__post_init__", lambda self: None),
-    ends=lambda: setattr(checkpoint.Tokenizer, "stop_ids", lambda self, ids: {0}),
-    surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, tied: None),
-    panics=lambda: setattr(checkpoint, "silenced", nullcontext))
+    ends=lambda: setattr(guard, "vet_stops", lambda settings, vocab_size: None),
+    surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, checkpoint: None),
+    panics=lambda: setattr(guard, "silenced", nullcontext))
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ MAY_IMPORT = dict(
     guard="checkpoint model sampling",
     generate="checkpoint formats guard model quantize sampling speculative tp")
 FAST_MAY_IMPORT = {"fast", "model", "quantize", "sampling", "speculative", "tp"}
-SHELL = {"argparse", "fcntl", "readline", "signal", "termios", "tty"}  # modules of a command line
+SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a command line
 
 
 def each(paths: list[Path]):
