@@ -64,7 +64,7 @@ KEYS = ["config_groups", "method", "quant_method", "dynamic", "ignore", "modules
         "bos_token", "chat_template", "add_bos_token", "added_tokens_decoder", "normalizer", "truncation"]
 NO_TOKEN = ["2", 99999, -1, 2.5, "</s>", True, [99999], [[1]], {}]
 NO_SAMPLING = dict(temperature=[True, -1, 101, "x", math.nan], top_k=[True, -5, 0.5, "x"],
-                   top_p=[True, 0, 1e-46, 2, math.nan, "x"])
+                   top_p=[True, 0, 1e-46, 2, math.nan, "x"], min_p=[True, -1, 1.5, math.nan, "x"])
 TEMPLATES = ["{{ 'a' * 10 ** 13 }}", "{{ 10 ** (10 ** 10) }}", "{{ [1] | slice(10 ** 10) | list }}",
              "{{ lipsum(n=10 ** 7) }}",
              "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
