@@ -21,9 +21,10 @@ import formats
 import quantize
 from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights
 from formats import QuantizedLinear
-from generate import Generator
+from generate import Engine, generate
 from model import Config, LayerConfig, Transformer
 from sampling import Sampling
+from speculative import SLACK, DraftModel, PromptLookup, Speculator
 
 ROOT = Path(__file__).parents[1]
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
@@ -71,18 +72,40 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
-    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocab_size,
-                               context=512))
+    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
+                               vocab_size=vocab_size, context=512))
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):
         p.data = torch.randn(p.shape, generator=random) * (1.2 if p is model.head.weight else 2) / p.shape[1] ** 0.5
     return model
 
 
-def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
-    """The new tokens of each row."""
-    steps = generator.generate(prompts, new_tokens, start)
-    return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
+def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0,
+        samples: int = 1) -> list[list[int]]:
+    """The new tokens of each row that is in use."""
+    rows = [[] for _ in range(len(prompts) * samples)]
+    for step in steps(engine, prompts, new_tokens, start, samples):
+        for row, pairs in zip(rows, step):
+            row += [token for token, _ in pairs]
+    return [row[:new_tokens] for row in rows]
+
+
+def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1):
+    """generate(), with a Speculator if one is given in the engine's place."""
+    if isinstance(engine, Speculator):
+        return generate(engine.target, prompts, new_tokens, start, samples, engine)
+    return generate(engine, prompts, new_tokens, start, samples)
+
+
+def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
+               sampling: Sampling = GREEDY, mode: str = "eager") -> Speculator:
+    """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
+    target = Engine(model, length + SLACK, rows, sampling, mode)
+    drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
+    if draft:
+        engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
+        drafter = DraftModel(engine, model.config.vocab_size)
+    return Speculator(target, drafter, policy)
 
 
 # Tokenizers
