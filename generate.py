@@ -17,22 +17,23 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 import formats
 import guard
-from checkpoint import Checkpoint, Tokenizer, UserError, load_model
+from checkpoint import Checkpoint, UserError, load_model
+from completion import Completion, pieces, rank_completions
 from model import Transformer
-from quantize import default_group, round_model
+from quantize import check_quantize, default_group, round_model
 from sampling import Sampling, choose
 from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, propose
-from tp import Team, draft_splitter, join, splitter
+from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 PREFILL_TOKENS = 4096  # at a time, over all prompts: the memory of prefill does not grow with the prompt
@@ -191,12 +192,16 @@ class Engine:
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
     @torch.no_grad()
-    def warm_up(self, prompts: int, alone: bool = True) -> None:
+    def warm_up(self, prompts: int, speculator: Speculator | None = None, alone: bool = True) -> None:
         """Compiles what a batch of so many prompts needs: decode runs, records its graph and replays it.
 
         alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
-        warm = self.decoder.warm_up(self.batch_size, self.choose, self.sampling) if self.captures and alone else None
-        with warm or nullcontext():
+        if speculator:  # its steps are ready
+            speculator.begin([[0, 0]] * prompts, 1, 0, 1)
+            speculator.draft.catch_up(speculator.text, speculator.last, speculator.reach())
+            return
+        overlap = self.captures and alone
+        with self.decoder.warm_up(self.batch_size, self.choose, self.sampling) if overlap else nullcontext():
             for _ in generate(self, [[0, 0]] * prompts, 4):
                 pass
 
@@ -252,60 +257,6 @@ def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
     return wait
 
 
-@dataclass
-class Completion:
-    """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
-    prompt: str
-    prompt_tokens: list[int]
-    tokenizer: Tokenizer = field(repr=False)
-    limit: int  # new tokens at most
-    stop_texts: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
-    logprobs: list[float] = field(default_factory=list, repr=False)
-    text: str = ""
-    finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
-    steps: int = 0  # that of a stop token included
-    first_s: float = 0.0  # when the first step came, since the start
-    seconds: float = 0.0  # when the last one came
-
-    def __post_init__(self):
-        # New tokens are decoded together with the tokens before them: their spaces depend on these.
-        self.window = self.prompt_tokens[-8:]
-        self.decoded = len(self.window)  # how many tokens of the window are in the text already
-
-    def add(self, token: int, logprob: float, seconds: float) -> None:
-        if logprob != logprob:  # NaN
-            raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
-        self.steps += 1
-        self.first_s, self.seconds = self.first_s or seconds, seconds
-        if token in self.tokenizer.stops:
-            self.finish_reason = "stop"
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.window.append(token)
-        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
-        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
-            self.text += after[len(before):]
-            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
-        ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
-        if ends:
-            self.text, self.finish_reason = self.text[:min(ends)], "stop"
-        elif len(self.tokens) == self.limit:
-            self.finish_reason = "length"
-
-    @property
-    def mean_logprob(self) -> float | None:
-        """Of the tokens under the model's raw logits; None without tokens."""
-        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
-
-    def visible(self) -> str:
-        """The text, without an end that may yet turn out to begin a stop text."""
-        stops = [] if self.finish_reason else self.stop_texts
-        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
-        return self.text[:len(self.text) - held]
-
-
 # From text to text
 
 
@@ -340,28 +291,33 @@ class LLM:
                  time_budget: float | None = None):
         """load: False puts off reading the weights to the first call. quiet: no progress on stderr."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
-        self.options = guard.check_options(keywords)
+        guard.check_options(keywords)
+        self.options = SimpleNamespace(**keywords)
         name, self.team = join(device)
         self.device = guard.find_device(name)
         self.dtype = guard.find_dtype(dtype, self.device)
         guard.check_compiler(compile, self.device)
-        self.checkpoint, self.tokenizer = guard.open_checkpoint(checkpoint)
+        opened = self.checkpoint, self.tokenizer = guard.open_checkpoint(checkpoint)
+        guard.check_model(keywords, self.checkpoint.config)
         self.context = max_seq_length or self.checkpoint.config.context
-        if self.context > self.checkpoint.config.context:
-            raise UserError(f"`max_seq_length`={self.context}: the model's context is {self.checkpoint.config.context}")
-        formats.check_quantize(self.checkpoint, quantize, group_size)
+        self.settings = formats.read_settings(self.checkpoint)
+        check_quantize(self.checkpoint, self.settings, quantize, group_size)
+        self._sizes = [(self.checkpoint.config, self.settings.get("bits"))]  # for guard.check_memory()
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
-            self.draft_checkpoint = guard.find_draft(draft, self.checkpoint, self.tokenizer)
+            self.draft_checkpoint, theirs = guard.open_checkpoint(draft)
+            guard.check_draft(draft, (self.draft_checkpoint, theirs), opened)
+            bits = formats.read_settings(self.draft_checkpoint).get("bits")
+            self._sizes.append((self.draft_checkpoint.config, bits))
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0  # room: tokens of a prompt and its completion
-        self.progress = guard.say_compiling
+        self.progress = say_compiling
         if self.team.ranks > 1:
             torch.manual_seed(self.team.agree(torch.seed()))
         if load and max_batch_size and max_seq_length:
             self.prepare(max_batch_size, max_seq_length)
         elif load:
-            self._load()
+            self._load(max_batch_size or 1, max_seq_length or 1)
 
     def __repr__(self) -> str:
         return f"LLM({str(self.checkpoint.directory)!r}, device={str(self.device)!r})"
@@ -394,7 +350,7 @@ class LLM:
         is not loaded yet is loaded, and what is to be compiled is compiled.
 
         prompts: how many a call has, where that is known; for other numbers prefill compiles when they come."""
-        options, begun = self.options, time.perf_counter()
+        options = self.options
         if self.engine and rows <= self.engine.batch_size and length <= self.room:
             return
         if self.engine and options.compile:  # compiled code and kernels hold the old cache
@@ -410,65 +366,50 @@ class LLM:
         gc.collect()
         if self.model is None:
             self._load(rows, length)
-            begun = time.perf_counter()
-        self.advice = self._check_memory(rows, length)
-        with guard.memory_advice(self.advice), self.progress() if options.compile else nullcontext():
-            self._make_engine(rows, length, {prompts} if prompts else {1, rows})
+        begun, self.advice = time.perf_counter(), self._check_memory(rows, length)
+        with guard.memory_advice(self.advice):
+            if options.compile:
+                with nullcontext() if options.quiet else self.progress():
+                    self._make_engine(rows, length, "compile" if options.no_kernels else "fast")
+                    for count in {prompts} if prompts else {1, rows}:
+                        self.engine.warm_up(count, self.speculator, self.team.ranks == 1)
+                self.compile_s = time.perf_counter() - begun
+            else:
+                for model in (self.model, self.draft_model):
+                    formats.unpack_quantized(model, rows * length, options.quiet, self.team.ranks)
+                self._make_engine(rows, length, "eager")
         self.room = length
-        self.compile_s = time.perf_counter() - begun if options.compile else 0.0
-
-    def _sizes(self, rows: int, length: int) -> tuple[int, int]:
-        """The rows and the length to make for a call: the limits that were given, else no less than is there."""
-        options, most = self.options, self.options.max_batch_size
-        if most and rows > most:
-            raise UserError(f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer")
-        there = self.engine.batch_size if self.engine else 1
-        least = min(2048, self.context) if options.compile else 1
-        return most or max(rows, there), options.max_seq_length or max(length, self.room, least)
 
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        checkpoints = [self.checkpoint, *([self.draft_checkpoint] if self.draft_checkpoint else [])]
-        return guard.check_memory([(each.config, formats.read_settings(each).get("bits")) for each in checkpoints],
-                                  rows, length + SLACK * bool(self.options.draft), self.device, self.dtype,
-                                  self.team.ranks, loaded=self.model is not None)
+        slots = length + SLACK if self.options.draft else length
+        return guard.check_memory(self._sizes, rows, slots, self.device, self.dtype, self.team.ranks,
+                                  loaded=self.model is not None)
 
-    def _load(self, rows: int = 1, length: int = 1) -> None:
+    def _load(self, rows: int, length: int) -> None:
         options, begun = self.options, time.perf_counter()
         read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
         with guard.memory_advice(self._check_memory(rows, length)):
-            self.model = read(self.checkpoint, quantize=options.quantize, group_size=options.group_size,
-                              split=splitter(self.team))
-            if draft := self.draft_checkpoint:
-                split = draft_splitter(self.team, draft.config)
-                self.draft_model = read(draft, quantize=options.draft_quantize, split=split)
+            self.model = read(self.checkpoint, options.quantize, options.group_size, splitter(self.team))
+            if self.draft_checkpoint:
+                split = draft_splitter(self.team, self.draft_checkpoint.config)
+                self.draft_model = read(self.draft_checkpoint, options.draft_quantize, split=split)
         self.load_s = time.perf_counter() - begun
 
-    def _make_engine(self, rows: int, length: int, prompt_counts: set[int]) -> None:
-        options, alone = self.options, self.team.ranks == 1
-        mode = "compile" if options.no_kernels else "fast"
-        if not options.compile:
-            mode = "eager"
-            for model in (self.model, self.draft_model):
-                formats.unpack_quantized(model, rows * length, options.quiet)
-        sampling = self._sampling(options)
+    def _make_engine(self, rows: int, length: int, mode: str) -> None:
+        options, sampling = self.options, self._sampling(self.options)
         slots = length + SLACK if options.draft else length
         self.engine = Engine(self.model, slots, rows, sampling, mode)
-        if options.draft:
-            self.speculator = Speculator(self.engine, self._drafter(mode), str(options.draft_tokens or "auto"),
-                                         self.team.agree)
-        for prompts in prompt_counts if options.compile else ():
-            self.engine.warm_up(prompts, alone)
-
-    def _drafter(self, mode: str) -> DraftModel | PromptLookup:
-        target, model = self.engine, self.draft_model
-        vocab_size = target.model.config.vocab_size
-        if model is None:
-            return PromptLookup(vocab_size, target.max_seq_len)
-        length = min(target.max_seq_len, model.config.context)
-        if length < target.max_seq_len - SLACK:
-            print(f"the draft's context is {length} tokens: no token beyond is drafted", file=sys.stderr)
-        return DraftModel(Engine(model, length, target.batch_size, self._sampling(self.options), mode), vocab_size)
+        if not options.draft:
+            return
+        vocab_size = self.model.config.vocab_size
+        draft = PromptLookup(vocab_size, slots)
+        if self.draft_model:
+            context = min(slots, self.draft_model.config.context)
+            if context < length:
+                print(f"the draft's context is {context} tokens: no token beyond is drafted", file=sys.stderr)
+            draft = DraftModel(Engine(self.draft_model, context, rows, sampling, mode), vocab_size)
+        self.speculator = Speculator(self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree)
 
     def _sampling(self, options) -> Sampling:
         """The options that were given, else generation_config.json's, else Sampling's defaults."""
@@ -478,12 +419,12 @@ class LLM:
             found[name] = self.checkpoint.generation.get(name) if given is None else given
         return Sampling(**{name: value for name, value in found.items() if value is not None})
 
-    def _options(self, given: dict):
-        """The constructor's options with those of a call in their place."""
-        if wrong := [name for name in given if name not in GENERATION]:
-            raise UserError(f"{wrong[0]}: no option of a call; want {', '.join(GENERATION)}")
-        given = {name: value for name, value in given.items() if value is not None}
-        return guard.check_options(vars(self.options) | given)
+    def _options(self, given: dict) -> SimpleNamespace:
+        """The constructor's options with those of a call in their place. None: as if it were not given."""
+        guard.check_call(given, GENERATION)
+        options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
+        guard.check_options(options)
+        return SimpleNamespace(**options)
 
     def completions(self, prompts: list, options) -> list[Completion]:
         """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the
@@ -500,7 +441,8 @@ class LLM:
             raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
                             "shorten the prompt or lower `max_new_tokens`")
         texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
-        return [Completion(text, tokens, self.tokenizer, new_tokens, list(options.stop))
+        stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+        return [Completion(text, tokens, self.tokenizer, new_tokens, stops)
                 for text, tokens in zip(texts, encoded) for _ in range(options.num_samples)]
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
@@ -518,12 +460,21 @@ class LLM:
         if self._running:
             self._running.close()  # a stream that goes on ends here
         length = max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
-        self.prepare(*self._sizes(len(completions), length))
+        self.prepare(*self._room(len(completions), length))
         (self.speculator or self.engine).set_sampling(self._sampling(options))
         if options.seed is not None:
             torch.manual_seed(options.seed)
         self._running = self.complete(completions, options.num_samples, budget=options.time_budget)
         return self._running
+
+    def _room(self, rows: int, length: int) -> tuple[int, int]:
+        """The rows and the length to make for a call: the limits that were given, else no less than is there."""
+        options, most = self.options, self.options.max_batch_size
+        if most and rows > most:
+            raise UserError(f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer")
+        there = self.engine.batch_size if self.engine else 1
+        least = min(2048, self.context) if options.compile else 1
+        return most or max(rows, there), options.max_seq_length or max(length, self.room, least)
 
     def complete(self, completions: list[Completion], samples: int = 1, start: int = 0,
                  budget: float | None = None) -> Iterator[None]:
@@ -552,25 +503,9 @@ class LLM:
             raise UserError(f"`time_budget`={budget}: the first token took {seconds:.3f} s; allow more")
 
 
-def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
-    """The text that each step adds."""
-    shown = 0
-    for _ in steps:
-        text = completion.visible()
-        if len(text) > shown:
-            yield text[shown:]
-            shown = len(text)
-
-
-def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
-    """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
-    def place(completion: Completion) -> tuple[bool, bool, float]:
-        return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
-
-    ranked = []
-    for at in range(0, len(completions), samples):
-        ranked += sorted(completions[at:at + samples], key=place)
-    return ranked
+def say_compiling() -> AbstractContextManager:
+    print("compiling ...", file=sys.stderr)
+    return nullcontext()
 
 
 def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,

@@ -312,18 +312,18 @@ class Speculator:
         if name != "auto" and self.draft.max_seq_len >= target.max_seq_len:
             lengths = lengths[1:]  # there is always room to draft
         lengths = [k for k in lengths if k + 2 <= self.draft.max_seq_len] or [0]
-        timed = [k for k in lengths if target.compiled or name == "auto" and k in TIMED_LENGTHS]
+        self.step_of = {k: partial(self.speculate, k) for k in lengths}
         self.ends.fill_(target.max_seq_len)  # no row is done
         self.seq_lens = [2] * len(self.text)
-        self.step_of = {k: partial(self.plain_step if k == 0 else self.speculate, k) for k in lengths}
-        pool = torch.cuda.graph_pool_handle() if self.captures else None
-        seconds = {}
-        for k in timed:
-            self.step_of[k]()
-            if self.captures:
-                self.step_of[k] = capture(self.step_of[k], pool)
-            seconds[k] = self.time(self.step_of[k])
-        if timed:
+        pool, seconds = None, {}
+        for k in lengths:
+            if target.compiled or name == "auto" and k in TIMED_LENGTHS:
+                self.step_of[k]()
+                if self.captures:
+                    pool = pool or torch.cuda.graph_pool_handle()
+                    self.step_of[k] = capture(self.step_of[k], pool)
+                seconds[k] = self.time(self.step_of[k])
+        if seconds:
             seconds = dict(zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values()))))
         self.policy = make_policy(name, seconds)
 
@@ -350,11 +350,11 @@ class Speculator:
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
         tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
-        width, unused = max(map(len, rows)), len(self.text) - len(rows)
-        padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in rows])
-        self.text[:len(rows), start:start + width] = padded.to(self.device)
-        self.seq_lens = [start + len(prompt) + 1 for prompt in rows] + [2] * unused
-        self.limits = [length + new_tokens - 1 for length in self.seq_lens[:len(rows)]] + [0] * unused
+        self.seq_lens, self.limits = [2] * len(self.text), [0] * len(self.text)
+        for b, prompt in enumerate(rows):
+            length = start + len(prompt)
+            self.text[b, start:length] = torch.tensor(prompt)
+            self.seq_lens[b], self.limits[b] = length + 1, length + new_tokens
         self.last.copy_(torch.tensor(self.seq_lens) - 1)
         self.ends.copy_(torch.tensor(self.limits) - 1)
         self.text[:len(rows)].scatter_(1, self.last[:len(rows), None], tokens[:, None])
@@ -390,34 +390,27 @@ class Speculator:
         """No slot beyond is in use, nor will be after the next two steps."""
         return max(self.seq_lens) + SLACK
 
-    def rows_at(self) -> tuple[Tensor, Tensor]:
-        """Which rows are not done [B], and where their texts end [B]. A row that is done moves to position 1, where its
-        attention reads next to nothing. One row alone stays: its cache may serve the next turn of a chat."""
-        active = self.last < self.ends
-        return active, torch.where(active, self.last, 1) if len(self.text) > 1 else self.last.clone()
-
     def speculate(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts k tokens, verifies them and moves on -> tokens [B, T], -1 where there is none, their log-probabilities
         [B, T], and how many tokens were proposed [B]."""
-        target, (active, last) = self.target, self.rows_at()
-        nth = torch.arange(k + 1, device=last.device)
-        drafted, q, proposed = self.draft.propose(self.text, last, k, self.reach())
-        tokens = torch.cat([self.text.gather(1, last[:, None]), drafted], dim=1)
+        target, active = self.target, self.last < self.ends
+        # A row that is done moves to position 1, where its attention reads next to nothing. One row alone stays: its
+        # cache may serve the next turn of a chat.
+        last = torch.where(active, self.last, 1) if len(self.text) > 1 else self.last.clone()
+        nth = torch.arange(k + 1, device=self.device)
+        tokens = self.text.gather(1, last[:, None])
+        if k:
+            drafted, q, proposed = self.draft.propose(self.text, last, k, self.reach())
+            tokens = torch.cat([tokens, drafted], dim=1)
         logits = target.forward(tokens, last[:, None] + nth, target.slots(self.reach()))
-        tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
+        if k:
+            tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
+        else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
+            tokens, logprobs = (chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling))
+            accepted = proposed = torch.zeros_like(last)
         self.text.scatter_(1, last[:, None] + 1 + nth, tokens)  # what is no text is overwritten before it is read
         self.last += torch.where(active, accepted + 1, 0)
         return torch.where(active[:, None] & (nth <= accepted[:, None]), tokens, -1), logprobs, proposed
-
-    def plain_step(self, _: int) -> tuple[Tensor, Tensor, Tensor]:
-        """speculate() without a draft, for what a plain step costs: with speculate(0) a useless draft cost the bundled
-        model 11 to 20% on a CPU."""
-        target, (active, last) = self.target, self.rows_at()
-        logits = target.forward(self.text.gather(1, last[:, None]), last[:, None], target.slots(self.reach()))
-        tokens, logprobs = target.choose(logits.squeeze(1), target.sampling)
-        self.text.scatter_(1, last[:, None] + 1, tokens[:, None])
-        self.last += active
-        return torch.where(active, tokens, -1)[:, None], logprobs[:, None], torch.zeros_like(last)
 
     def read(self, tokens: Tensor, logprobs: Tensor, proposed: Tensor | None = None) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
@@ -426,12 +419,12 @@ class Speculator:
         rows = [[pair for pair in zip(*row) if pair[0] >= 0] for row in zip(tokens.tolist(), logprobs.tolist())]
         live = [b for b in self.unfinished() if rows[b]]
         accepted = [len(rows[b]) - 1 for b in live]
-        drafted = proposed[live].tolist()
         k, now = self.launched.popleft(), time.perf_counter()
         if live and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
             seconds = now - self.heard
             self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
         self.heard = now
+        drafted = proposed[live].tolist()
         rejecting = sum(n < most for n, most in zip(accepted, drafted))
         self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(drafted), accepted=sum(accepted),
                            rejecting_steps=rejecting)

@@ -75,7 +75,7 @@ def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Ten
         made.draft.vocabulary = torch.arange(8, device=device)
     torch.manual_seed(1)
     rows = torch.tensor(run(made, [PROMPT], 4, samples=SAMPLES))
-    assert min(made.counts[name] for name in ("accepted", "rejecting_steps")) > SAMPLES / 10
+    assert SAMPLES / 10 < made.counts["accepted"] < made.counts["drafted"] - SAMPLES / 10
     return (rows[:, 1:] @ torch.tensor([64, 8, 1])).bincount(minlength=512)
 
 
@@ -153,7 +153,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(prompts):
     model, prompt = tiny(), prompts[2]
     made = speculator(model, 80, draft_of("tiny-draft"), "3", sampling=Sampling(temperature=0.5, top_p=0.9))
     pairs = [pair for [row] in steps(made, [prompt], 50) for pair in row]
-    assert made.counts["accepted"] and made.counts["rejecting_steps"]
+    assert 0 < made.counts["accepted"] < made.counts["drafted"]
     tokens, logprobs = zip(*pairs)
     text = torch.tensor([[*prompt, *tokens]])
     expected = model(text, torch.arange(text.shape[1])[None])[0, len(prompt) - 1:-1].log_softmax(-1)
