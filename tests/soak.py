@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from cli.chat import Chat  # noqa: E402
-from generate import LLM, Completion  # noqa: E402
+from completion import Completion  # noqa: E402
+from generate import LLM  # noqa: E402
 
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()

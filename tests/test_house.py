@@ -22,12 +22,13 @@ MAY_IMPORT = dict(
     model="",
     sampling="",
     checkpoint="model",
+    completion="checkpoint",
     speculative="model sampling",
     quantize="checkpoint model",
     tp="checkpoint model",
     formats="checkpoint model quantize",
     guard="checkpoint model sampling",
-    generate="checkpoint formats guard model quantize sampling speculative tp")
+    generate="checkpoint completion formats guard model quantize sampling speculative tp")
 FAST_MAY_IMPORT = {"fast", "model", "quantize", "sampling", "speculative", "tp"}
 SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a command line
 
