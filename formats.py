@@ -1,5 +1,5 @@
 """
-Quantized checkpoints: the plain quantized layer, the Hub's formats, and how they are read and written.
+Quantized checkpoints: the Hub's formats, and how they are read and written.
 
     quant_method         what is read                                                            what is written
     gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic           4 and 8 bits
@@ -20,122 +20,33 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from subprocess import run
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from checkpoint import (MOST_TOKENIZER, UserError, hf_weights, is_inside, read_json, read_tensor, reading,
                         tensor_files)
 from cli import GIB, free_memory
 from model import Transformer
+from quantize import (CODES, E4M3, QuantizedLinear, find_linears, group_of, pack, plain_linear, unpack, unpack_layers)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 SHARD_BYTES = 4 * GIB
-say_once = cache(tqdm.write)
-
-
-# The plain quantized layer
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
-
-
-def from_e4m3(codes: Tensor) -> Tensor:
-    """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
-
-    A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
-    exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
-    codes = codes.int()
-    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0 ** 120
-
-
-class QuantizedLinear(nn.Module):
-    """nn.Linear with int4, int8 or FP8 e4m3 weights, which it dequantizes in each call.
-
-    w[n, k] = (code[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k. e4m3 has no zeros.
-
-    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C]; zeros: integers
-    [N, C], None for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where each K / C consecutive
-    inputs are a group."""
-
-    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
-                 g_idx: Tensor | None = None, e4m3: bool = False):
-        super().__init__()
-        self.bits, self.e4m3 = bits, e4m3
-        self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // bits
-
-        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
-            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        self.qweight, self.scales = parameter(qweight), parameter(scales)
-        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
-        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
-
-    def groups(self) -> Tensor:
-        """Each input's group [K]."""
-        K, C = self.in_features, self.scales.shape[1]
-        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K]."""
-        codes, scales = unpack(self.qweight, self.bits), self.scales.float()
-        w = from_e4m3(codes) if self.e4m3 else codes.float()
-        middle = 0 if self.e4m3 else 2 ** (self.bits - 1)
-        zeros = torch.full_like(scales, middle) if self.zeros is None else self.zeros
-        if self.g_idx is not None:
-            return ((w - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
-        w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
-        return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]"""
-        return F.linear(x, self.dequantize(x.dtype), self.bias)
-
-
-def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
-    """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
-    # The list holds no such layer itself, so that each is freed once its place is taken.
-    for module in [module for module in model.modules() if type(module) is not kind]:
-        for name, child in list(module.named_children()):
-            if type(child) is kind:
-                setattr(module, name, build(child, name))
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return linear
 
 
 def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False) -> None:
-    """Puts plain layers with the same weights in the place of quantized ones, if memory allows and leaves `reserve`
-    bytes.
-
-    Eager code unpacks a quantized layer in each call, and is several times slower than with plain layers."""
+    """unpack_layers(), if memory allows and leaves `reserve` bytes."""
     weight = model.embed.weight
     needed = weight.itemsize * sum(module.out_features * module.in_features for module in model.modules()
                                    if isinstance(module, QuantizedLinear))
     if not needed:
         return
     if fits := needed + reserve < 0.9 * free_memory(weight.device):
-        replace_layers(model, QuantizedLinear, lambda old, _: plain_linear(old.dequantize(weight.dtype), old.bias))
+        unpack_layers(model)
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
@@ -152,34 +63,15 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
     """One layer of q, k and v, or of gate and up, where all are quantized alike and have the same groups."""
     first = linears[0]
     quantized = all(isinstance(linear, QuantizedLinear) for linear in linears)
-    if not quantized or not all((linear.bits, linear.e4m3) == (first.bits, first.e4m3) and
-                                torch.equal(linear.groups(), first.groups()) for linear in linears):
+    if not quantized or not all(linear.codes == first.codes and torch.equal(linear.groups(), first.groups())
+                                for linear in linears):
         return SeparateLinears(linears)
     qweight, scales = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("qweight", "scales"))
-    middle = 2 ** (first.bits - 1)
-    zeros = torch.cat([torch.full_like(linear.scales, middle, dtype=torch.int16) if linear.zeros is None
+    zeros = torch.cat([torch.full_like(linear.scales, first.codes.zero, dtype=torch.int16) if linear.zeros is None
                        else linear.zeros for linear in linears])
     bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-    zeros = None if (zeros == middle).all() else zeros
-    return QuantizedLinear(qweight, scales, zeros, first.bits, bias, first.g_idx, first.e4m3)
-
-
-def group_of(K: int, group_size: int) -> int:
-    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
-    G = K if group_size == -1 else group_size
-    if K % 32:
-        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
-    if not isinstance(G, int) or G < 32 or G % 32 or K % G:
-        sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
-        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}")
-    return G
-
-
-def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
-    """The linear layers, the head only if asked for: the name in the model, the parent module, the name there."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
-    return [(name, model.get_submodule(parent), own) for name, parent, own in split]
+    zeros = None if (zeros == first.codes.zero).all() else zeros
+    return QuantizedLinear(qweight, scales, zeros, first.codes, bias, first.g_idx)
 
 
 # What config.json says
@@ -460,8 +352,8 @@ class QuantizedReader:
         qweight, scales, zeros = self.layouts[scheme.layout](layer)
         kept, g_idx = self.read_groups(layer)
         scales, zeros = lossless(scales)[:, kept], None if zeros is None else zeros[:, kept]
-        e4m3 = scheme.layout == "e4m3"
-        return QuantizedLinear(qweight, scales.float() if e4m3 else scales, zeros, scheme.bits, bias, g_idx, e4m3)
+        codes = E4M3 if scheme.layout == "e4m3" else CODES[f"int{scheme.bits}"]
+        return QuantizedLinear(qweight, scales.float() if codes is E4M3 else scales, zeros, codes, bias, g_idx)
 
     def read_groups(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
@@ -582,9 +474,9 @@ CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
 def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
     """The tensors of some rows of a layer, as QuantizedReader.read_gptq() describes them."""
     scales = layer.scales[rows]
-    zeros = torch.full_like(scales, 2 ** (layer.bits - 1)) if layer.zeros is None else layer.zeros[rows]
+    zeros = torch.full_like(scales, layer.codes.zero) if layer.zeros is None else layer.zeros[rows]
     stored = zeros - int(config["checkpoint_format"] == "gptq")
-    return dict(qweight=layer.qweight[rows].T, qzeros=pack(stored.T, layer.bits), scales=scales.T,
+    return dict(qweight=layer.qweight[rows].T, qzeros=pack(stored.T, layer.codes.bits), scales=scales.T,
                 g_idx=layer.groups().int())
 
 
@@ -594,7 +486,7 @@ def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[st
     tensors = dict(weight_packed=qweight, weight_scale=layer.scales[rows],
                    weight_shape=torch.tensor([len(qweight), layer.in_features]))
     if layer.zeros is not None:
-        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.bits).T
+        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.codes.bits).T
     return tensors
 
 

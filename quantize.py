@@ -1,6 +1,6 @@
 """
-Quantization to int8 and int4: rounding, GPTQ, and the command that writes a quantized checkpoint. The plain quantized
-layer, and what reads and writes the files, is in formats.py.
+Quantization: the plain quantized layer, rounding to int8 and int4, GPTQ, and the command that writes a quantized
+checkpoint. What reads and writes the files is in formats.py.
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
@@ -25,10 +25,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -36,13 +38,144 @@ from checkpoint import (Tokenizer, UserError, find_checkpoint, hf_weights, load_
                         read_text, reading, tensor_files)
 from cli import (DTYPES, GIB, Parser, check_memory, find_device, find_dtype, memory_advice, report_errors, within,
                  written_whole)
-from formats import (CONFIGS, QuantizedLinear, QuantizedReader, find_linears, group_of, pack, read_settings, say_once,
-                     shared_inputs, write_checkpoint)
 from model import Transformer
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
 CHUNK = 8192  # calibration tokens at a time
+say_once = cache(tqdm.write)
+
+
+# The plain quantized layer
+
+
+def from_integers(codes: Tensor) -> Tensor:
+    """uint8 -> fp32"""
+    return codes.float()
+
+
+def from_e4m3(codes: Tensor) -> Tensor:
+    """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
+
+    A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
+    exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
+    codes = codes.int()
+    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0 ** 120
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the codes of a weight are. A weight is (decode(code) - zero) * scale.
+
+    Another kind is one more of these, and an entry of CODES. MXFP4's e2m1 would be Codes("mxfp4", 4, 0, from_e2m1): a
+    sign, 2 bits of exponent and 1 of mantissa, with a scale, a power of two, for 32 weights. The plain layer and a
+    CPU's serve it then. The kernels serve the kinds that fast/layout.py has an entry for."""
+    name: str
+    bits: int
+    zero: int  # the zero point of layers that have none of their own
+    decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
+
+
+INT4 = Codes("int4", 4, 8, from_integers)
+INT8 = Codes("int8", 8, 128, from_integers)
+E4M3 = Codes("fp8", 8, 0, from_e4m3)
+CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear whose weights are codes, which it dequantizes in each call.
+
+    w[n, k] = (decode(code[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
+
+    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C]; zeros: integers
+    [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs are
+    a group."""
+
+    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, codes: Codes, bias: Tensor | None = None,
+                 g_idx: Tensor | None = None):
+        super().__init__()
+        self.codes = codes
+        self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
+
+        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
+            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+        self.qweight, self.scales = parameter(qweight), parameter(scales)
+        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
+        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
+
+    def groups(self) -> Tensor:
+        """Each input's group [K]."""
+        K, C = self.in_features, self.scales.shape[1]
+        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K]."""
+        scales = self.scales.float()
+        zeros = torch.full_like(scales, self.codes.zero) if self.zeros is None else self.zeros
+        w = self.codes.decode(unpack(self.qweight, self.codes.bits))
+        if self.g_idx is not None:
+            return ((w - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
+        w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
+        return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
+    """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
+    # The list holds no such layer itself, so that each is freed once its place is taken.
+    for module in [module for module in model.modules() if type(module) is not kind]:
+        for name, child in list(module.named_children()):
+            if type(child) is kind:
+                setattr(module, name, build(child, name))
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def unpack_layers(model: Transformer) -> None:
+    """Puts plain layers with the same weights in the place of quantized ones.
+
+    Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
+    dtype = model.embed.weight.dtype
+    replace_layers(model, QuantizedLinear, lambda layer, _: plain_linear(layer.dequantize(dtype), layer.bias))
+
+
+def group_of(K: int, group_size: int) -> int:
+    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
+    G = K if group_size == -1 else group_size
+    if K % 32:
+        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
+    if not isinstance(G, int) or G < 32 or G % 32 or K % G:
+        sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
+        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}")
+    return G
+
+
+def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
+    """The linear layers, the head only if asked for: the name in the model, the parent module, the name there."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
+    return [(name, model.get_submodule(parent), own) for name, parent, own in split]
 
 
 # Rounding
@@ -172,7 +305,7 @@ def quantize_model(model: Transformer, bits: int, group_size: int, sym: bool, ac
         else:
             codes, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, bits, group_size, sym, act_order, drift)
             bar.set_postfix({own: f"{loss:.1e}"})
-        setattr(parent, own, QuantizedLinear(pack(codes, bits), scales, zeros, bits, linear.bias, g_idx))
+        setattr(parent, own, QuantizedLinear(pack(codes, bits), scales, zeros, CODES[f"int{bits}"], linear.bias, g_idx))
         bar.update()
 
     with tqdm(total=len(found), desc="quantizing", unit="matrix", disable=None if progress else True) as bar:
@@ -242,6 +375,7 @@ def round_model(model: Transformer, quantize: str, group_size: int | None, shard
 
 def check_quantize(directory: Path, quantize: str | None, group_size: int | None) -> None:
     """UserError where --quantize and --group-size do not suit the checkpoint."""
+    from formats import read_settings
     if quantize and read_settings(directory):
         raise UserError(f"--quantize {quantize}: {directory} is quantized already; leave the option out")
     for name, (_, _, shape) in hf_weights(load_config(directory)).items() if quantize else ():
@@ -255,6 +389,7 @@ def load_checkpoint(directory: Path, device: torch.device, dtype: torch.dtype, q
     """As load_model(), of quantized checkpoints too.
 
     quantize: "int8" or "int4" rounds the layers' weights. split: tp.splitter()'s, for this rank's part."""
+    from formats import QuantizedReader, read_settings, shared_inputs
     check_quantize(directory, quantize, group_size)
     settings = read_settings(directory)
     group = shared_inputs(settings) if settings else default_group(quantize, group_size)
@@ -284,6 +419,7 @@ def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int
 
 
 def parse_args() -> argparse.Namespace:
+    from formats import CONFIGS
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, help="directory or Hub id")
@@ -313,6 +449,7 @@ def size_of(directory: Path) -> str:
 
 
 def main() -> None:
+    from formats import CONFIGS, write_checkpoint
     args = parse_args()
     how = dict(bits=args.bits, group_size=args.group_size, sym=args.sym, act_order=args.act_order, head=args.head)
     quantization_config = CONFIGS[args.format](**how)
@@ -351,4 +488,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    report_errors(main)
+    import quantize  # as formats.py does: layers are of the same classes then
+    report_errors(quantize.main)

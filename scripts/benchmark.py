@@ -45,9 +45,10 @@ from tqdm import tqdm  # noqa: E402
 from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config  # noqa: E402
 from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft, find_dtype,  # noqa: E402
                  memory_advice, within)
+from formats import read_settings  # noqa: E402
 from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
 from model import Config, Transformer  # noqa: E402
-from quantize import default_group, load_checkpoint, read_settings, round_model  # noqa: E402
+from quantize import default_group, load_checkpoint, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from speculative import Draft, make_policy  # noqa: E402

@@ -20,9 +20,9 @@ import checkpoint
 import formats
 import quantize
 from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights
-from formats import QuantizedLinear
 from generate import Generator
 from model import Config, Transformer
+from quantize import QuantizedLinear
 from sampling import Sampling
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import formats
-from formats import QuantizedLinear, from_e4m3, read_settings
+from formats import read_settings
 from helpers import CPU, F32, ROOT, absent, error, make, quantized_layers, refusal
-from quantize import load_checkpoint
+from quantize import QuantizedLinear, from_e4m3, load_checkpoint, say_once
 from tp import Shard
 
 FILE = ROOT / "tests" / "quantized_golden.safetensors"
@@ -143,7 +143,7 @@ def test_e4m3_is_read_by_bits():
 
 def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
     for setting, told in {"fp8 a tensor, static, cache": 1, "w8a8": 1, "fp8 blocks": 1, "w4a16": 0}.items():
-        formats.say_once.cache_clear()
+        say_once.cache_clear()
         unfold(setting, tmp_path)
         load_checkpoint(tmp_path, CPU, F32)
         load_checkpoint(tmp_path, CPU, F32)

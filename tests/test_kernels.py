@@ -134,7 +134,7 @@ import fast.attention
 import fast.linear
 import fast.packed_linear
 import fast.sampling
-from formats import QuantizedLinear, pack
+from quantize import CODES, E4M3, QuantizedLinear, pack
 
 pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376,
                             regs_per_multiprocessor=65536)
@@ -163,13 +163,13 @@ for bits, C, rows, N in ((4, 32, 1, 8192), (4, 128, 1, 8192), (8, 1, 1, 8192), (
                          (8, 1, 8, 1024), (8, 1, 16, 1024), (8, 1, 100, 8192), (4, 32, 100, 1024),
                          (4, 128, 100, 1024)):  # N = 1024: programs share a tile's K
     codes = torch.randint(2 ** bits, (N, 4096), device="cuda")
-    layer = QuantizedLinear(pack(codes, bits), torch.ones(N, C, device="cuda").half(), None, bits)
+    layer = QuantizedLinear(pack(codes, bits), torch.ones(N, C, device="cuda").half(), None, CODES[f"int{bits}"])
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 
 for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 600)):  # FP8, its codes below NaN's
     words, scales = torch.randint(0x77777777, (1024, 1024), device="cuda").int(), torch.ones(1024, C, device="cuda")
-    layer = QuantizedLinear(words & 0x77777777, scales, None, 8, e4m3=True)
+    layer = QuantizedLinear(words & 0x77777777, scales, None, E4M3)
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 

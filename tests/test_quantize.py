@@ -18,9 +18,8 @@ import formats
 import quantize
 from checkpoint import UserError, hf_weights
 from cli import report_errors
-from formats import QuantizedLinear
 from helpers import CPU, F32, ROOT, TINY, change, error, make, quantized_layers, refusal, write
-from quantize import gptq, load_checkpoint, quantize_model, round_to_nearest
+from quantize import QuantizedLinear, gptq, load_checkpoint, quantize_model, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
