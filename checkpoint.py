@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from model import Config, RopeScaling, Transformer
+from model import Config, LayerConfig, Rope, RopeScaling, Transformer
 
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
              "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
@@ -195,15 +195,15 @@ def config_from_hf(hf: dict) -> Config:
         scaling = RopeScaling(*(number(key, of=rope, kind=float) for key in keys))
         if scaling.low_freq_factor >= scaling.high_freq_factor:
             raise ValueError(f"low_freq_factor={scaling.low_freq_factor}: want less than high_freq_factor")
+    window = number("sliding_window") if kind == "mistral" and hf.get("sliding_window") else None
+    layer = LayerConfig(window, Rope(number("rope_theta", of=rope, kind=float, most=1e12), scaling))
     config = Config(
-        dim=dim, n_layer=number("num_hidden_layers", most=1e4), n_head=heads, n_kv_head=kv_heads,
+        dim=dim, layers=(layer,) * number("num_hidden_layers", most=1e4), n_head=heads, n_kv_head=kv_heads,
         head_dim=number("head_dim", default=dim // heads),
         ffn_dim=number("intermediate_size"),
         vocab_size=number("vocab_size", most=2 ** 24),  # generate.py has tokens in floats, which hold these exactly
         context=number("max_position_embeddings"), norm_eps=number("rms_norm_eps", kind=float, most=1),
-        rope_theta=number("rope_theta", of=rope, kind=float, most=1e12), rope_scaling=scaling,
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
-        window=number("sliding_window") if kind == "mistral" and hf.get("sliding_window") else None,
         tied=typed(hf, "tie_word_embeddings", bool) or False)
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")

@@ -1,5 +1,8 @@
 """
-Sampling in plain PyTorch: temperature, top-k and top-p.
+Sampling in plain PyTorch: temperature, top-k, top-p and min-p.
+
+A rule of your own is a field of Sampling and a few lines in probabilities(). Where the field has another value than its
+default, this file samples, with fast/ too.
 
 Shapes: B rows, V vocabulary.
 """
@@ -11,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-LIMITS = dict(temperature=(float, 0, 100), top_k=(int, 0, math.inf), top_p=(float, 1e-6, 1))  # a smaller top_p: 0 / 0
+LIMITS = dict(temperature=(float, 0, 100), top_k=(int, 0, math.inf), top_p=(float, 1e-6, 1),  # a smaller top_p: 0 / 0
+              min_p=(float, 0, 1))
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Sampling:
     temperature: float = 0.8  # 0: greedy, the likeliest token
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
 
     def __post_init__(self):
         for name, (kind, low, high) in LIMITS.items():
@@ -32,9 +37,10 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [..., V] -> the distribution [..., V] that tokens are drawn from: temperature, then top-k, then top-p.
+    """logits [..., V] -> the distribution [..., V] that tokens are drawn from.
 
-    Greedy, the likeliest token has probability 1. Of equally likely tokens all stay or none."""
+    Temperature comes first, then top-k, top-p and min-p, as in transformers. Greedy, the likeliest token has
+    probability 1. Of equally likely tokens all stay or none."""
     if sampling.greedy:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = logits / sampling.temperature
@@ -45,8 +51,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered = probs.sort(dim=-1, descending=True).values
         cut = ordered.cumsum(-1) - ordered >= sampling.top_p  # the likelier tokens already make up top_p
         probs = probs.masked_fill(probs < ordered.masked_fill(cut, 1).amin(-1, keepdim=True), 0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def draw(probs: Tensor, sampling: Sampling) -> Tensor:

@@ -21,7 +21,7 @@ import formats
 import quantize
 from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights
 from generate import Generator
-from model import Config, Transformer
+from model import Config, LayerConfig, Transformer
 from quantize import QuantizedLinear
 from sampling import Sampling
 
@@ -71,7 +71,7 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
-    model = Transformer(Config(dim, layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocab_size,
+    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocab_size,
                                context=512))
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):

@@ -1,4 +1,5 @@
 """The model against golden values of transformers; what a token sees depends on its position alone."""
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from safetensors.torch import load_file
 
 from checkpoint import load_model
 from helpers import CPU, DEVICES, GOLDEN, error
-from model import Config, Transformer, rope_tables
+from model import Config, LayerConfig, Rope, Transformer, rope_tables
 
 FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
 
@@ -56,8 +57,8 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
     lengths = torch.tensor([17, 2, 9])
     model.setup(max_seq_len=64, batch_size=3)
     for layer in model.layers:
-        layer.attn.k_cache.normal_(std=9)
-        layer.attn.v_cache.normal_(std=9)
+        layer.attn.cache.k.normal_(std=9)
+        layer.attn.cache.v.normal_(std=9)
     prompts = torch.randint(0, model.config.vocab_size, (3, 17))
     for row, n in enumerate(lengths):
         prompts[row, :n] = all_tokens[row][:n]
@@ -93,17 +94,80 @@ def test_repeated_rows_continue_as_their_source():
 def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     model = load_model(FAMILIES[0], CPU, torch.bfloat16)
     model.setup(max_seq_len=128, batch_size=1)
-    assert model.cos.dtype == model.sin.dtype == torch.float32
+    assert model.table(0).cos.dtype == model.table(0).sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
-    cos, sin = rope_tables(model.config, 128)
+    cos, sin = rope_tables(Rope(10000.0), E, 128)
     assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
+
+
+MIXED = LayerConfig(), LayerConfig(window=3, rope=None), LayerConfig(rope=Rope(100.0)), LayerConfig(window=5)
+
+
+def mixed_model() -> Transformer:
+    """Each layer has a window and a rope of its own."""
+    torch.manual_seed(0)
+    model = Transformer(Config(dim=32, layers=MIXED, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96,
+                               context=64)).double()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
+    return model
+
+
+def spelt_out(model: Transformer, tokens: torch.Tensor, layer: int) -> torch.Tensor:
+    """The attention of one layer over hidden states tokens [T, D], head by head and pair by pair."""
+    attn, (window, rope) = model.layers[layer].attn, (MIXED[layer].window, MIXED[layer].rope)
+    q, k, v = attn.wqkv(tokens).unflatten(-1, (8, 8)).split([4, 2, 2], dim=1)
+    out = torch.zeros(len(tokens), 4, 8, dtype=torch.double)
+    for t in range(len(tokens)):
+        seen = [s for s in range(t + 1) if window is None or s > t - window]
+        for h in range(4):
+            scores = []
+            for s in seen:
+                score = 0.0
+                for i in range(4):  # a pair is a complex number, and rope turns it
+                    angle = (t - s) * rope.theta ** (-i / 4) if rope else 0.0
+                    turned = complex(q[t, h, i], q[t, h, i + 4]) * complex(k[s, h // 2, i], -k[s, h // 2, i + 4])
+                    score += (turned * complex(math.cos(angle), math.sin(angle))).real
+                scores.append(score / 8 ** 0.5)
+            weights = torch.tensor(scores, dtype=torch.double).softmax(0)
+            out[t, h] = sum(w * v[s, h // 2] for w, s in zip(weights, seen))
+    return attn.wo(out.flatten(1))
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_a_layer_has_the_window_and_the_rope_that_its_config_names(layer):
+    model = mixed_model()
+    model.setup(max_seq_len=16, batch_size=1)
+    found = []
+    model.layers[layer].attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0][0], out[0]]))
+    with torch.no_grad():
+        model(torch.randint(96, (1, 12)), torch.arange(12)[None])
+        assert error(found[1], spelt_out(model, found[0], layer)) < 1e-6  # rope's tables are fp32
+
+
+def test_hidden_states_of_named_places_are_kept_by_position():
+    model, tokens = mixed_model(), torch.randint(96, (2, 10))
+    model.setup(max_seq_len=16, batch_size=2, features=(1, 4))
+    seen = []
+    model.layers[1].register_forward_hook(lambda _, inputs, out: seen.append(inputs[0]))
+    model.layers[3].register_forward_hook(lambda _, inputs, out: seen.append(out))
+    with torch.no_grad():
+        whole = model(tokens, torch.arange(10)[None])
+        assert torch.equal(model.features[:, :10], torch.cat(seen, dim=-1)) and not model.features[:, 10:].any()
+        kept = model.features.clone()
+        model.features.zero_()
+        for positions in (torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[3, 4], [3, 4]])):
+            model(tokens.gather(1, positions), positions)
+        assert error(model.features[:, :5], kept[:, :5]) < 1e-9 and not model.features[:, 5:].any()
+    model.setup(max_seq_len=16, batch_size=2)
+    assert model.features is None and torch.equal(model(tokens, torch.arange(10)[None]), whole)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    config = Config(dim=32, n_layer=2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96, context=32)
+    config = Config(dim=32, layers=(LayerConfig(),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96, context=32)
     model = Transformer(config).to(device)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
