@@ -3,8 +3,7 @@ The speed layer: whatever makes a step faster than plain PyTorch. It changes no 
 between two tokens.
 
 generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(model.py, formats.py, sampling.py, speculative.py, tp.py; the command tune.py also checkpoint.py, cli.py and
-scripts/shapes.py). Of the core, only generate.py imports this folder, and it guards the import. Delete the folder, and
+(model.py, quantize.py, sampling.py, speculative.py, tp.py). Of the core, only generate.py imports this folder, and it guards the import. Delete the folder, and
 every command still works, slower. The package imports without Triton; the two packed kernels are then left out.
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
@@ -17,18 +16,12 @@ every command still works, slower. The package imports without Triton; the two p
     cpu.py            a CPU's linear layers: oneDNN's products and, of few rows, loops for torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
-    tune.py           the command that writes tuned.json
     common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use
 
 decoder.py imports the kernels' files, and these import common.py and tuning.py. Beside each kernel stands its plain
 twin: PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare the kernel with it.
 """
-import signal
 import sys
-
-if sys.argv[:1] == ["-m"]:  # python -m fast.tune comes here first; Ctrl-C ends the imports at once, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
