@@ -1,5 +1,5 @@
 """
-Quantized checkpoints: the plain quantized layer, the Hub's formats, and how they are read and written.
+Quantized checkpoints: the Hub's formats, and how they are read and written.
 
     quant_method         what is read                                                            what is written
     gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic           4 and 8 bits
@@ -11,6 +11,9 @@ A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and ha
 row, along K, shares scale and zero. The layouts of the files are in the docstrings of QuantizedReader's methods. They
 follow the packages that define them: gptqmodel 7.7, autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
+A new format is a function in RULES, which makes schemes of its settings, and a method of QuantizedReader, if its layout
+is new. Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
+
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
 import json
@@ -20,122 +23,33 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
-from subprocess import run
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from checkpoint import (MOST_TOKENIZER, UserError, hf_weights, is_inside, read_json, read_tensor, reading,
-                        tensor_files)
-from cli import GIB, free_memory
+from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, read_tensor
+from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Transformer
+from quantize import CODES, E4M3, Codes, QuantizedLinear, group_of, pack, plain_linear, unpack, unpack_layers
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 SHARD_BYTES = 4 * GIB
-say_once = cache(tqdm.write)
+ALL = slice(None)
 
 
-# The plain quantized layer
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
-
-
-def from_e4m3(codes: Tensor) -> Tensor:
-    """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
-
-    A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
-    exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
-    codes = codes.int()
-    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0 ** 120
-
-
-class QuantizedLinear(nn.Module):
-    """nn.Linear with int4, int8 or FP8 e4m3 weights, which it dequantizes in each call.
-
-    w[n, k] = (code[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k. e4m3 has no zeros.
-
-    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C]; zeros: integers
-    [N, C], None for 2 ** (bits - 1) everywhere; g_idx: each input's group [K], None where each K / C consecutive
-    inputs are a group."""
-
-    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, bias: Tensor | None = None,
-                 g_idx: Tensor | None = None, e4m3: bool = False):
-        super().__init__()
-        self.bits, self.e4m3 = bits, e4m3
-        self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // bits
-
-        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
-            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        self.qweight, self.scales = parameter(qweight), parameter(scales)
-        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
-        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
-
-    def groups(self) -> Tensor:
-        """Each input's group [K]."""
-        K, C = self.in_features, self.scales.shape[1]
-        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K]."""
-        codes, scales = unpack(self.qweight, self.bits), self.scales.float()
-        w = from_e4m3(codes) if self.e4m3 else codes.float()
-        middle = 0 if self.e4m3 else 2 ** (self.bits - 1)
-        zeros = torch.full_like(scales, middle) if self.zeros is None else self.zeros
-        if self.g_idx is not None:
-            return ((w - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
-        w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
-        return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]"""
-        return F.linear(x, self.dequantize(x.dtype), self.bias)
-
-
-def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
-    """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
-    # The list holds no such layer itself, so that each is freed once its place is taken.
-    for module in [module for module in model.modules() if type(module) is not kind]:
-        for name, child in list(module.named_children()):
-            if type(child) is kind:
-                setattr(module, name, build(child, name))
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return linear
-
-
-def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False) -> None:
-    """Puts plain layers with the same weights in the place of quantized ones, if memory allows and leaves `reserve`
-    bytes.
-
-    Eager code unpacks a quantized layer in each call, and is several times slower than with plain layers."""
+def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False, ranks: int = 1) -> None:
+    """unpack_layers(), if memory allows and leaves `reserve` bytes."""
     weight = model.embed.weight
-    needed = weight.itemsize * sum(module.out_features * module.in_features for module in model.modules()
-                                   if isinstance(module, QuantizedLinear))
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    needed = weight.itemsize * sum(layer.out_features * layer.in_features for layer in layers)
     if not needed:
         return
-    if fits := needed + reserve < 0.9 * free_memory(weight.device):
-        replace_layers(model, QuantizedLinear, lambda old, _: plain_linear(old.dequantize(weight.dtype), old.bias))
+    fits = needed + reserve < 0.9 * free_memory(weight.device, ranks)
+    if fits:
+        unpack_layers(model)
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
@@ -148,38 +62,35 @@ class SeparateLinears(nn.ModuleList):
         return torch.cat([linear(x) for linear in self], dim=-1)
 
 
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether both are quantized, with the same codes and groups."""
+    if not isinstance(one, QuantizedLinear) or not isinstance(other, QuantizedLinear):
+        return False
+    return one.codes == other.codes and torch.equal(one.groups(), other.groups())
+
+
 def fuse(linears: list[nn.Module]) -> nn.Module:
-    """One layer of q, k and v, or of gate and up, where all are quantized alike and have the same groups."""
+    """One layer of q, k and v, or of gate and up, where all are quantized alike."""
     first = linears[0]
-    quantized = all(isinstance(linear, QuantizedLinear) for linear in linears)
-    if not quantized or not all((linear.bits, linear.e4m3) == (first.bits, first.e4m3) and
-                                torch.equal(linear.groups(), first.groups()) for linear in linears):
+    if not all(alike(first, linear) for linear in linears):
         return SeparateLinears(linears)
-    qweight, scales = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("qweight", "scales"))
-    middle = 2 ** (first.bits - 1)
-    zeros = torch.cat([torch.full_like(linear.scales, middle, dtype=torch.int16) if linear.zeros is None
-                       else linear.zeros for linear in linears])
-    bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-    zeros = None if (zeros == middle).all() else zeros
-    return QuantizedLinear(qweight, scales, zeros, first.bits, bias, first.g_idx, first.e4m3)
+    zeros = None
+    if any(linear.zeros is not None for linear in linears):
+        zeros = torch.cat([zeros_of(linear) for linear in linears])
+    return QuantizedLinear(
+        torch.cat([linear.qweight for linear in linears]),
+        torch.cat([linear.scales for linear in linears]),
+        zeros,
+        first.codes,
+        None if first.bias is None else torch.cat([linear.bias for linear in linears]),
+        first.g_idx)
 
 
-def group_of(K: int, group_size: int) -> int:
-    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
-    G = K if group_size == -1 else group_size
-    if K % 32:
-        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
-    if not isinstance(G, int) or G < 32 or G % 32 or K % G:
-        sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
-        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}")
-    return G
-
-
-def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
-    """The linear layers, the head only if asked for: the name in the model, the parent module, the name there."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    split = [(name, *name.rpartition(".")[::2]) for name in names if head or name != "head"]
-    return [(name, model.get_submodule(parent), own) for name, parent, own in split]
+def zeros_of(layer: QuantizedLinear) -> Tensor:
+    """The zero points [N, C], int16, if the layer has none of its own, too."""
+    if layer.zeros is None:
+        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
+    return layer.zeros
 
 
 # What config.json says
@@ -191,7 +102,7 @@ class Scheme:
 
     layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes) or int (int8); e4m3."""
     layout: str
-    bits: int
+    codes: Codes
     group: int = -1
     rows: int = 1
     zeros: bool = True  # the file has zero points
@@ -201,8 +112,9 @@ class Scheme:
 # The first rule whose pattern matches the beginning of a layer's name says how the layer is held. None: unquantized.
 Rules = list[tuple[str, Scheme | None]]
 EVERY = ""
-OTHERS = {"mxfp4": "MXFP4", "mxfp6": "MXFP6", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "-24": "2:4 sparse",
-          "sparse": "sparse", "hqq": "HQQ", "gguf": "GGUF"}  # parts of names -> what people call these formats
+OTHERS = {  # parts of names -> what people call these formats
+    "mxfp4": "MXFP4", "mxfp6": "MXFP6", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "-24": "2:4 sparse", "sparse": "sparse",
+    "hqq": "HQQ", "gguf": "GGUF"}
 
 
 def wanted(settings: dict, key: str, values: list, default=None):
@@ -213,29 +125,6 @@ def wanted(settings: dict, key: str, values: list, default=None):
         known = next((f" ({name})" for part, name in OTHERS.items() if part in told), "")
         raise UserError(f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}")
     return found
-
-
-FIND_MATCHES = """
-import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
-patterns, names = json.load(sys.stdin)
-compiled = [re.compile(pattern) for pattern in patterns]
-print(json.dumps([next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None) for name in names]))
-"""
-
-
-def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
-    """Which of a file's regular expressions is the first that matches the beginning of each name.
-
-    A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
-    if not any(patterns):
-        return [0] * len(names)
-    with reading("config.json: quantization_config: its patterns of layers' names"):
-        done = run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]), capture_output=True,
-                   text=True)
-        if done.returncode:
-            raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
-        return json.loads(done.stdout)
 
 
 def wanted_group(settings: dict) -> int:
@@ -253,22 +142,31 @@ def wanted_block(settings: dict, key: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def integers(bits: int) -> Codes:
+    return CODES[f"int{bits}"]
+
+
+def gptq_scheme(settings: dict) -> Scheme:
+    layout = wanted(settings, "checkpoint_format", ["gptq", "gptq_v2"], settings.get("format", "gptq"))
+    codes = integers(wanted(settings, "bits", [4, 8]))
+    return Scheme(layout, codes, wanted_group(settings), act_order=bool(settings.get("desc_act")))
+
+
 def gptq_rules(settings: dict) -> Rules:
     """gptqmodel's `dynamic`: "-:REGEX" leaves layers as they were, "+:REGEX" or "REGEX" has settings of their own."""
-    def scheme(of: dict) -> Scheme:
-        layout = wanted(of, "checkpoint_format", ["gptq", "gptq_v2"], of.get("format", "gptq"))
-        return Scheme(layout, wanted(of, "bits", [4, 8]), wanted_group(of), act_order=bool(of.get("desc_act")))
-
-    rules = [(re.sub(r"^[-+]:", "", key), None if key.startswith("-:") else scheme(settings | changes))
-             for key, changes in (settings.get("dynamic") or {}).items()]
-    return [*rules, (EVERY, scheme(settings))]
+    rules = []
+    for key, changes in (settings.get("dynamic") or {}).items():
+        scheme = None if key.startswith("-:") else gptq_scheme(settings | changes)
+        rules.append((re.sub(r"^[-+]:", "", key), scheme))
+    return [*rules, (EVERY, gptq_scheme(settings))]
 
 
 def awq_rules(settings: dict) -> Rules:
     """autoawq calls the layout `version`, gptqmodel `checkpoint_format` or `format`."""
-    version = next((settings[key] for key in ("version", "checkpoint_format", "format") if settings.get(key)), "gemm")
-    wanted(dict(version=str(version).lower()), "version", ["gemm"])
-    return [(EVERY, Scheme("awq", wanted(settings, "bits", [4]), wanted_group(settings)))]
+    names = [settings[key] for key in ("version", "checkpoint_format", "format") if settings.get(key)]
+    version = str(names[0]).lower() if names else "gemm"
+    wanted(dict(version=version), "version", ["gemm"])
+    return [(EVERY, Scheme("awq", integers(wanted(settings, "bits", [4])), wanted_group(settings)))]
 
 
 def fp8_rules(settings: dict) -> Rules:
@@ -280,7 +178,7 @@ def fp8_rules(settings: dict) -> Rules:
         rows, group = wanted_block(settings, "weight_block_size")
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
     rules = [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
-    return [*rules, (EVERY, Scheme("e4m3", 8, group, rows, zeros=False))]
+    return [*rules, (EVERY, Scheme("e4m3", E4M3, group, rows, zeros=False))]
 
 
 def compressed_tensors_rules(settings: dict) -> Rules:
@@ -295,69 +193,76 @@ def compressed_tensors_rules(settings: dict) -> Rules:
             return EVERY
         return target[3:] if target.startswith("re:") else re.escape(target) + "$"
 
-    targets = {}
+    schemes = {}
     for group in settings["config_groups"].values():
-        form = group.get("format") or settings.get("format")
-        weights = None if group.get("weights") is None else compressed_tensors_scheme(group["weights"], form)
-        targets |= dict.fromkeys(group["targets"], weights)
-    order = sorted(targets, key=lambda target: (target == "Linear", "re:" in target, target))
+        scheme = None
+        if group.get("weights") is not None:
+            scheme = compressed_tensors_scheme(group["weights"], group.get("format") or settings.get("format"))
+        schemes |= dict.fromkeys(group["targets"], scheme)
+    order = sorted(schemes, key=lambda target: (target == "Linear", "re:" in target, target))
     ignored = [(pattern(target), None) for target in settings.get("ignore") or []]
-    return [*ignored, *((pattern(target), targets[target]) for target in order)]
+    return ignored + [(pattern(target), schemes[target]) for target in order]
 
 
 def compressed_tensors_scheme(weights: dict, form: str) -> Scheme:
     """weights: the description of a config group's weights; form: what the package calls its format."""
     wanted(dict(format=form), "format", ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"])
-    kind = wanted(weights, "type", ["int"] if form[:3] in ("pac", "int") else ["int", "float"], "int")
+    kinds = ["int"] if form in ("pack-quantized", "int-quantized") else ["int", "float"]
+    kind = wanted(weights, "type", kinds, "int")
     bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
     inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
-    strategy = wanted(dict(strategy=weights.get("strategy") or inferred), "strategy",
-                      ["tensor", "channel", "group", "block"])
+    strategy = weights.get("strategy") or inferred
+    wanted(dict(strategy=strategy), "strategy", ["tensor", "channel", "group", "block"])
     wanted(weights, "dynamic", [False], False)
-    layout = {"float": "e4m3", "int": "packed" if form == "pack-quantized" else "int"}[kind]
     zeros = not wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
-    act_order = weights.get("actorder") in ("group", "dynamic", True)
+    codes, layout = integers(bits), "packed" if form == "pack-quantized" else "int"
+    if kind == "float":
+        codes, layout = E4M3, "e4m3"
     if strategy == "block":
         rows, group = wanted_block(weights, "block_structure")
-        return Scheme(layout, bits, group, rows, zeros)
+        return Scheme(layout, codes, group, rows, zeros)
     group = wanted_group(weights) if strategy == "group" else -1
-    return Scheme(layout, bits, group, -1 if strategy == "tensor" else 1, zeros, act_order)
+    act_order = weights.get("actorder") in ("group", "dynamic", True)
+    return Scheme(layout, codes, group, -1 if strategy == "tensor" else 1, zeros, act_order)
 
 
 RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules}
 
 
-def read_settings(directory: Path) -> dict:
+def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none. UserError for a format that is not read.
 
     quant_method; rules; name, such as "int4", and bits: of the most exact scheme; activations: whether these or the KV
     cache are to be quantized, too."""
-    path = directory / "config.json"
-    config = read_json(path)
-    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    settings = checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
     if not settings:
         return {}
-    with reading(f"{path}: quantization_config"):
+    with user_errors(f"{checkpoint.directory / 'config.json'}: quantization_config"):
         settings = settings | dict(quant_method=settings.get("quant_method") or settings.get("method"))
         method = wanted(settings, "quant_method", list(RULES))
         rules = RULES[method](settings)
-        schemes = [scheme for _, scheme in rules if scheme]
-        if not schemes:
+        codes = [scheme.codes for _, scheme in rules if scheme]
+        if not codes:
             return {}
-        bits, integer = max((scheme.bits, scheme.layout != "e4m3") for scheme in schemes)
-        activations = settings.get("activation_scheme") or settings.get("kv_cache_scheme") or any(
-            group.get("input_activations") for group in (settings.get("config_groups") or {}).values())
-        return dict(quant_method=method, rules=rules, name=f"int{bits}" if integer else "fp8", bits=bits,
-                    activations=activations)
+        most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))
+        groups = (settings.get("config_groups") or {}).values()
+        activations = (settings.get("activation_scheme") or settings.get("kv_cache_scheme")
+                       or any(group.get("input_activations") for group in groups))
+        return dict(quant_method=method, rules=rules, name=most.name, bits=most.bits, activations=activations)
 
 
 def shared_inputs(settings: dict) -> int:
     """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words."""
-    return math.lcm(*(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group
-                      for _, scheme in settings["rules"] if scheme))
+    schemes = [scheme for _, scheme in settings["rules"] if scheme]
+    return math.lcm(*(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes))
 
 
 # Reading a checkpoint
+
+
+def stem(name: str) -> str:
+    """What the names of a quantized layer's tensors begin with."""
+    return name.removesuffix(".weight") + "."
 
 
 def lossless(scales: Tensor) -> Tensor:
@@ -368,13 +273,21 @@ def lossless(scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is read of one of Hugging Face's layers: its name with a dot, its shape, and the rank's part of it."""
-    name: str
+    """What is read of one of Hugging Face's matrices: its name, its shape, and the rank's part of it."""
+    weight: str
     N: int
     K: int
     rows: slice
     columns: slice
     scheme: Scheme
+
+    @property
+    def name(self) -> str:
+        return stem(self.weight)
+
+    @property
+    def bits(self) -> int:
+        return self.scheme.codes.bits
 
     @property
     def G(self) -> int:
@@ -387,7 +300,7 @@ class Layer:
 
     def words(self, codes: slice) -> slice:
         """Codes from where to where -> the words that hold them."""
-        per = 32 // self.scheme.bits
+        per = 32 // self.bits
         return codes if codes.stop is None else slice(codes.start // per, -(-codes.stop // per))
 
 
@@ -401,44 +314,49 @@ class QuantizedReader:
 
     def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
         self.settings, self.device, self.dtype, self.shard = settings, device, dtype, shard
-        self.part = shard.part if shard else lambda name: (slice(None), slice(None))
-        self.layouts: dict[str, Callable] = dict(gptq=self.read_gptq, gptq_v2=self.read_gptq, awq=self.read_awq,
-                                                 packed=self.read_packed, int=self.read_int, e4m3=self.read_e4m3)
+        self.layouts: dict[str, Callable] = dict(
+            gptq=self.read_gptq, gptq_v2=self.read_gptq, awq=self.read_awq, packed=self.read_packed, int=self.read_int,
+            e4m3=self.read_e4m3)
 
     def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
-        tensors = {}  # our parameter -> Hugging Face's names, without "weight", and shapes
-        for name, (ours, _, shape) in hf_weights(self.shard.whole if self.shard else model.config).items():
-            tensors.setdefault(ours, []).append((name.removesuffix("weight"), shape))
-        rules, names = self.settings["rules"], [name for found in tensors.values() for name, _ in found]
-        first = first_matches([pattern for pattern, _ in rules], [name[:-1] for name in names])
-        self.schemes = {name: None if i is None else rules[i][1] for name, i in zip(names, first)}
-        for name, parent, own in find_linears(model, head=not model.config.tied):
-            found, bias = tensors[f"{name}.weight"], getattr(parent, own).bias is not None
-            schemes = [self.scheme(theirs) for theirs, _ in found]
-            if any(schemes):
-                setattr(parent, own, fuse([self.read_linear(theirs, shape, scheme, bias)
-                                           for (theirs, shape), scheme in zip(found, schemes)]))
+        table = hf_weights(self.shard.whole if self.shard else model.config)
+        rows = {(weight.ours, weight.row): name for name, weight in table.items()}
+        matrices = {name: weight for name, weight in table.items() if weight.quantized or weight.ours == "head.weight"}
+        schemes = self.find_schemes(matrices)
+        parts = {}  # our layer -> Hugging Face's names of its matrices
+        for name, weight in matrices.items():
+            parts.setdefault(weight.ours.removesuffix(".weight"), []).append(name)
+        for ours, names in parts.items():
+            if any(schemes[name] for name in names):
+                linears = []
+                for name in names:
+                    bias = rows.get((f"{ours}.bias", table[name].row))
+                    linears.append(self.read_linear(name, table[name], schemes[name], bias))
+                model.set_submodule(ours, fuse(linears))
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
                 del files[name]
                 self.settings["activations"] = True
 
-    def scheme(self, name: str) -> Scheme | None:
-        """The layer's scheme, None where the file has it as it was. name: with a dot at the end.
+    def find_schemes(self, matrices: dict[str, Weight]) -> dict[str, Scheme | None]:
+        """config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all
+        files of the head."""
+        rules = self.settings["rules"]
+        first = first_matches([pattern for pattern, _ in rules], [stem(name)[:-1] for name in matrices])
+        found = {}
+        for (name, weight), i in zip(matrices.items(), first):
+            scheme = None if i is None else rules[i][1]
+            untold = scheme and (weight.ours == "head.weight" or scheme.layout in ("gptq", "gptq_v2", "awq"))
+            if untold and name in self.files:
+                kinds = "qweight", "weight_packed", "weight_scale", "weight_scale_inv"
+                if not any(stem(name) + kind in self.files for kind in kinds):
+                    scheme = None
+            found[name] = scheme
+        return found
 
-        config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all files
-        of the head."""
-        scheme = self.schemes[name]
-        if scheme and name + "weight" in self.files:
-            told = name == "lm_head." or scheme.layout in ("gptq", "gptq_v2", "awq")
-            parts = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-            if told and not any(name + part in self.files for part in parts):
-                return None
-        return scheme
-
-    def read(self, name: str, shape: tuple[int, ...], dtypes: str = "BF16 F16 F32 F64", part: tuple[slice, ...] = (),
+    def read(self, name: str, shape: tuple[int, ...], dtypes: str = FLOATS, part: tuple[slice, ...] = (),
              others: Iterable[tuple] = ()) -> Tensor:
         """The tensor, on the device, of this shape or one of the others. UserError for NaN and infinite numbers: a
         bias's, a scale's."""
@@ -447,26 +365,33 @@ class QuantizedReader:
             raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
         return tensor
 
-    def read_linear(self, name: str, shape: tuple[int, int], scheme: Scheme | None, bias: bool) -> nn.Module:
-        """Hugging Face's linear layer `name` of that shape, or the rank's part of it; plain where scheme is None."""
-        (N, K), (rows, columns) = shape, self.part(name)
-        bias = self.read(name + "bias", (N,), part=(rows,)).to(self.dtype) if bias else None
+    def read_linear(self, name: str, weight: Weight, scheme: Scheme | None, bias: str | None) -> nn.Module:
+        """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None. bias: its name."""
+        N, K = weight.shape
+        rows, columns = self.shard.part(weight) if self.shard else (ALL, ALL)
+        if bias:
+            bias = self.read(bias, (N,), part=(rows,)).to(self.dtype)
         if scheme is None:
-            return plain_linear(self.read(name + "weight", shape, part=(rows, columns)).to(self.dtype), bias)
+            return plain_linear(self.read(name, (N, K), part=(rows, columns)).to(self.dtype), bias)
         group_of(K, scheme.group if scheme.rows == 1 else -1)
-        if scheme.layout in ("gptq", "gptq_v2", "awq") and N * scheme.bits % 32:
-            raise UserError(f"the layer {name[:-1]} has {N} rows; want a multiple of {32 // scheme.bits}")
         layer = Layer(name, N, K, rows, columns, scheme)
+        if scheme.layout in ("gptq", "gptq_v2", "awq") and N * layer.bits % 32:
+            raise UserError(f"the layer {layer.name[:-1]} has {N} rows; want a multiple of {32 // layer.bits}")
         qweight, scales, zeros = self.layouts[scheme.layout](layer)
         kept, g_idx = self.read_groups(layer)
-        scales, zeros = lossless(scales)[:, kept], None if zeros is None else zeros[:, kept]
-        e4m3 = scheme.layout == "e4m3"
-        return QuantizedLinear(qweight, scales.float() if e4m3 else scales, zeros, scheme.bits, bias, g_idx, e4m3)
+        scales = lossless(scales)[:, kept]
+        if scheme.codes == E4M3:
+            scales = scales.float()
+        if zeros is not None:
+            zeros = zeros[:, kept]
+            zeros = None if (zeros == scheme.codes.zero).all() else zeros
+        return QuantizedLinear(qweight, scales, zeros, scheme.codes, bias, g_idx)
 
     def read_groups(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
 
-        A block may end early, at K or where a rank's columns begin or end. Then it becomes several groups of one size.
+        A block may end early, at K or where a rank's columns begin or end. Then it becomes several groups of one size:
+        K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
         K, G, C = layer.K, layer.G, layer.C
         consecutive = (torch.arange(K, device=self.device) // G)[layer.columns]
@@ -477,36 +402,39 @@ class QuantizedReader:
             counts = g_idx.clamp(0, C).bincount(minlength=C)
             if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
                 raise UserError(f"{name}: want each of {C} groups {K // C} times; config.json is of another model")
-        if g_idx is None or torch.equal(g_idx, consecutive):
-            here = len(consecutive)
-            step = math.gcd(G, layer.columns.start or 0, here) if C > 1 else here
-            return consecutive[::max(1, step)], None
-        return torch.arange(C, device=self.device), g_idx
+        if g_idx is not None and not torch.equal(g_idx, consecutive):
+            return torch.arange(C, device=self.device), g_idx
+        step = here = len(consecutive)
+        if C > 1:
+            step = math.gcd(G, layer.columns.start or 0, here)
+        return consecutive[::max(1, step)], None
 
     def read_gptq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
-        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.scheme.bits
-        rows, all_groups = layer.rows, slice(None)
+        name, N, K, C, bits, rows = layer.name, layer.N, layer.K, layer.C, layer.bits, layer.rows
         qweight = self.read(name + "qweight", (K * bits // 32, N), "I32", (layer.words(layer.columns), rows)).T
-        qzeros = self.read(name + "qzeros", (C, N * bits // 32), "I32", (all_groups, layer.words(rows)))
+        qzeros = self.read(name + "qzeros", (C, N * bits // 32), "I32", (ALL, layer.words(rows)))
         if layer.scheme.layout == "gptq":
             # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added
             # to whole words, the borrow comes back.
             qzeros = qzeros + {4: 0x11111111, 8: 0x01010101}[bits]
-        return qweight, self.read(name + "scales", (C, N), part=(all_groups, rows)).T, unpack(qzeros, bits).T
+        return qweight, self.read(name + "scales", (C, N), part=(ALL, rows)).T, unpack(qzeros, bits).T
 
     def read_awq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
         name, N, K, C, rows = layer.name, layer.N, layer.K, layer.C, layer.rows
-        words = (self.read(name + "qweight", (K, N // 8), "I32", (layer.columns, layer.words(rows))),
-                 self.read(name + "qzeros", (C, N // 8), "I32", (slice(None), layer.words(rows))))
-        codes, zeros = (unpack(t, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T for t in words)
-        return pack(codes, 4), self.read(name + "scales", (C, N), part=(slice(None), rows)).T, zeros
+
+        def codes(kind: str, length: int, part: slice) -> Tensor:
+            words = self.read(name + kind, (length, N // 8), "I32", (part, layer.words(rows)))
+            return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
+
+        qweight = pack(codes("qweight", K, layer.columns), 4)
+        return qweight, self.read(name + "scales", (C, N), part=(ALL, rows)).T, codes("qzeros", C, ALL)
 
     def read_packed(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
         weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
-        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.scheme.bits
+        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.bits
         shape = self.read(name + "weight_shape", (2,), "I64 I32").tolist()
         if shape != [N, K]:
             raise UserError(f"{name}weight_shape says {shape}, want {[N, K]}: config.json is of another model")
@@ -520,36 +448,38 @@ class QuantizedReader:
 
     def read_int(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
         """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
-        name, bits = layer.name + "weight", layer.scheme.bits
-        codes = self.read(name, (layer.N, layer.K), "I8", (layer.rows, layer.columns)).view(torch.uint8)
-        codes = codes + 2 ** (bits - 1)
+        bits, middle = layer.bits, layer.scheme.codes.zero
+        codes = self.read(layer.weight, (layer.N, layer.K), "I8", (layer.rows, layer.columns)).view(torch.uint8)
+        codes = codes + middle
         if (codes > 2 ** bits - 1).any():
-            raise UserError(f"the tensor {name} has numbers of more than {bits} bits; config.json is of another model")
+            raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of "
+                            "another model")
         zeros = None
         if layer.scheme.zeros:
-            zeros = self.read_scales(layer, "weight_zero_point", "I8").to(torch.int16) + 2 ** (bits - 1)
-        qweight = codes.view(torch.int32) if bits == 8 else pack(codes, bits)
-        return qweight, self.read_scales(layer, "weight_scale"), zeros
+            zeros = self.read_scales(layer, "weight_zero_point", "I8").to(torch.int16) + middle
+        return pack(codes, bits), self.read_scales(layer, "weight_scale"), zeros
 
     def read_e4m3(self, layer: Layer) -> tuple[Tensor, Tensor, None]:
         """weight float8_e4m3fn [N, K]; weight_scale or weight_scale_inv, which multiplies too: see read_scales()."""
-        name = layer.name + "weight"
-        codes = self.read(name, (layer.N, layer.K), "F8_E4M3", (layer.rows, layer.columns)).view(torch.uint8)
+        part = layer.rows, layer.columns
+        codes = self.read(layer.weight, (layer.N, layer.K), "F8_E4M3", part).view(torch.uint8)
         if (codes & 0x7F).eq_(0x7F).any():
-            raise UserError(f"the tensor {name} has NaN codes; take a checkpoint that is whole")
+            raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
         inverse = self.settings["quant_method"] == "fp8" and layer.name + "weight_scale" not in self.files
         scales = self.read_scales(layer, "weight_scale_inv" if inverse else "weight_scale")
         return codes.contiguous().view(torch.int32), scales, None
 
-    def read_scales(self, layer: Layer, kind: str, dtypes: str = "BF16 F16 F32 F64") -> Tensor:
+    def read_scales(self, layer: Layer, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
 
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
         rows = layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
         shape = -(-layer.N // rows), layer.C
-        flat = [(math.prod(shape),)] + [()] * (shape == (1, 1))
+        others = [(math.prod(shape),)]
+        if shape == (1, 1):
+            others.append(())
         block = torch.arange(layer.N, device=self.device)[layer.rows] // rows
-        return self.read(layer.name + kind, shape, dtypes, others=flat).view(shape)[block]
+        return self.read(layer.name + kind, shape, dtypes, others=others).view(shape)[block]
 
 
 # Writing a checkpoint
@@ -581,34 +511,40 @@ CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
 
 def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
     """The tensors of some rows of a layer, as QuantizedReader.read_gptq() describes them."""
-    scales = layer.scales[rows]
-    zeros = torch.full_like(scales, 2 ** (layer.bits - 1)) if layer.zeros is None else layer.zeros[rows]
-    stored = zeros - int(config["checkpoint_format"] == "gptq")
-    return dict(qweight=layer.qweight[rows].T, qzeros=pack(stored.T, layer.bits), scales=scales.T,
-                g_idx=layer.groups().int())
+    stored = zeros_of(layer)[rows] - int(config["checkpoint_format"] == "gptq")
+    return dict(
+        qweight=layer.qweight[rows].T,
+        qzeros=pack(stored.T, layer.codes.bits),
+        scales=layer.scales[rows].T,
+        g_idx=layer.groups().int())
 
 
 def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
     """The tensors of some rows of a layer, as QuantizedReader.read_packed() describes them."""
     qweight = layer.qweight[rows]
-    tensors = dict(weight_packed=qweight, weight_scale=layer.scales[rows],
-                   weight_shape=torch.tensor([len(qweight), layer.in_features]))
+    tensors = dict(
+        weight_packed=qweight,
+        weight_scale=layer.scales[rows],
+        weight_shape=torch.tensor([len(qweight), layer.in_features]))
     if layer.zeros is not None:
-        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.bits).T
+        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.codes.bits).T
     return tensors
 
 
-def quantized_tensors(model: Transformer, source: Path, config: dict) -> Iterator[tuple[str, Tensor]]:
+TENSORS = {"gptq": gptq_tensors, "compressed-tensors": packed_tensors}
+
+
+def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, on the host: quantized layers as config says, the others as source has them."""
-    make = {"gptq": gptq_tensors, "compressed-tensors": packed_tensors}[config["quant_method"]]
-    files = tensor_files(source)
-    for name, (ours, row, shape) in hf_weights(model.config).items():
-        module = model.get_submodule(ours.rpartition(".")[0])
-        if not isinstance(module, QuantizedLinear) or name.endswith(".bias"):
-            yield name, read_tensor(files, name, [shape])
+    files = source.files()
+    for name, weight in source.weights.items():
+        layer = model.get_submodule(weight.ours.rpartition(".")[0])
+        if len(weight.shape) == 1 or not isinstance(layer, QuantizedLinear):
+            yield name, read_tensor(files, name, [weight.shape])
             continue
-        for kind, tensor in make(module, slice(row, row + shape[0]), config).items():
-            yield name.removesuffix("weight") + kind, tensor.contiguous().cpu()
+        rows = slice(weight.row, weight.row + weight.shape[0])
+        for kind, tensor in TENSORS[config["quant_method"]](layer, rows, config).items():
+            yield stem(name) + kind, tensor.contiguous().cpu()
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
@@ -616,7 +552,8 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None
     held, shard, size = [], {}, 0  # the names in each file so far; the file to come
     for name, tensor in chain(tensors, [(None, None)]):
         if shard and (tensor is None or size + tensor.nbytes > SHARD_BYTES):
-            with reading(path := directory / f"{len(held)}.safetensors"):  # a full disk raises an exception of its own
+            path = directory / f"{len(held)}.safetensors"
+            with user_errors(path):  # a full disk raises an exception of its own
                 save_file(shard, path, metadata={"format": "pt"})
                 path.chmod(0o644)  # safetensors lets its owner alone read it
             held.append(list(shard))
@@ -624,24 +561,25 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None
         if tensor is not None:
             shard[name] = tensor.contiguous()
             size += tensor.nbytes
-    files = [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
-    if len(held) == 1:
-        files = ["model.safetensors"]
-    for i, file in enumerate(files):
+    places = {}
+    for i, names in enumerate(held):
+        file = WHOLE if len(held) == 1 else f"model-{i + 1:05}-of-{len(held):05}.safetensors"
         (directory / f"{i}.safetensors").rename(directory / file)
+        places |= dict.fromkeys(names, file)
     if len(held) > 1:
-        places = {name: file for file, names in zip(files, held) for name in names}
         total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        index = dict(metadata=dict(total_size=total), weight_map=places)
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_json(directory / INDEX, dict(metadata=dict(total_size=total), weight_map=places))
 
 
-def write_checkpoint(model: Transformer, source: Path, directory: Path, quantization_config: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_checkpoint(model: Transformer, source: Checkpoint, directory: Path, quantization_config: dict) -> None:
     write_shards(quantized_tensors(model, source, quantization_config), directory)
-    for path in source.iterdir():  # the tokenizer's files, the chat template and the like
+    for path in source.directory.iterdir():  # the tokenizer's files, the chat template and the like
         wanted = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
         if wanted and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
             shutil.copyfile(path, directory / path.name)
-    config = read_json(source / "config.json") | dict(quantization_config=quantization_config)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(directory / "config.json", source.hf | dict(quantization_config=quantization_config))

@@ -6,38 +6,31 @@ own pace; no row waits for another's rejection (arXiv 2404.15778).
 A rejected draft needs no clean-up. Its keys and values lie past the end of the text, where nothing attends to them, and
 the tokens that come next overwrite them: see model.py.
 
-A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. The host learns
-a step late what came out. Before that it launches the next step, for which it decides k alone. On a GPU each k is a
-CUDA graph, drafts and all.
+A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. On a GPU the
+host learns a step late what came out. Before that it launches the next step, for which it decides k alone.
 
-Contents: acceptance, the drafts, the policies that choose k, the loop over a ragged batch.
+Contents: acceptance, the drafts, the policies that choose k, the steps of a ragged batch.
 
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 """
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Transformer
 from sampling import Sampling, draw, probabilities
 
 SLACK = 72  # slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 DRAFT_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # the values of k that a policy may use
-
-
-@dataclass(frozen=True)
-class Draft:
-    """What drafts, a smaller model or (None) prompt lookup, and how many tokens: a number, "auto", "hf" or "bass"."""
-    model: Transformer | None = None
-    policy: str = "auto"
+COMPILED_LENGTHS = 0, 1, 2, 4, 8  # where each costs seconds of compiling
+TIMED_LENGTHS = 0, 2, 8  # where each costs as much as decoding; the others' times lie between
 
 
 # Acceptance
@@ -56,7 +49,8 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
     drafted, logits = tokens[:, 1:], logits.float()  # [B, k]
     p = probabilities(logits, sampling)  # [B, T, V]
     nth = torch.arange(drafted.shape[1], device=logits.device)  # [k]
-    p_x, q_x = (probs[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1) for probs in (p, q))  # [B, k]
+    p_x = p[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1)  # [B, k]
+    q_x = q[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
     kept = (torch.rand_like(p_x) * q_x < p_x) & (nth < proposed[:, None])
     accepted = kept.long().cumprod(1).sum(1)
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
@@ -80,9 +74,47 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor
 # Drafts
 
 
+class Drafter:
+    """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
+
+    vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens at the end of the texts
+    the draft has not read. The Speculator adds those of its steps without drafts."""
+
+    def __init__(self, vocab_size: int, max_seq_len: int):
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        self.unread = 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can hold propose()."""
+        return True
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """For the drafts from now on."""
+
+    def begin(self, prompts: list[list[int]], start: int, samples: int) -> None:
+        """New texts: prompts behind `start` tokens of the texts before, and one more token, from the target's prefill.
+        Each prompt has `samples` rows."""
+
+    def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
+        """Reads what is unread of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
+
+    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+        """text [B, L], each row's last token at last [B] -> drafted tokens [B, k], their distributions [B, T, V], the
+        last one zero, and how many of them count [B]. Without the host: see captures."""
+        raise NotImplementedError
+
+
+class PromptLookup(Drafter):
+    """Drafts from the text's own n-grams: there is no model, and nothing to read."""
+
+    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+        drafted, proposed = lookup(text, last, k)
+        return drafted, F.pad(F.one_hot(drafted, self.vocab_size).float(), (0, 0, 0, 1)), proposed
+
+
 def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Prompt lookup: text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B], 0 or
-    k.
+    """text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B], 0 or k.
 
     The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
     fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match."""
@@ -93,80 +125,75 @@ def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
     for n in range(NGRAM):
         token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]
         same &= (F.pad(text, (n, 0), value=-1)[:, :L] == token) & (at < last[:, None]) & (at >= n)
-        best = torch.maximum(best, torch.where(same, at + n * L, -1).amax(1))
+        # The n-gram's length is the high digit, the place the low one: the maximum is the longest, then the latest.
+        best = torch.maximum(best, torch.where(same, n * L + at, -1).amax(1))
     place = best % L
-    steps = torch.arange(k, device=text.device) % (last - place).clamp(min=1)[:, None]
-    return text.gather(1, (place[:, None] + 1 + steps) % L), torch.where(best < 0, 0, k)
+    following = torch.arange(k, device=text.device) % (last - place).clamp(min=1)[:, None]
+    return text.gather(1, (place[:, None] + 1 + following) % L), torch.where(best < 0, 0, k)
 
 
-class PromptLookup:
-    """Drafts from the text's own n-grams: there is no model, and nothing to read. target: a generate.ModelRunner."""
+class DraftModel(Drafter):
+    """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text:
+    it holds text[: last + 1 - unread].
 
-    def __init__(self, target):
-        self.vocab_size, self.max_seq_len, self.slots = target.model.config.vocab_size, target.max_seq_len, target.slots
-        self.unread = 0
+    engine: its generate.Engine. vocabulary [draft's V]: the target's token for each of the draft's, if they differ."""
 
-    begin = prefill = catch_up = lambda self, *args: None
+    def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
+        super().__init__(vocab_size, engine.max_seq_len)
+        self.engine, self.vocabulary = engine, vocabulary
+        self.last_token = engine.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
+        self.prompts = None  # those that are not read yet
 
-    def propose(self, text: Tensor, last: Tensor, k: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As DraftModel.propose()."""
-        drafted, proposed = lookup(text, last, k)
-        return drafted, F.pad(F.one_hot(drafted, self.vocab_size).float(), (0, 0, 0, 1)), proposed
+    @property
+    def captures(self) -> bool:
+        return self.engine.captures
 
+    def set_sampling(self, sampling: Sampling) -> None:
+        self.engine.set_sampling(sampling)
 
-class DraftModel:
-    """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text.
-
-    runner: its generate.ModelRunner. vocab_size: the target's."""
-
-    def __init__(self, runner, vocab_size: int):
-        self.runner, self.max_seq_len, self.slots = runner, runner.max_seq_len, runner.slots
-        self.last_token = runner.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
-        self.vocab_size, self.unread = vocab_size, 0  # unread: trailing tokens of the text that the cache lacks
-
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        return self.runner.decoder(tokens.clamp(max=self.last_token), positions, slots)
-
-    def begin(self, prompts: list[list[int]], start: int, samples: int, drafting: bool) -> None:
-        """New prompts behind `start` tokens that are cached. One more token follows each, from the target's prefill."""
-        width = max(map(len, prompts))
-        # 1: the cache may lack the last answer's last token, which was drafted. catch_up() reads what follows it.
-        self.unread = self.unread + 1 + width if start else width
-        self.prompts, self.samples = prompts, samples
-        self.reads_prompts = not start and (drafting or width > 256)
-
-    def prefill(self) -> None:
-        if self.reads_prompts:
-            prompts = [[min(token, self.last_token) for token in prompt[:self.max_seq_len]] for prompt in self.prompts]
-            self.runner.prefill_prompts(prompts, 0, self.samples)
-            self.unread = 0
+    def begin(self, prompts: list[list[int]], start: int, samples: int) -> None:
+        self.prompts, self.samples = None, samples
+        if start:
+            # 1: the cache may lack the last answer's last token, which was drafted.
+            self.unread += 1 + max(map(len, prompts))
+        else:
+            self.prompts, self.unread = prompts, 0
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
-        """Reads what the cache lacks of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
+        if self.prompts:
+            short = [[min(token, self.last_token) for token in prompt[:self.max_seq_len]] for prompt in self.prompts]
+            self.engine.prefill(short, 0, self.samples)
+            self.prompts = None
         if self.unread:
             width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len)  # a power of two: few shapes
             at = (last - width).clamp(0, self.max_seq_len - width)[:, None]
             at = at + torch.arange(width, device=last.device)
-            for chunk in at.split(max(32, 1024 // len(at)), dim=1):  # in chunks: each makes logits that nobody wants
-                self.forward(text.gather(1, chunk), chunk, self.slots(reach))
+            for chunk in at.split(max(32, 1024 // len(at)), dim=1):
+                tokens = text.gather(1, chunk).clamp(max=self.last_token)
+                self.engine.model(tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last))
         self.unread = 0
 
-    def propose(self, text: Tensor, last: Tensor, k: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """text [B, L], each row's last token at last [B] -> drafted tokens [B, k], their distributions [B, T, V], the
-        last one zero, and how many of them count [B]."""
+    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+        engine, slots = self.engine, self.engine.slots(reach)
         # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(2, device=last.device)
         tokens = text.gather(1, torch.stack([last - 1, last], dim=1))
-        drafted, q = [], []
+        drafted, distributions = [], []
         for _ in range(k):
-            logits = self.forward(tokens, at, slots)
-            token, probs = self.runner.propose(logits, self.vocab_size, self.runner.sampling)
+            logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
+            token, q = self.in_targets_words(*engine.propose(logits, self.vocab_size, engine.sampling))
             drafted.append(token)
-            q.append(probs)
+            distributions.append(q)
             tokens, at = token[:, None], at[:, -1:] + 1
-        q.append(torch.zeros(len(last), self.vocab_size, device=last.device))
-        drafted = torch.stack(drafted, dim=1) if drafted else last.new_empty(len(last), 0)
-        return drafted, torch.stack(q, dim=1), torch.where(last + k < self.max_seq_len, k, 0)
+        distributions.append(torch.zeros(len(last), self.vocab_size, device=last.device))
+        return torch.stack(drafted, 1), torch.stack(distributions, 1), torch.where(last + k < self.max_seq_len, k, 0)
+
+    def in_targets_words(self, token: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """A token [B] and its distribution [B, V] in the draft's numbers -> in the target's."""
+        if self.vocabulary is None:
+            return token, q
+        n = len(self.vocabulary)
+        return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 
 
 # Policies
@@ -180,13 +207,6 @@ class Fixed:
 
     def update(self, accepted: list[int], k: int, seconds: float) -> None:
         """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not ended."""
-
-    def pause(self) -> int:
-        """How many steps to go without drafts, now that k is 0."""
-        return 1
-
-    def paused(self, steps: int) -> None:
-        """`steps` steps went without drafts."""
 
 
 class Heuristic(Fixed):
@@ -252,14 +272,6 @@ class Auto(Fixed):
         if self.k == 0 and self.lost < self.LOSS * self.elapsed:
             self.optimism()
 
-    def pause(self) -> int:
-        return max(128, ceil((self.lost / self.LOSS - self.elapsed) / self.seconds[0]))
-
-    def paused(self, steps: int) -> None:
-        self.elapsed += steps * self.seconds[0]
-        if self.lost <= self.LOSS * self.elapsed:
-            self.optimism()
-
 
 def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
     """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
@@ -267,55 +279,53 @@ def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
     return kinds[name]() if name in kinds else Fixed(int(name))
 
 
-# The loop
+# The steps
 
 
 class Speculator:
-    """The texts of a batch on the device, and the steps that lengthen them.
+    """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
+    and read().
 
-    target: the target's generate.Generator; draft: a DraftModel or PromptLookup; policy_name: see make_policy(). The
-    ranks agree on rank 0's timing, so that all choose the same k."""
+    target: the target's generate.Engine; policy: see make_policy(). agree: with several ranks, gives rank 0's value to
+    all, so that they choose the same k."""
 
-    def __init__(self, target, draft: DraftModel | PromptLookup, policy_name: str):
-        self.target, self.draft, self.policy_name, self.agree = target, draft, policy_name, target.team.agree
-        self.device, self.max_seq_len = target.device, target.max_seq_len
-        self.cuda = self.device.type == "cuda"
-        rows = target.batch_size
-        self.text = torch.zeros(rows, self.max_seq_len, dtype=torch.long, device=self.device)
+    def __init__(self, target, draft: Drafter, policy: str, agree: Callable = lambda value: value):
+        self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
+        rows, self.device = target.batch_size, target.device
+        self.text = torch.zeros(rows, target.max_seq_len, dtype=torch.long, device=self.device)
         self.last = torch.ones(rows, dtype=torch.long, device=self.device)  # the index of each row's last token
-        self.ends = torch.full_like(self.last, self.max_seq_len)  # a row whose last token is there is done
+        self.ends = torch.full_like(self.last, target.max_seq_len)  # a row whose last token is there is done
         self.seq_lens = [2] * rows  # the lengths of the texts as far as the host knows them
         self.limits = [0] * rows  # the lengths at which they end
-        self.step_of, self.seconds = {}, {}  # k -> a step that drafts k tokens; k -> its time, if a policy asks for it
         self.launched = deque()  # k of each step that the host has not heard of yet
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
+        self.prepare()
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Captures and times a step of each k that the policy may use. Without kernels, which a CUDA graph captures as
-        they are, each step is compiled as a whole, so there are few."""
-        policy, compile = self.policy_name, self.target.compiled and not self.target.kernels
-        self.ends.fill_(self.max_seq_len)  # no row is done
-        self.seq_lens = [self.max_seq_len if self.cuda else 2] * len(self.text)  # a captured step looks at all slots
-        lengths = [1, 2, 4, 8] if compile else list(DRAFT_LENGTHS[1:])
-        if policy.isdecimal():
-            lengths = [int(policy)]
-        if policy == "auto" or self.draft.max_seq_len < self.max_seq_len:
-            lengths = [0, *lengths]
+        """Captures, compiles and times the steps that the policy may use."""
+        target, name = self.target, self.policy_name
+        self.captures = target.captures and self.draft.captures
+        lengths = COMPILED_LENGTHS if target.compiled and not self.captures else DRAFT_LENGTHS
+        if name.isdecimal():
+            lengths = 0, int(name)
+        if name != "auto" and self.draft.max_seq_len >= target.max_seq_len:
+            lengths = lengths[1:]  # there is always room to draft
         lengths = [k for k in lengths if k + 2 <= self.draft.max_seq_len] or [0]
-        pool = torch.cuda.graph_pool_handle() if self.cuda else None
+        self.step_of = {k: partial(self.speculate, k) for k in lengths}
+        self.ends.fill_(target.max_seq_len)  # no row is done
+        self.seq_lens = [2] * len(self.text)
+        pool, seconds = None, {}
         for k in lengths:
-            step = partial(torch.compile(self.step, fullgraph=True) if compile else self.step, k)
-            if k == 0 and not self.cuda:
-                step = self.plain_step
-            # Without graphs and without a policy that asks for times, there is nothing to run yet.
-            if self.cuda or compile or policy == "auto":
-                step(self.slots_in_use())
-                if self.cuda:
-                    step = capture(step, self.slots_in_use(), pool)
-                self.seconds[k] = self.time(step)
-            self.step_of[k] = step
-        self.policy = make_policy(policy, self.seconds)
+            if target.compiled or name == "auto" and k in TIMED_LENGTHS:
+                self.step_of[k]()
+                if self.captures:
+                    pool = pool or torch.cuda.graph_pool_handle()
+                    self.step_of[k] = capture(self.step_of[k], pool)
+                seconds[k] = self.time(self.step_of[k])
+        if seconds:
+            seconds = dict(zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values()))))
+        self.policy = make_policy(name, seconds)
 
     def time(self, step: Callable) -> float:
         """Seconds: the best of a few runs over texts of two tokens."""
@@ -323,27 +333,35 @@ class Speculator:
         while len(times) < 3 or sum(times) < 0.02:
             self.last.fill_(1)
             begun = time.perf_counter()
-            step(self.slots_in_use())
+            step()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
             times.append(self.agree(time.perf_counter() - begun))
         return min(times)
 
-    def begin(self, prompts: list[list[int]], start: int, samples: int, tokens: Tensor, limit: int) -> None:
-        """Texts of `start` tokens that are there already, a prompt [for each `samples` rows] and the token [P x
-        samples] that prefill drew after it. limit: new tokens at most, that one included. Other rows are done."""
+    def set_sampling(self, sampling: Sampling) -> None:
+        """For the steps from now on. Graphs stay: they read the values on the device."""
+        self.target.set_sampling(sampling)
+        self.draft.set_sampling(sampling)
+        if self.captures != (self.target.captures and self.draft.captures):
+            self.prepare()
+
+    def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> tuple[Tensor, Tensor]:
+        """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
+        tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
-        width, unused = max(map(len, rows)), len(self.text) - len(rows)
-        padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in rows])
-        self.text[:len(rows), start:start + width] = padded.to(self.device)
-        self.seq_lens = [start + len(prompt) + 1 for prompt in rows] + [2] * unused
-        self.limits = [length + limit - 1 for length in self.seq_lens[:len(rows)]] + [0] * unused
+        self.seq_lens, self.limits = [2] * len(self.text), [0] * len(self.text)
+        for b, prompt in enumerate(rows):
+            length = start + len(prompt)
+            self.text[b, start:length] = torch.tensor(prompt)
+            self.seq_lens[b], self.limits[b] = length + 1, length + new_tokens
         self.last.copy_(torch.tensor(self.seq_lens) - 1)
         self.ends.copy_(torch.tensor(self.limits) - 1)
         self.text[:len(rows)].scatter_(1, self.last[:len(rows), None], tokens[:, None])
-        self.draft.begin(prompts, start, samples, self.policy.k > 0)
+        self.draft.begin(prompts, start, samples)
         self.launched.clear()
         self.heard = time.perf_counter()
+        return tokens, logprobs
 
     def unfinished(self) -> list[int]:
         return [b for b, limit in enumerate(self.limits) if limit > self.seq_lens[b]]
@@ -352,106 +370,76 @@ class Speculator:
         """The host has seen the row's text end."""
         self.limits[row], self.ends[row] = 0, 0
 
-    def steps(self) -> Iterator[Tensor]:
-        """Each step as it is launched: what step() returns or, without drafts on a CPU, tokens and log-probabilities
-        [2, B]."""
-        self.draft.prefill()
-        while rows := self.unfinished():
-            wanted = max(self.policy.k, min(self.step_of))
-            k = max(n for n in self.step_of if n <= wanted)
-            if min(self.seq_lens[b] for b in rows) >= self.draft.max_seq_len:
-                k = 0
-            if k == 0 and not self.cuda:
-                left = [self.limits[b] - self.seq_lens[b] for b in rows]
-                yield from self.pause(min(self.policy.pause(), *left), len(rows))
-                continue
-            if k:
-                self.draft.catch_up(self.text, self.last, self.reach())
-            else:
-                self.draft.unread += 1
-            self.launched.append(k)
-            yield self.step_of[k](self.slots_in_use())
-
-    def pause(self, steps: int, rows: int) -> Iterator[Tensor]:
-        """So many plain decode steps, on a CPU, for `rows` unfinished rows."""
-        active = self.last < self.ends
-        tokens = self.text.gather(1, self.last[:, None]).squeeze(1)
-        positions, chosen = torch.where(active, self.last, 0), []
-        longest = max(self.seq_lens)
-        try:
-            for n in range(steps):
-                chosen.append(self.target.decode(tokens, positions, self.target.slots(longest + n)))
-                yield chosen[-1]
-        finally:  # the reader may stop early
-            n = len(chosen)
-            at = self.last[:, None] + torch.arange(1, n + 1, device=self.device)
-            if chosen:
-                self.text.scatter_(1, at.clamp(max=self.text.shape[1] - 1), torch.stack(chosen)[:, 0].t().long())
-            self.last += n * active
-            for b in self.unfinished():
-                self.seq_lens[b] += n
-            self.draft.unread += n
-            self.policy.paused(n)
-            self.counts.update(steps=n, row_steps=rows * n)
-            self.heard = time.perf_counter()
-
-    def plain_step(self, slots: tuple[Tensor, Tensor]) -> Tensor:
-        """What pause() repeats, to be timed."""
-        return self.target.decode(self.last * 0, self.last.clone(), slots[0])
-
-    def learn(self, step: list) -> list[list[tuple[int, float]]]:
-        """What step() returned, now on the host -> the new tokens of each row and their log-probabilities."""
-        rows = [[(int(token), logprob) for token, logprob in zip(*row) if token >= 0] for row in step]
-        live = [b for b in self.unfinished() if rows[b]]
-        accepted, proposed = [len(rows[b]) - 1 for b in live], [int(step[b][1][-1]) for b in live]
-        k, now = self.launched.popleft(), time.perf_counter()
-        if live and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
-            seconds = now - self.heard
-            self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
-        self.heard = now
-        rejecting = sum(n < most for n, most in zip(accepted, proposed))
-        self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(proposed), accepted=sum(accepted),
-                           rejecting_steps=rejecting)
-        for b in live:
-            self.seq_lens[b] += len(rows[b])
-        return rows
+    def step(self) -> tuple[Tensor, ...] | None:
+        """Launches a step: what speculate() returns, None where all rows have ended."""
+        rows = self.unfinished()
+        if not rows:
+            return None
+        wanted = max(self.policy.k, min(self.step_of))
+        k = max(n for n in self.step_of if n <= wanted)
+        if min(self.seq_lens[b] for b in rows) >= self.draft.max_seq_len:
+            k = 0
+        if k:
+            self.draft.catch_up(self.text, self.last, self.reach())
+        else:
+            self.draft.unread += 1
+        self.launched.append(k)
+        return self.step_of[k]()
 
     def reach(self) -> int:
         """No slot beyond is in use, nor will be after the next two steps."""
         return max(self.seq_lens) + SLACK
 
-    def slots_in_use(self) -> tuple[Tensor, Tensor]:
-        """The target's and the draft's."""
-        return self.target.slots(self.reach()), self.draft.slots(self.reach())
-
-    def step(self, k: int, slots: tuple[Tensor, Tensor]) -> Tensor:
-        """Drafts k tokens, verifies them and moves on -> [B, 2, T + 1]: tokens and their log-probabilities.
-
-        A token is -1 where there is none. The last column has, in place of log-probabilities, how many tokens were
-        proposed."""
-        active = self.last < self.ends
+    def speculate(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafts k tokens, verifies them and moves on -> tokens [B, T], -1 where there is none, their log-probabilities
+        [B, T], and how many tokens were proposed [B]."""
+        target, active = self.target, self.last < self.ends
         # A row that is done moves to position 1, where its attention reads next to nothing. One row alone stays: its
         # cache may serve the next turn of a chat.
-        last = torch.where(active, self.last, 1) if len(self.text) > 1 else self.last
-        nth = torch.arange(k + 1, device=last.device)
-        drafted, q, proposed = self.draft.propose(self.text, last, k, slots[1])
-        tokens = torch.cat([self.text.gather(1, last[:, None]), drafted], dim=1)
-        logits = self.target.decoder(tokens, last[:, None] + nth, slots[0])
-        tokens, logprobs, accepted = self.target.accept(logits, tokens, q, proposed, self.target.sampling)
+        last = torch.where(active, self.last, 1) if len(self.text) > 1 else self.last.clone()
+        nth = torch.arange(k + 1, device=self.device)
+        tokens = self.text.gather(1, last[:, None])
+        if k:
+            drafted, q, proposed = self.draft.propose(self.text, last, k, self.reach())
+            tokens = torch.cat([tokens, drafted], dim=1)
+        logits = target.forward(tokens, last[:, None] + nth, target.slots(self.reach()))
+        if k:
+            tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
+        else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
+            tokens, logprobs = (chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling))
+            accepted = proposed = torch.zeros_like(last)
         self.text.scatter_(1, last[:, None] + 1 + nth, tokens)  # what is no text is overwritten before it is read
         self.last += torch.where(active, accepted + 1, 0)
-        shown = torch.where(active[:, None] & (nth <= accepted[:, None]), tokens, -1)
-        return torch.stack([F.pad(shown, (0, 1), value=-1).float(),  # floats hold tokens exactly: up to 2 ** 24
-                            torch.cat([logprobs, proposed[:, None]], dim=1)], dim=1)
+        return torch.where(active[:, None] & (nth <= accepted[:, None]), tokens, -1), logprobs, proposed
+
+    def read(self, tokens: Tensor, logprobs: Tensor, proposed: Tensor | None = None) -> list[list[tuple[int, float]]]:
+        """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
+        if proposed is None:  # begin()'s
+            return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
+        rows = [[pair for pair in zip(*row) if pair[0] >= 0] for row in zip(tokens.tolist(), logprobs.tolist())]
+        live = [b for b in self.unfinished() if rows[b]]
+        accepted = [len(rows[b]) - 1 for b in live]
+        k, now = self.launched.popleft(), time.perf_counter()
+        if live and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
+            seconds = now - self.heard
+            self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
+        self.heard = now
+        drafted = proposed[live].tolist()
+        rejecting = sum(n < most for n, most in zip(accepted, drafted))
+        self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(drafted), accepted=sum(accepted),
+                           rejecting_steps=rejecting)
+        for b in live:
+            self.seq_lens[b] += len(rows[b])
+        return rows
 
 
-def capture(step: Callable, slots: tuple[Tensor, Tensor], pool: tuple[int, int]) -> Callable:
-    """step(slots) as a CUDA graph, which returns the same tensor each time."""
+def capture(step: Callable, pool: tuple[int, int]) -> Callable:
+    """step() as a CUDA graph, which returns the same tensors each time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        out = step(slots)
+        out = step()
 
-    def replay(_) -> Tensor:
+    def replay() -> tuple[Tensor, ...]:
         graph.replay()
         return out
     return replay

@@ -8,18 +8,14 @@ every rank has the same residual stream, the same logits and, with one seed, dra
 
     torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR --compile
 
-Contents: a rank's slices, the parallel layers, the collectives, how ranks start, agree and end.
+Contents: a rank's slices, the parallel layers, the collectives, how ranks start and agree.
 
 Shapes: as in model.py; R ranks.
 """
 import json
 import math
 import os
-import signal
-import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -29,8 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from checkpoint import UserError, count_parameters
-from cli import find_device, report_errors, world_size
+from checkpoint import UserError, Weight, count_parameters, hf_weights
 from model import Config, Transformer
 
 
@@ -52,22 +47,28 @@ def part_of(columns: int, ranks: int) -> int:
 def units(config: Config, group: int) -> tuple[int, int]:
     """A rank's kv heads and its feed-forward rows are multiples of these.
 
-    So many kv heads have outputs that fill whole words, and q heads whose outputs fill whole groups of o."""
-    H, K, E = config.n_head, config.n_kv_head, config.head_dim
+    So many kv heads have outputs that fill whole words, and q heads whose outputs fill whole groups of o. Llama-3-8B
+    has 4 q heads of 128 for each kv head, 512 inputs of o: whole groups of 128, so that the unit is one kv head."""
+    per_kv_head = config.n_head // config.n_kv_head * config.head_dim  # inputs of o
     word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
-    heads = math.lcm(word // math.gcd(word, E), group // math.gcd(group, H // K * E))
-    return heads, math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
+    fills_words = word // math.gcd(word, config.head_dim)
+    fills_groups = group // math.gcd(group, per_kv_head)
+    return math.lcm(fills_words, fills_groups), math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
 
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     """Why so many ranks cannot share the model, None where they can."""
-    H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
+    H, K, E = config.n_head, config.n_kv_head, config.head_dim
     head_unit, ffn_unit = units(config, group)
-    if ranks > -(-K // head_unit) and (ranks % K or H % ranks or H // ranks * E % group or group > 1 and E % 8):
-        groups = f", in groups of {group} quantized weights" if group > 1 else ""
-        return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
-    if ranks > -(-F // ffn_unit):
-        return f"{ranks} ranks cannot share {F} feed-forward rows in units of {ffn_unit}"
+    if ranks > -(-K // head_unit):  # several ranks share a kv head, each with as many of its q heads
+        even = ranks % K == 0 and H % ranks == 0
+        between_groups = H // ranks * E % group == 0
+        between_words = group == 1 or E % 8 == 0
+        if not (even and between_groups and between_words):
+            groups = f", in groups of {group} quantized weights" if group > 1 else ""
+            return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
+    if ranks > -(-config.ffn_dim // ffn_unit):
+        return f"{ranks} ranks cannot share {config.ffn_dim} feed-forward rows in units of {ffn_unit}"
     return None
 
 
@@ -79,39 +80,46 @@ class Shard:
     reads the slices. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
-        self.whole = config
         group = 32 if group == -1 else group  # packed codes want whole words, kernels multiples of 32
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
+        H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, config.vocab_size
         head_unit, ffn_unit = units(config, group)
-        H, K = config.n_head, config.n_kv_head
         # With more ranks than kv heads several share one; see cannot_share() for what their number must be.
-        q = cut(H, H // K * head_unit if ranks <= -(-K // head_unit) else 1, rank, ranks)
-        kv = q[0] * K // H, -(-q[1] * K // H)  # those that the q heads look at
-        ffn, part = cut(config.ffn_dim, ffn_unit, rank, ranks), part_of(config.vocab_size, ranks)
-        vocabulary = min(config.vocab_size, rank * part), min(config.vocab_size, (rank + 1) * part)
-        q_rows, kv_rows = ((begin * config.head_dim, end * config.head_dim) for begin, end in (q, kv))
-        self.rows = dict(q_proj=q_rows, k_proj=kv_rows, v_proj=kv_rows, gate_proj=ffn, up_proj=ffn, lm_head=vocabulary)
-        self.columns = dict(o_proj=q_rows, down_proj=ffn)
-        self.config = replace(config, n_head=q[1] - q[0], n_kv_head=kv[1] - kv[0], ffn_dim=ffn[1] - ffn[0])
+        q_unit = H // K * head_unit if ranks <= -(-K // head_unit) else 1
+        q, q_end = cut(H, q_unit, rank, ranks)
+        kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
+        ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
+        part = part_of(V, ranks)
+        self.whole = config
+        self.config = replace(config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn)
+        self.shares = dict(  # what Weight.rows and Weight.columns name -> the rank's share
+            q=slice(q * E, q_end * E),
+            kv=slice(kv * E, kv_end * E),
+            ffn=slice(ffn, ffn_end),
+            vocab=slice(min(V, rank * part), min(V, (rank + 1) * part)))
+        summed = [weight.ours for weight in hf_weights(config).values() if weight.columns]
+        self.row_parallel = [name.rpartition(".")[0] for name in summed]  # layers of which it has some inputs
 
-    def part(self, name: str) -> tuple[slice, slice]:
-        """The rows and columns to read of one of Hugging Face's tensors. A packed tensor is named after its layer."""
-        layer = name.split(".")[-2]
-        return tuple(slice(*of.get(layer, (None,))) for of in (self.rows, self.columns))
+    def part(self, weight: Weight) -> tuple[slice, slice]:
+        """The rows and columns to read of one of Hugging Face's tensors."""
+        return self.shares.get(weight.rows, slice(None)), self.shares.get(weight.columns, slice(None))
 
     def model(self) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
         model = Transformer(self.config)
         if not self.whole.tied:
-            begin, end = self.rows["lm_head"]
-            model.head = nn.Linear(self.whole.dim, end - begin, bias=False)
+            model.head = self.make_head()
         return model
 
+    def make_head(self) -> nn.Linear:
+        share = self.shares["vocab"]
+        return nn.Linear(self.whole.dim, share.stop - share.start, bias=False, device="meta")
+
     def widest(self, name: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """low and high of each row's weights over all ranks. name: the layer's in the model, such as "wo"."""
-        if name in ("wo", "w_down"):  # each rank has some columns
+        """low and high of each row's weights over all ranks. name: the layer's in the model."""
+        if name in self.row_parallel:
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)
             low, high = -ranges[0], ranges[1]
@@ -120,18 +128,17 @@ class Shard:
     def parallelize(self, model: Transformer) -> None:
         """Puts in what talks to the other ranks, once the model's layers are in place."""
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))  # the first one takes seconds
-        for layer in model.layers:
-            layer.attn.wo, layer.ffn.w_down = RowParallelLinear(layer.attn.wo), RowParallelLinear(layer.ffn.w_down)
+        for name in self.row_parallel:
+            model.set_submodule(name, RowParallelLinear(model.get_submodule(name)))
         if self.whole.tied:
-            begin, end = self.rows["lm_head"]
-            model.head = nn.Linear(self.whole.dim, end - begin, bias=False, device="meta")
-            model.head.weight = nn.Parameter(model.embed.weight[begin:end], requires_grad=False)
+            model.head = self.make_head()
+            model.head.weight = nn.Parameter(model.embed.weight[self.shares["vocab"]], requires_grad=False)
             model.config = replace(model.config, tied=False)
         model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
 
 
 def splitter(team: "Team") -> Callable[[Config, int], Shard] | None:
-    """(config, group) -> this rank's Shard, for quantize.load_checkpoint(); None for a rank that is alone."""
+    """(config, group) -> this rank's Shard, for generate.load(); None for a rank that is alone."""
     return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
 
 
@@ -142,6 +149,7 @@ def draft_splitter(team: "Team", config: Config) -> Callable[[Config, int], Shar
     to 1.3 billion bf16 parameters, for 16 to 24 layers on two ranks."""
     if count_parameters(config) >= 1e9 and not cannot_share(config, 128, team.ranks):
         return splitter(team)
+    return None
 
 
 # The parallel layers
@@ -200,7 +208,12 @@ def _(x, columns):
     return x.new_empty(*x.shape[:-1], columns)
 
 
-# How ranks start, agree and end
+# How ranks start and agree
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @dataclass
@@ -213,27 +226,28 @@ class Team:
 
     def agree(self, value):
         """Broadcasts rank 0's value, or what a function returns there. Anything that JSON holds."""
+        if self.rank == 0 and callable(value):
+            value = value()
         if self.ranks == 1:
-            return value() if callable(value) else value
+            return value
         self.agreed += 1
         if self.rank == 0:
-            value = value() if callable(value) else value
             self.store.set(f"agreed {self.agreed}", json.dumps(value))
             self.store.delete_key(f"agreed {self.agreed - 1000}")  # no rank is that late
         return json.loads(self.store.get(f"agreed {self.agreed}"))
 
 
-def join(device: str | None) -> tuple[torch.device, Team]:
-    """This rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
+def join(device: str | None) -> tuple[str | None, Team]:
+    """The name of this rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
 
     UserError where torchrun did not start the ranks, or where there are too few GPUs."""
     if world_size() == 1:
-        return find_device(device), Team()
+        return device, Team()
     return join_ranks(device or ("cuda" if torch.cuda.is_available() else "cpu"), world_size())
 
 
 @cache
-def join_ranks(kind: str, ranks: int) -> tuple[torch.device, Team]:
+def join_ranks(kind: str, ranks: int) -> tuple[str, Team]:
     """A process joins once. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
@@ -241,71 +255,18 @@ def join_ranks(kind: str, ranks: int) -> tuple[torch.device, Team]:
     rank, local, here = (int(os.environ[name]) for name in names[:3])
     gpus = torch.cuda.device_count()
     if kind not in ("cuda", "cpu"):
-        raise UserError(f"--device {kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
-    if kind == "cuda" and here > gpus > 0:
+        raise UserError(f"`device`={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
+    if kind == "cuda" and here > gpus:
         raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
-                        "--device cpu")
-    found = find_device(f"cuda:{local}" if kind == "cuda" else "cpu")
+                        "`device`=cpu")
     # NVLink multicast stays off: a program that dies with it can leave a host's GPUs unusable for all.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    if kind == "cuda":
+        torch.cuda.set_device(local)
     store, _, _ = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(days=365))  # a chat waits for its user
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=ranks)
-    return found, Team(rank, ranks, store)
-
-
-def run(main: Callable[[], None]) -> None:
-    """cli.report_errors() for torchrun's ranks: rank 0 speaks, and when one rank ends, all do.
-
-    torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default action, which ends a
-    process at once. A Python handler would not run while the main thread waits for another rank, or for a GPU that
-    waits for one."""
-    if world_size() == 1:
-        return report_errors(main, ranks=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    rank, code = int(os.environ.get("RANK", 0)), 1
-    if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    try:
-        report_errors(partial(run_rank, main, rank), ranks=True)
-        code = 0
-    except SystemExit as error:
-        code = error.code
-    except BaseException as error:  # a bug
-        tell_torchrun(f"{type(error).__name__}: {error}")
-        sys.stderr = sys.__stderr__
-        sys.excepthook(*sys.exc_info())
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(code)  # NCCL and CUDA graphs would hang in Python's own clean-up
-
-
-def tell_torchrun(reason: str, delay: int = 0) -> None:
-    """torchrun's own report comes last, and long: it ends with the reason that stands in this file. Of several ranks'
-    it takes the one with the earliest time, in whole seconds; `delay` is added to it."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # as torch.distributed.elastic writes it
-        details = dict(py_callstack=reason, timestamp=str(int(time.time()) + delay))
-        with suppress(OSError), open(path, "w") as file:
-            json.dump(dict(message=dict(message=reason, extraInfo=details)), file)
-
-
-def run_rank(main: Callable[[], None], rank: int) -> None:
-    try:
-        main()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
-    except (UserError, OSError, MemoryError) as error:
-        time.sleep(2 * (rank > 0))  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
-        sys.stderr = sys.__stderr__
-        tell_torchrun(str(error) or "out of memory")
-        raise
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            tell_torchrun("another rank ended", delay=1)  # that rank's own reason comes first, in the same second too
-            raise UserError(f"another rank ended: {error}") from error
-        raise
+    return f"cuda:{local}" if kind == "cuda" else "cpu", Team(rank, ranks, store)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
-from formats import QuantizedLinear, from_e4m3, replace_layers
+from quantize import QuantizedLinear, replace_layers
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
@@ -82,13 +82,14 @@ class CpuQuantizedLinear(nn.Module):
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
         codes, scales, zeros, perm = group_inputs(layer)
-        middle, scales = 2 ** (layer.bits - 1), scales.float()
+        middle, scales = layer.codes.zero, scales.float()
         zeros = torch.zeros_like(scales) if zeros is None else zeros - middle
-        if not layer.e4m3:
+        self.decode = layer.codes.decode
+        if middle:  # integers; a signed byte needs no zero point
             codes = (codes.to(torch.int16) - middle).to(torch.int8)
         self.codes, self.scales, self.offsets = (nn.Parameter(tensor, requires_grad=False)
                                                  for tensor in (codes, scales, scales * zeros))
-        self.bias, self.e4m3, self.decodes = layer.bias, layer.e4m3, False
+        self.bias, self.decodes = layer.bias, False
         self.register_buffer("perm", perm, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class CpuQuantizedLinear(nn.Module):
         if self.perm is not None:
             x = x[..., self.perm]
         codes = self.codes.view(N, C, K // C)
-        codes = from_e4m3(codes) if self.e4m3 else codes.float()
+        codes = self.decode(codes)
         if not self.decodes or not torch.compiler.is_compiling() or x.numel() > FEW_QUANTIZED_ROWS * K:
             w = codes * self.scales[:, :, None] - self.offsets[:, :, None]
             return linear(x, w.flatten(1).to(x.dtype), self.bias)

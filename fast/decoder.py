@@ -26,7 +26,7 @@ from fast.attention import update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.linear import linear
 from fast.packed_linear import PackedLinear
-from formats import QuantizedLinear, replace_layers
+from quantize import QuantizedLinear, replace_layers
 from sampling import Sampling
 from tp import ColumnParallelLinear, RowParallelLinear
 

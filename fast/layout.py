@@ -66,7 +66,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from formats import QuantizedLinear, unpack
+from quantize import QuantizedLinear, unpack
 
 
 E4M3_SCALE = 256
@@ -165,7 +165,7 @@ def group_inputs(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor | None,
     GPTQ's act-order gives each input a group (g_idx). A rank that holds some of the inputs has groups without an input,
     which are dropped, and groups that differ in size. Each of these is filled up to a multiple of 32 with weights of 0,
     and then counts as several groups of 32, so K' is larger than K."""
-    codes = unpack(layer.qweight, layer.bits)
+    codes = unpack(layer.qweight, layer.codes.bits)
     scales, zeros, g_idx = layer.scales.data, None if layer.zeros is None else layer.zeros.data, layer.g_idx
     if g_idx is None:
         return codes, scales, zeros, None
@@ -176,7 +176,7 @@ def group_inputs(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor | None,
     if len(group) == 1 or (sizes == sizes[0]).all() and sizes[0] % 32 == 0:
         codes = codes[:, perm]
     else:
-        codes, perm = fill_groups(codes, zeros, layer.bits, g_idx, perm, counts)
+        codes, perm = fill_groups(codes, zeros, layer.codes.bits, g_idx, perm, counts)
         group = group.repeat_interleave((sizes + 31) // 32)
     if len(perm) == layer.in_features and torch.equal(perm, torch.arange(len(perm), device=perm.device)):
         perm = None

@@ -22,7 +22,7 @@ from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, p
                          to_mma_order, unpack_scales, untile)
 from fast.linear import plain_linear, rms_norm
 from fast.tuning import kernel_for
-from formats import QuantizedLinear, from_e4m3, say_once
+from quantize import E4M3, QuantizedLinear, from_e4m3, say_once
 
 if triton:
     from fast.packed_gemm import GemmSizes, packed_gemm, scale_of
@@ -251,7 +251,7 @@ def row_chunks(layer: QuantizedLinear) -> Iterator[QuantizedLinear]:
     for at in range(0, max(1, layer.out_features), REPACKED_ROWS):
         rows = slice(at, at + REPACKED_ROWS)
         zeros = None if layer.zeros is None else layer.zeros[rows]
-        yield QuantizedLinear(layer.qweight[rows], layer.scales[rows], zeros, layer.bits, None, layer.g_idx, layer.e4m3)
+        yield QuantizedLinear(layer.qweight[rows], layer.scales[rows], zeros, layer.codes, None, layer.g_idx)
 
 
 class PackedLinear(nn.Module):
@@ -267,17 +267,17 @@ class PackedLinear(nn.Module):
         words, scales, zeros = [], [], []
         for chunk in row_chunks(layer):
             codes, chunk_scales, chunk_zeros, perm = group_inputs(chunk)
-            words.append(to_mma_order(codes, layer.bits, layer.e4m3))
+            words.append(to_mma_order(codes, layer.codes.bits, layer.codes == E4M3))
             scales.append(chunk_scales)
             zeros.append(chunk_zeros)
         scales, zeros = torch.cat(scales), None if layer.zeros is None else torch.cat(zeros)
-        if layer.e4m3:
+        if layer.codes == E4M3:
             scales = scales.float() * E4M3_SCALE
         elif zeros is not None and scales.dtype == torch.float32:
             say_once("scales in fp32 are rounded to fp16 where zero points stand beside them", file=sys.stderr)
             scales = scales.half()
-        self.N, K, C, block = layer.out_features, codes.shape[1], scales.shape[1], block_size(layer.bits)
-        self.bits, self.e4m3, self.group_size, self.gated = layer.bits, layer.e4m3, K // C, gated
+        self.N, K, C, block = layer.out_features, codes.shape[1], scales.shape[1], block_size(layer.codes.bits)
+        self.bits, self.e4m3, self.group_size, self.gated = layer.codes.bits, layer.codes == E4M3, K // C, gated
         self.bias = layer.bias
         parts = block // self.group_size if C > 1 and block % self.group_size == 0 else 1
         qweight = tile(torch.cat(words), 16, gated)

@@ -30,13 +30,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import UserError
-from cli import Parser, find_device, report_errors
+from cli.errors import report_errors
+from cli.options import Parser
+from guard import find_device
 from fast import common, tuning
 from fast.attention import update_and_attend
 from fast.decoder import fused_linear
 from fast.packed_linear import MAX_ROWS, MIN_BLOCK_M, PackedLinear
-from formats import QuantizedLinear, pack
 from model import Config
+from quantize import CODES, QuantizedLinear, pack
 from tp import Shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -121,7 +123,7 @@ def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) 
     bits, group = FORMATS[format]
     C = 1 if group == -1 else K // group
     codes = torch.randint(2 ** bits, (N, K), device=device, dtype=torch.uint8)
-    layer = QuantizedLinear(pack(codes, bits), torch.rand(N, C, device=device).half() / K ** 0.5, None, bits)
+    layer = QuantizedLinear(pack(codes, bits), torch.rand(N, C, device=device).half() / K ** 0.5, None, CODES[f"int{bits}"])
     return PackedLinear(layer, gated)
 
 

@@ -43,15 +43,17 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config  # noqa: E402
-from cli import (DTYPES, GIB, Parser, add_quantize, check_memory, draft_tokens, find_draft, find_dtype,  # noqa: E402
-                 memory_advice, within)
+from cli.options import Parser, add_quantize, within  # noqa: E402
+from cli.ranks import run  # noqa: E402
+from formats import read_settings  # noqa: E402
 from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
+from guard import DTYPES, GIB, check_draft, check_memory, check_options, find_dtype, memory_advice  # noqa: E402
 from model import Config, Transformer  # noqa: E402
-from quantize import default_group, load_checkpoint, read_settings, round_model  # noqa: E402
+from quantize import default_group, load_checkpoint, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from speculative import Draft, make_policy  # noqa: E402
-from tp import Shard, Team, all_reduce, join, run, splitter  # noqa: E402
+from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
@@ -127,7 +129,7 @@ def parse_args() -> Namespace:
     add("--top-k", type=within(int, 0), default=200, help="default: 200")
     add("--top-p", type=within(float, 1e-6, 1), default=1.0, help="default: 1, off")
     add("--speculate", action="store_true", help="give the shape the bundled model's function, and the bundled draft")
-    add("--draft-tokens", type=lambda text: ",".join(map(draft_tokens, text.split(","))), metavar="LIST",
+    add("--draft-tokens", metavar="LIST",
         help="with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto)")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
@@ -149,6 +151,8 @@ def parse_args() -> Namespace:
     if args.draft_tokens and not args.speculate:
         parser.error(f"--draft-tokens {args.draft_tokens} goes with --speculate")
     args.draft_tokens = args.draft_tokens or "auto"
+    for tokens in args.draft_tokens.split(","):
+        check_options(dict(draft="prompt-lookup", draft_tokens=tokens))
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
     if args.ranks > 1 and args.speculate:

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import find_checkpoint  # noqa: E402
-from cli import Parser, report_errors  # noqa: E402
+from guard import find_checkpoint  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
+from cli.options import Parser  # noqa: E402
 
 
 def main() -> None:

@@ -40,11 +40,13 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import MOST_TEXT, Tokenizer, UserError, is_file, reading  # noqa: E402
-from cli import DTYPES, GIB, Parser, memory_advice, within, world_size  # noqa: E402
+from cli.options import Parser, within  # noqa: E402
+from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
+from guard import DTYPES, GIB, memory_advice  # noqa: E402
 from model import Transformer  # noqa: E402
-from tp import run  # noqa: E402
+from tp import world_size  # noqa: E402
 
 MOST_WORDS = 10 ** 6  # more than a large dictionary's entries
 

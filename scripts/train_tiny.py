@@ -29,7 +29,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from checkpoint import (Tokenizer, UserError, config_from_hf, hf_weights, is_file, load_model, read_text,  # noqa: E402
                         reading)
-from cli import Parser, memory_advice, report_errors, within  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
+from cli.options import Parser, within  # noqa: E402
+from guard import memory_advice  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,

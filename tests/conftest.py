@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cli import report_errors
+from cli.errors import report_errors
 from helpers import ROOT
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests

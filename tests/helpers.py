@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import checkpoint
 import formats
-import quantize
-from checkpoint import Tokenizer, UserError, config_from_hf, hf_weights
-from formats import QuantizedLinear
-from generate import Generator
+import guard
+from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weights, load_model
+from formats import QuantizedReader, read_settings, shared_inputs
+from generate import Engine, generate
 from model import Config, LayerConfig, Transformer
+from quantize import CODES, QuantizedLinear, check_groups, default_group, quantize_model, round_model, say_once
 from sampling import Sampling
+from speculative import SLACK, DraftModel, PromptLookup, Speculator
 
 ROOT = Path(__file__).parents[1]
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
@@ -66,23 +67,74 @@ def absent(words: str, text: str) -> list[str]:
 
 
 def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
-    return checkpoint.load_model(directory, torch.device(device), F32)
+    return load_model(Checkpoint(directory), torch.device(device), F32)
+
+
+def load_checkpoint(directory: Path, device=CPU, dtype=F32, quantize: str | None = None, group_size: int | None = None,
+                    split=None) -> Transformer:
+    """A checkpoint, vetted and loaded: what generate.load() does of one."""
+    checkpoint, _ = guard.open_checkpoint(directory, tokenizer=False)
+    return load(checkpoint, device, dtype, quantize, group_size, split=split)
+
+
+def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
+         group_size: int | None = None, progress: bool = False, split=None) -> Transformer:
+    settings = read_settings(checkpoint)
+    group = default_group(quantize, group_size)
+    if quantize and settings:
+        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
+    if quantize:
+        check_groups(checkpoint, group)
+    if settings:
+        group = shared_inputs(settings)
+    shard = split(checkpoint.config, group) if split else None
+    replace_layers = QuantizedReader(settings, device, dtype, shard).replace_layers if settings else None
+    model = load_model(checkpoint, device, dtype, progress, replace_layers, shard)
+    if settings.get("activations"):
+        say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
+    if quantize:
+        round_model(model, quantize, group_size, shard)
+    if shard:
+        shard.parallelize(model)
+    return model
 
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
-    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32, vocab_size=vocab_size,
-                               context=512))
+    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
+                               vocab_size=vocab_size, context=512))
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):
         p.data = torch.randn(p.shape, generator=random) * (1.2 if p is model.head.weight else 2) / p.shape[1] ** 0.5
     return model
 
 
-def run(generator: Generator, prompts: list[list[int]], new_tokens: int, start: int = 0) -> list[list[int]]:
-    """The new tokens of each row."""
-    steps = generator.generate(prompts, new_tokens, start)
-    return [[token for step in row for token, _ in step][:new_tokens] for row in zip(*steps)]
+def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0,
+        samples: int = 1) -> list[list[int]]:
+    """The new tokens of each row that is in use."""
+    rows = [[] for _ in range(len(prompts) * samples)]
+    for step in steps(engine, prompts, new_tokens, start, samples):
+        for row, pairs in zip(rows, step):
+            row += [token for token, _ in pairs]
+    return [row[:new_tokens] for row in rows]
+
+
+def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1):
+    """generate(), with a Speculator if one is given in the engine's place."""
+    if isinstance(engine, Speculator):
+        return generate(engine.target, prompts, new_tokens, start, samples, engine)
+    return generate(engine, prompts, new_tokens, start, samples)
+
+
+def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
+               sampling: Sampling = GREEDY, mode: str = "eager") -> Speculator:
+    """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
+    target = Engine(model, length + SLACK, rows, sampling, mode)
+    drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
+    if draft:
+        engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
+        drafter = DraftModel(engine, model.config.vocab_size)
+    return Speculator(target, drafter, policy)
 
 
 # Tokenizers
@@ -95,6 +147,10 @@ LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_l
 
 def put(path: Path, content) -> None:
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    return guard.open_checkpoint(directory)[1]
 
 
 BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
@@ -111,14 +167,14 @@ def with_json(directory: Path, config: dict | None = None, post_process: bool = 
     made.save(str(directory / "tokenizer.json"))
     put(directory / "config.json", LLAMA | dict(vocab_size=260, bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
     put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
-    return Tokenizer(directory)
+    return open_tokenizer(directory)
 
 
 def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
     shutil.copy(TINY / "tokenizer.model", directory)
     put(directory / "config.json", LLAMA | dict(vocab_size=2048) | (config or {}))
     put(directory / "tokenizer_config.json", settings)
-    return Tokenizer(directory)
+    return open_tokenizer(directory)
 
 
 # Checkpoints
@@ -133,8 +189,8 @@ def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     directory.mkdir(exist_ok=True)
     config = SHAPE | dict(model_type=kind) | changes
     (directory / "config.json").write_text(json.dumps(config))
-    weights = {name: (torch.randn(shape) / 8).bfloat16()
-               for name, (_, _, shape) in hf_weights(config_from_hf(config)).items()}
+    weights = {name: (torch.randn(weight.shape) / 8).bfloat16()
+               for name, weight in hf_weights(config_from_hf(config)).items()}
     save_file(weights, directory / "model.safetensors")
     return weights
 
@@ -142,12 +198,13 @@ def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
 def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,
           head: bool = False, form: str = "gptq", **config) -> Transformer:
     """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
-    model = checkpoint.load_model(directory, CPU, F32)
+    source = Checkpoint(directory)
+    model = load_model(source, CPU, F32)
     tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
-    quantize.quantize_model(model, bits, group_size, sym, act_order, head, tokens)
+    quantize_model(model, CODES[f"int{bits}"], group_size, sym, act_order, head, tokens)
     out.mkdir()
     config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
-    formats.write_checkpoint(model, directory, out, config)
+    formats.write_checkpoint(model, source, out, config)
     return model
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from chat import Chat
+from cli.chat import Chat
 from checkpoint import Tokenizer
 from generate import LLM
 from helpers import ROOT, TEMPLATE, TINY

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha1
@@ -23,9 +22,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpoint import (Tokenizer, config_from_hf, find_checkpoint, hf_weights, load_config, load_model)
-from cli import read_prompts
-from helpers import CPU, F32, LLAMA, ROOT, absent, put, refusal, with_json, with_model
+from checkpoint import Checkpoint, config_from_hf, hf_weights, load_model
+from guard import find_checkpoint, read_text, vet, vet_config
+from helpers import (CPU, F32, LLAMA, ROOT, absent, load_checkpoint, open_tokenizer, put, refusal, with_json,
+                     with_model)
 
 ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=64)
@@ -37,7 +37,7 @@ def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Ten
     """config.json, and tensors that go with it, not saved yet."""
     put(directory / "config.json", LLAMA | changes)
     weights = hf_weights(config_from_hf(LLAMA | changes))
-    return {name: torch.randn(shape).to(dtype) for name, (_, _, shape) in weights.items()}
+    return {name: torch.randn(weight.shape).to(dtype) for name, weight in weights.items()}
 
 
 def save(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 0) -> None:
@@ -50,7 +50,8 @@ def save(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 0) -> 
 
 
 def load(directory: Path, dtype=torch.float32) -> torch.nn.Module:
-    return load_model(directory, torch.device("cpu"), dtype)
+    """A checkpoint, vetted first."""
+    return load_checkpoint(directory, CPU, dtype)
 
 
 ROWS = {"attn.wqkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "attn.wo": ["self_attn.o_proj"],
@@ -141,10 +142,10 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path, index):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc")
 def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     save(tmp_path, make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6), shards=6)
-    program = ("import sys, torch, checkpoint, safetensors.torch, tqdm; from pathlib import Path\n"
+    program = ("import sys, torch, safetensors.torch, tqdm; from checkpoint import Checkpoint, load_model; from pathlib import Path\n"
                "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
                "before = status('VmRSS')\n"
-               "model = checkpoint.load_model(Path(sys.argv[1]), torch.device('cpu'), torch.float32)\n"
+               "model = load_model(Checkpoint(Path(sys.argv[1])), torch.device('cpu'), torch.float32)\n"
                "print(status('VmHWM') - before)")
     grown = int(subprocess.check_output([sys.executable, "-c", program, tmp_path], cwd=ROOT)) / 1024
     shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
@@ -176,17 +177,17 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     *[(dict(tie_word_embeddings=value), f"tie_word_embeddings {value!r} true") for value in ("false", 1, [], 0.5)]])
 def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, changes, words):
     put(tmp_path / "config.json", LLAMA | changes)
-    assert absent(f"config.json {words}", refusal(load_config, tmp_path)) == []
+    assert absent(f"config.json {words}", refusal(vet, tmp_path)) == []
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                                  "vocab_size", "max_position_embeddings", "rms_norm_eps", *list(ROPE)[1:]])
 def test_a_missing_key_is_refused_by_name(key):
     whole = LLAMA | dict(rope_scaling=dict(ROPE))
-    config_from_hf(whole)
+    vet_config(whole)
     (whole if key in whole else whole["rope_scaling"]).pop(key)
     with pytest.raises(ValueError, match=key):
-        config_from_hf(whole)
+        vet_config(whole)
 
 
 def test_every_spelling_of_rope_is_one_config():
@@ -195,12 +196,12 @@ def test_every_spelling_of_rope_is_one_config():
     spellings = [dict(rope_theta=5e5, rope_scaling=ROPE), dict(rope_theta=5e5, rope_scaling=old), new]
     one, *others = [config_from_hf(LLAMA | spelling) for spelling in spellings]
     assert others == [one, one]
-    assert one.rope_theta == 5e5 and one.rope_scaling.factor == 8.0
+    assert one.layers[1].rope.theta == 5e5 and one.layers[0].rope.scaling.factor == 8.0
 
 
 @pytest.mark.parametrize("kind, window", [("mistral", 16), ("llama", None), ("qwen2", None), ("qwen3", None)])
 def test_only_mistral_has_a_sliding_window(kind, window):
-    assert config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).window == window
+    assert config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).layers[0].window == window
 
 
 @pytest.mark.parametrize("shape, refused", [((64,), False), ((32,), False), ((10 ** 6,), True), ((8, 8), True)])
@@ -208,9 +209,9 @@ def test_a_bias_of_zeros_is_one_of_a_layers_size(tmp_path, shape, refused):
     """A larger one would be read whole, only to see that it is zero."""
     save(tmp_path, make(tmp_path) | {"x.bias": torch.zeros(shape)})
     if refused:
-        assert "x.bias" in refusal(load_model, tmp_path, CPU, F32)
+        assert "x.bias" in refusal(load, tmp_path)
     else:
-        load_model(tmp_path, CPU, F32)
+        load(tmp_path)
 
 
 def test_each_file_is_opened_once(tmp_path, monkeypatch):
@@ -218,7 +219,7 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
     save(tmp_path, make(tmp_path, num_hidden_layers=6), shards=2)
     opened = MagicMock(side_effect=safe_open)
     monkeypatch.setattr("checkpoint.safe_open", opened)
-    load_model(tmp_path, CPU, F32)
+    load(tmp_path)
     assert opened.call_count == 2
 
 
@@ -228,7 +229,7 @@ def test_a_header_of_over_16_mib_is_refused(tmp_path):
     size = int.from_bytes(held[:8], "little")
     padded = held[8:8 + size] + b" " * 2 ** 24
     (tmp_path / "model.safetensors").write_bytes(len(padded).to_bytes(8, "little") + padded + held[8 + size:])
-    assert absent("model.safetensors header 16777216", refusal(load_model, tmp_path, CPU, F32)) == []
+    assert absent("model.safetensors header 16777216", refusal(load, tmp_path)) == []
 
 
 def test_a_message_shows_control_characters_escaped_and_is_cut(tmp_path):
@@ -250,9 +251,9 @@ def test_what_would_block_or_never_end_is_refused_by_name(tmp_path, file, kind):
     dict(pipe=lambda: os.mkfifo(path), directory=path.mkdir, device=lambda: path.symlink_to("/dev/zero"))[kind]()
 
     def open_all():
-        Tokenizer(tmp_path)
+        open_tokenizer(tmp_path)
         load(tmp_path)
-        read_prompts(Namespace(prompt=[], prompt_file=tmp_path / "prompts.txt"))
+        read_text(tmp_path / "prompts.txt")
 
     assert f"{path}: " in refusal(open_all)
 
@@ -283,7 +284,7 @@ def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, 
         with_json(tmp_path / "in")
     link_to(tmp_path / "elsewhere", tmp_path / "in", file)
     for _ in range(2):
-        said = refusal(lambda: (Tokenizer(tmp_path / "in"), load(tmp_path / "in")))
+        said = refusal(lambda: (open_tokenizer(tmp_path / "in"), load(tmp_path / "in")))
         assert said.startswith(f"{tmp_path / 'in' / file}: a link to {tmp_path / 'elsewhere' / file}, ")
         shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)  # no silence about a file that was there once
     assert "not there" in said
@@ -294,7 +295,7 @@ def test_links_of_the_hubs_cache_and_inside_of_the_directory_are_followed(tmp_pa
     with_all(tmp_path / directory)
     for file in [*LINKED, SHARD]:
         link_to(tmp_path / place, tmp_path / directory, file)
-    assert Tokenizer(tmp_path / directory).template == "hello"
+    assert open_tokenizer(tmp_path / directory).template == "hello"
     load(tmp_path / directory)
 
 
@@ -302,14 +303,14 @@ def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_fol
     with_all(tmp_path / "hub" / "snapshots" / "abc")
     link_to(tmp_path / "elsewhere", tmp_path / "hub" / "snapshots" / "abc", "config.json")
     (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "elsewhere")
-    assert "out of its" in refusal(load_config, tmp_path / "hub" / "snapshots" / "abc")
+    assert "out of its" in refusal(vet, tmp_path / "hub" / "snapshots" / "abc")
 
 
 def test_weights_and_the_directory_itself_may_be_links(tmp_path):
     with_all(tmp_path / "in")
     link_to(tmp_path / "disk", tmp_path / "in", SHARD)
     (tmp_path / "name").symlink_to(tmp_path / "in")
-    Tokenizer(find_checkpoint(str(tmp_path / "name")))
+    open_tokenizer(find_checkpoint(str(tmp_path / "name")))
     load(find_checkpoint(str(tmp_path / "name")))
     shutil.rmtree(tmp_path / "disk")
     assert f"{tmp_path / 'in' / SHARD}: a link to" in refusal(load, find_checkpoint(str(tmp_path / "name")))
@@ -320,7 +321,7 @@ def test_a_file_of_absurd_size_is_not_read(tmp_path, file):
     with_model(tmp_path)
     with open(tmp_path / file, "ab") as grown:
         grown.truncate(2 ** 34)  # a hole: no disk is filled
-    assert absent(f"{tmp_path / file}: {2 ** 34} bytes", refusal(Tokenizer, tmp_path)) == []
+    assert absent(f"{tmp_path / file}: {2 ** 34} bytes", refusal(open_tokenizer, tmp_path)) == []
 
 
 WANTED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", INDEX,
@@ -405,7 +406,7 @@ ONE_BY_ONE = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
 import download
-from cli import report_errors
+from cli.errors import report_errors
 
 results = {}
 for name in sys.argv[1:]:
@@ -497,6 +498,6 @@ def test_a_directory_is_named_in_full(tmp_path, monkeypatch, name):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     directory = find_checkpoint(name.format(tmp_path / "here"))
-    assert refusal(load_config, directory).startswith(f"{tmp_path / 'here' / 'config.json'}: no such file; want a dir")
+    assert refusal(vet, directory).startswith(f"{tmp_path / 'here' / 'config.json'}: no such file; want a dir")
     put(directory / "config.json", LLAMA)
-    assert refusal(load_model, directory, torch.device("cpu"), torch.float32).startswith(f"{tmp_path / 'here'}: no ")
+    assert refusal(load, directory).startswith(f"{tmp_path / 'here'}: no ")

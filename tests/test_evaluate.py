@@ -236,7 +236,7 @@ evaluate.run(evaluate.main)
 
 def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("quantize.read_settings", lambda directory: dict(bits=4))
+    monkeypatch.setattr("formats.read_settings", lambda directory: dict(bits=4))
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: 1 / 0)
     code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", "README.md",
                           "--compare", f"{TINY}:int4", "--device", "cpu")

@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 from fast import optimize
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
 from fast.decoder import fusible, install_kernels
-from formats import QuantizedLinear, SeparateLinears
+from formats import SeparateLinears
 from generate import Generator
 from helpers import error
-from quantize import load_checkpoint
+from quantize import QuantizedLinear, load_checkpoint
 from sampling import Sampling, choose
 from speculative import accept, propose
 

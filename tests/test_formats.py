@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import formats
-from formats import QuantizedLinear, from_e4m3, read_settings
-from helpers import CPU, F32, ROOT, absent, error, make, quantized_layers, refusal
-from quantize import load_checkpoint
+from checkpoint import Checkpoint
+from formats import read_settings
+from helpers import CPU, F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal
+from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
 
 FILE = ROOT / "tests" / "quantized_golden.safetensors"
@@ -79,9 +80,9 @@ def test_ranks_hold_the_same_weights(tmp_path, monkeypatch, setting):
     whole = load_checkpoint(tmp_path, CPU, F32)
     H, K, E, F = (getattr(whole.config, name) for name in ("n_head", "n_kv_head", "head_dim", "ffn_dim"))
     for rank in (0, 1):
-        shard = Shard(whole.config, formats.shared_inputs(read_settings(tmp_path)), rank, 2)
+        shard = Shard(whole.config, formats.shared_inputs(read_settings(Checkpoint(tmp_path))), rank, 2)
         part = load_checkpoint(tmp_path, CPU, F32, split=partial(Shard, rank=rank, ranks=2))
-        q, kv, ffn = (torch.arange(*shard.rows[name]) for name in ("q_proj", "k_proj", "up_proj"))
+        q, kv, ffn = (torch.arange(shard.shares[name].start, shard.shares[name].stop) for name in ("q", "kv", "ffn"))
         for mine, all_of in zip(part.layers, whole.layers):
             rows = torch.cat([q, H * E + kv, (H + K) * E + kv])
             assert weight_of(mine.attn.wqkv).equal(weight_of(all_of.attn.wqkv)[rows])
@@ -143,7 +144,7 @@ def test_e4m3_is_read_by_bits():
 
 def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
     for setting, told in {"fp8 a tensor, static, cache": 1, "w8a8": 1, "fp8 blocks": 1, "w4a16": 0}.items():
-        formats.say_once.cache_clear()
+        say_once.cache_clear()
         unfold(setting, tmp_path)
         load_checkpoint(tmp_path, CPU, F32)
         load_checkpoint(tmp_path, CPU, F32)
@@ -157,7 +158,7 @@ def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
     ("w4a16", "int4"), ("w8a8", "int8"), ("fp8 blocks", "fp8"), ("several groups", "int8"), ("awq", "int4")])
 def test_the_name_of_what_was_read(tmp_path, setting, name):
     unfold(setting, tmp_path)
-    assert read_settings(tmp_path)["name"] == name
+    assert read_settings(Checkpoint(tmp_path))["name"] == name
 
 
 def test_a_layer_that_no_target_names_is_as_it_was(tmp_path):

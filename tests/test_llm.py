@@ -1,5 +1,6 @@
 """generate.LLM, the Python API."""
 import asyncio
+import inspect
 import io
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Tokenizer
+from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
 from helpers import DRAFT, ROOT, TEMPLATE, TINY, python_blocks, quantized_layers, subprocess_python, write
 
@@ -43,6 +44,8 @@ def test_the_readmes_example_runs_and_other_sizes_compile_nothing(chatty, llm, c
                              ("word " * 300, {}), (one, dict(num_samples=3)), (one, dict(max_new_tokens=1))]:
         expected, found = (each(prompts, **dict(temperature=0, max_new_tokens=9) | options) for each in (llm, compiled))
         assert tokens_of(found) == tokens_of(expected), prompts
+    for sampling in (dict(temperature=0.7), dict(top_k=3), dict(top_p=0.5, min_p=0.1), dict(temperature=1.3, top_k=9)):
+        assert compiled(one, max_new_tokens=9, **sampling).tokens
     assert counters["stats"]["unique_graphs"] == graphs
 
 
@@ -51,9 +54,9 @@ def tokens_of(completions) -> list[list[int]]:
 
 
 def test_a_text_is_continued_and_messages_go_through_the_template(llm, chatty):
-    tokenizer = Tokenizer(Path(chatty))
-    assert llm("One day").prompt_tokens == tokenizer.encode("One day")
-    assert llm(MESSAGES).prompt_tokens == tokenizer.encode_messages(MESSAGES)
+    tokenizer = Tokenizer(Checkpoint(Path(chatty)))
+    assert llm("One day").prompt_tokens == tokenizer.encode_text("One day")
+    assert llm(MESSAGES).prompt_tokens == tokenizer.encode_chat(MESSAGES)
     batch = llm(["One day", MESSAGES, "Tom"])
     assert tokens_of(batch) == [llm(prompt).tokens for prompt in ("One day", MESSAGES, "Tom")]
 
@@ -119,7 +122,7 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
 
 
 @pytest.mark.parametrize("options, said", [
-    (dict(max_seq_length=513), "--max-seq-length 513: the model's context is 512"),
+    (dict(max_seq_length=513), "max_seq_length=513: the model's context is 512"),
     (dict(compiled=True), "compiled: no such option, did you mean compile?"), (dict(json=True), "json: no such option"),
     (dict(max_batch_size=0), "max_batch_size=0"), (dict(max_batch_size=True), "max_batch_size=True"),
     (dict(group_size=32), "group_size 32 goes with quantize"), (dict(dtype="int3"), "int3"),
@@ -135,10 +138,10 @@ def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, sa
 
 def test_what_exceeds_a_limit_that_was_given_is_a_value_error(chatty):
     llm = LLM(chatty, **GREEDY, max_batch_size=2, max_seq_length=40)
-    assert llm.generator  # made by the constructor, which knows all
+    assert llm.engine  # made by the constructor, which knows all
     with pytest.raises(ValueError, match="3 rows .* exceed max_batch_size=2"):
         llm(["One day", "Tom", "Sue"])
-    with pytest.raises(ValueError, match="new ones exceed 40, --max-seq-length"):
+    with pytest.raises(ValueError, match="new ones exceed 40, max_seq_length"):
         llm("word " * 40)
     assert len(llm(["One day", "Tom"])) == 2
 
@@ -166,7 +169,7 @@ def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_s
         assert len(speculative(prompts, temperature=0.9, seed=1)) == len(prompts)
     samples = speculative("One day", num_samples=2)
     assert tokens_of(samples) == [llm("One day").tokens] * 2
-    assert speculative.generator.speculator.counts["drafted"] > 0
+    assert speculative.speculator.counts["drafted"] > 0
 
 
 @pytest.mark.gpu
@@ -194,7 +197,7 @@ def test_on_a_gpu_a_larger_call_loads_and_compiles_again(chatty, draft, no_kerne
     for prompts in (["One day"], ["Tom"] * 5, ["One day", "Tom"]):
         expected, found = tokens_of(eager(prompts)), tokens_of(fast(prompts))
         assert expected == found if no_kernels else list(map(len, expected)) == list(map(len, found))
-    assert fast.generator.batch_size == 5
+    assert fast.engine.batch_size == 5
 
 
 def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch, capsys):
@@ -207,6 +210,14 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
     packed = LLM(str(tmp_path / "int4"), **options)
     assert packed("One day").text == text and quantized_layers(packed.model)
     assert "at every step, for lack of memory" in capsys.readouterr().err
+
+
+def test_its_options_are_keywords_and_it_completes_to_what_users_need(llm):
+    parameters = inspect.signature(LLM).parameters
+    assert {"temperature", "min_p", "quantize", "draft_tokens", "max_seq_length"} < set(parameters)
+    assert all(parameter.kind == parameter.KEYWORD_ONLY for parameter in list(parameters.values())[1:])
+    assert len(repr(llm)) < 200 and "device='cpu'" in repr(llm)
+    assert len([name for name in dir(llm) if not name.startswith("_")]) <= 24
 
 
 def test_it_works_where_a_notebook_runs_it(chatty, llm):

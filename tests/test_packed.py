@@ -6,7 +6,7 @@ from fast.cpu import CpuQuantizedLinear
 from fast.layout import (E4M3_SCALE, block_size, from_mma_order, group_inputs, pack_scales, tile, to_mma_order,
                          unpack_scales, untile)
 from fast.packed_linear import PackedLinear, plain_packed_linear
-from formats import QuantizedLinear, pack, say_once
+from quantize import CODES, E4M3, QuantizedLinear, pack, say_once
 from helpers import error, exact_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -43,7 +43,7 @@ def random_layer(N, K, bits, C, zeros, act_order, dtype, device, parts=""):
     points = torch.randint(1, 2 ** bits, (N, C), device=device) if zeros else None
     bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
     g_idx = torch.randperm(K, device=device) // (K // C) if act_order else None
-    return QuantizedLinear(pack(codes, bits), scales, points, bits, bias, g_idx, e4m3)
+    return QuantizedLinear(pack(codes, bits), scales, points, E4M3 if e4m3 else CODES[f"int{bits}"], bias, g_idx)
 
 
 @pytest.mark.parametrize("bits, e4m3", [(4, False), (8, False), (8, True)])
@@ -99,7 +99,7 @@ def regrouped_weights(layer):
     """What group_inputs() gives for a layer, as weights [N, K] in the layer's order; what is filled in must be 0."""
     codes, scales, zeros, perm = group_inputs(layer)
     assert codes.dtype == torch.uint8 and codes.shape[1] % scales.shape[1] == 0
-    zeros = torch.full_like(scales, 2 ** (layer.bits - 1)) if zeros is None else zeros
+    zeros = torch.full_like(scales, layer.codes.zero) if zeros is None else zeros
     w = (codes.double().unflatten(1, (scales.shape[1], -1)) - zeros[:, :, None]) * scales.double()[:, :, None]
     if perm is None:
         return w.flatten(1)
@@ -114,7 +114,7 @@ def test_inputs_of_a_group_come_side_by_side(bits, zeros):
     assert group_inputs(act_order)[3].sort().values.equal(torch.arange(96))
     for layer in plain, act_order:
         assert regrouped_weights(layer).equal(layer.dequantize(torch.float64))
-    in_order = QuantizedLinear(plain.qweight, plain.scales, plain.zeros, bits, None, torch.arange(96) // 32)
+    in_order = QuantizedLinear(plain.qweight, plain.scales, plain.zeros, plain.codes, None, torch.arange(96) // 32)
     assert group_inputs(in_order)[3] is None
 
 
@@ -127,7 +127,7 @@ def test_filled_groups_give_the_same_weights(bits, zeros):
         g_idx[g_idx == 1] = 0
         codes = torch.randint(2 ** bits, (6, K))
         points = torch.randint(2 ** bits, (6, C)) if zeros else None
-        layer = QuantizedLinear(pack(codes, bits), torch.rand(6, C).half(), points, bits, None, g_idx)
+        layer = QuantizedLinear(pack(codes, bits), torch.rand(6, C).half(), points, CODES[f"int{bits}"], None, g_idx)
         regrouped, scales, _, perm = group_inputs(layer)
         assert len(g_idx.unique()) == 1 or regrouped.shape[1] == len(perm) == 32 * scales.shape[1] < K + 32 * C
         assert regrouped_weights(layer).equal(layer.dequantize(torch.float64))
@@ -143,10 +143,10 @@ def test_fp32_scales_take_the_whole_word(bits, e4m3):
     parts = "e4m3" if e4m3 and bits == 8 else "wide"
     layer = random_layer(35, 96, bits, 3, False, False, None, "cpu", parts)
     packed = PackedLinear(layer)
-    assert packed.scales_and_zeros.dtype == torch.float32 and packed.e4m3 == layer.e4m3
+    assert packed.scales_and_zeros.dtype == torch.float32 and packed.e4m3 == (layer.codes == E4M3)
     assert unpack_scales(packed.scales_and_zeros, 35, 3, bits, False)[0].equal(
-        layer.scales * (E4M3_SCALE if layer.e4m3 else 1))
-    if layer.e4m3:
+        layer.scales * (E4M3_SCALE if layer.codes == E4M3 else 1))
+    if layer.codes == E4M3:
         numbers = layer.qweight.view(torch.uint8).view(torch.float8_e4m3fn).float()
         assert layer.dequantize(torch.float32).equal(numbers * layer.scales.repeat_interleave(32, 1))
 
@@ -163,7 +163,8 @@ def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_layer_without_outputs_gives_none(bits):
     """As a rank has it of a small head."""
-    layer = QuantizedLinear(torch.zeros(0, 576 * bits // 32, dtype=torch.int32), torch.zeros(0, 9).half(), None, bits)
+    words, scales = torch.zeros(0, 576 * bits // 32, dtype=torch.int32), torch.zeros(0, 9).half()
+    layer = QuantizedLinear(words, scales, None, CODES[f"int{bits}"])
     for one in layer, PackedLinear(layer), CpuQuantizedLinear(layer):
         assert one(torch.randn(3, 576)).shape == (3, 0)
 

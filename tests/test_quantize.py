@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import checkpoint
 import formats
 import quantize
-from checkpoint import UserError, hf_weights
-from cli import report_errors
-from formats import QuantizedLinear
-from helpers import CPU, F32, ROOT, TINY, change, error, make, quantized_layers, refusal, write
-from quantize import gptq, load_checkpoint, quantize_model, round_to_nearest
+from checkpoint import Checkpoint, UserError, hf_weights, load_model
+from cli.errors import report_errors
+from helpers import (CPU, F32, ROOT, TINY, change, error, load_checkpoint, make, open_tokenizer, quantized_layers,
+                     refusal, tiny, write)
+from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
@@ -64,7 +63,7 @@ def test_rounding_gives_the_nearest_of_evenly_spaced_values(bits, group_size, sy
     w = torch.randn(5, 192) * torch.rand(5, 1)
     w[1] = w[1].abs()
     w[2, :64] = 0
-    codes, scales, zeros = round_to_nearest(w, bits, group_size, sym)
+    codes, scales, zeros = round_to_nearest(w, CODES[f"int{bits}"], group_size, sym)
     assert codes.shape == w.shape and scales.dtype == torch.float16 and (zeros is None) == sym
     G, top = 192 if group_size == -1 else group_size, 2 ** bits - 1
     for n in range(5):
@@ -86,8 +85,8 @@ def test_scales_are_chosen_by_what_each_weights_error_costs():
     w, costs = torch.randn(100, 64), torch.rand(100, 64) ** 8
 
     def loss(weighing: Tensor) -> Tensor:
-        scale, zero = quantize.find_scales(w, 4, False, weighing)
-        return (((quantize.encode(w, scale, zero, 4) - zero) * scale - w).square() * costs).sum(-1)
+        scale, zero = quantize.find_scales(w, INT4, False, weighing)
+        return (((quantize.encode(w, scale, zero, INT4) - zero) * scale - w).square() * costs).sum(-1)
 
     by_cost, alike = loss(costs), loss(torch.ones_like(costs))
     assert (by_cost <= alike).all() and by_cost.sum() < 0.9 * alike.sum()
@@ -105,7 +104,7 @@ def correlated(K: int, rank: int = 24) -> Tensor:
 def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size, act_order, sym):
     w, x = torch.randn(N, K), correlated(K)
     hessian = x.T @ x
-    *quantized, loss = gptq(w, hessian, bits, group_size, sym, act_order)
+    *quantized, loss = gptq(w, hessian, CODES[f"int{bits}"], group_size, sym, act_order)
     g_idx = quantized[-1]
     exact = w.double() @ x.double().T
 
@@ -113,7 +112,7 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size,
         return ((w.double() - q) @ x.double().T).square().sum() / exact.square().sum()
 
     q = values(*quantized[:3], bits, g_idx)
-    assert relative(q) < 0.7 * relative(values(*round_to_nearest(w, bits, group_size, sym), bits))
+    assert relative(q) < 0.7 * relative(values(*round_to_nearest(w, CODES[f"int{bits}"], group_size, sym), bits))
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(K)
     weighted = [((t @ damped) * t).sum() for t in (w.double() - q, w.double())]
     assert loss == pytest.approx((weighted[0] / weighted[1]).item(), rel=0.02)
@@ -128,17 +127,17 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size,
 def test_inputs_without_correlation_leave_nothing_to_do_but_round(monkeypatch, sym, act_order):
     monkeypatch.setattr(quantize, "SHRINK", [1.0])
     w = torch.randn(6, 128)
-    codes, scales, zeros, _, _ = gptq(w, torch.eye(128), 4, 64, sym, act_order)
-    for got, want in zip((codes, scales, zeros), round_to_nearest(w, 4, 64, sym)):
+    codes, scales, zeros, _, _ = gptq(w, torch.eye(128), INT4, 64, sym, act_order)
+    for got, want in zip((codes, scales, zeros), round_to_nearest(w, INT4, 64, sym)):
         assert got is None and want is None or torch.equal(got, want)
 
 
 def test_a_dead_input_is_rounded_and_disturbs_no_other():
     w, x = torch.randn(6, 64), correlated(64)
     x[:, 7] = 0
-    codes, scales, zeros, _, _ = gptq(w, x.T @ x, 8, -1, False, False)
+    codes, scales, zeros, _, _ = gptq(w, x.T @ x, INT8, -1, False, False)
     assert (values(codes, scales, zeros, 8)[:, 7] - w[:, 7]).abs().max() <= scales.max()
-    codes, scales, zeros, g_idx, loss = gptq(w, torch.zeros(64, 64), 4, 32, True, True)
+    codes, scales, zeros, g_idx, loss = gptq(w, torch.zeros(64, 64), INT4, 32, True, True)
     assert torch.isfinite(values(codes, scales, zeros, 4, g_idx)).all() and loss == loss
 
 
@@ -147,17 +146,17 @@ def test_a_hessian_that_is_not_positive_definite_is_damped_and_said_so_once(caps
     hessian = torch.eye(64) - 0.5 * torch.ones(64, 64).roll(1, 0)
     hessian = hessian + hessian.T
     for _ in range(2):
-        codes, scales, zeros, g_idx, _ = gptq(torch.randn(4, 64), hessian, 4, 32, False, True)
+        codes, scales, zeros, g_idx, _ = gptq(torch.randn(4, 64), hessian, INT4, 32, False, True)
         assert torch.isfinite(values(codes, scales, zeros, 4, g_idx)).all()
     assert capsys.readouterr().err.count("not positive definite") == 1
-    assert "overflow" in refusal(gptq, torch.randn(4, 64), hessian * float("inf"), 4, 32, False, True)
+    assert "overflow" in refusal(gptq, torch.randn(4, 64), hessian * float("inf"), INT4, 32, False, True)
 
 
 @pytest.mark.parametrize("K, group_size, words", [(96, 64, "64 96 32"), (96, 48, "48"), (56, 32, "56 32"),
                                                   (56, -1, "56 32"), (96, 0, "0")])
 def test_groups_that_do_not_fit_are_refused(K, group_size, words):
-    messages = [refusal(round_to_nearest, torch.randn(4, K), 4, group_size, True),
-                refusal(gptq, torch.randn(4, K), torch.eye(K), 4, group_size, True, False)]
+    messages = [refusal(round_to_nearest, torch.randn(4, K), INT4, group_size, True),
+                refusal(gptq, torch.randn(4, K), torch.eye(K), INT4, group_size, True, False)]
     assert [word for word in words.split() for message in messages if word not in message] == []
 
 
@@ -169,7 +168,7 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
     hessian, drift = x.T @ x, (before - x).T @ x
     outputs = []
     for given in (None, drift):
-        codes, scales, zeros, g_idx, _ = gptq(w, hessian, 8, 32, False, act_order, given)
+        codes, scales, zeros, g_idx, _ = gptq(w, hessian, INT8, 32, False, act_order, given)
         outputs.append(x.double() @ values(codes, scales, zeros, 8, g_idx).T)
     wanted = before.double() @ w.double().T
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(64)
@@ -181,7 +180,7 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
 def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
     from the inputs in the model before."""
-    model, seen = checkpoint.load_model(TINY, CPU, F32), []
+    model, seen = tiny(), []
     monkeypatch.setattr(quantize, "CHUNK", 64)  # several chunks
     plain = quantize.gptq
     monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or
@@ -200,7 +199,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 
     model.setup(32)
     before = inputs(getattr(parent, own) for _, parent, own in quantize.find_linears(model, head=False))
-    quantize_model(model, 4, 128, False, act_order=True, calibration=tokens)
+    quantize_model(model, INT4, 128, False, act_order=True, calibration=tokens)
     after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
     for (hessian, drift), y, x in zip(seen, before, after):
@@ -223,7 +222,7 @@ def test_what_is_written_loads_bit_for_bit(tmp_path, bits, group_size, sym, act_
     for name in want:
         assert torch.equal(dense(want[name]), dense(got[name])), name
         assert (got[name].zeros is None) == sym
-    for name, (ours, row, (N, *_)) in hf_weights(made.config).items():
+    for name, (ours, row, (N, *_), *_) in hf_weights(made.config).items():
         if name in held:
             assert torch.equal(held[name], theirs[name]), name  # as it was, its dtype too
         elif name.startswith("model.layers.1.self_attn") or name == "lm_head.weight":
@@ -428,7 +427,7 @@ def logits_of(model) -> Tensor:
 
 
 def test_rounding_while_loading_stays_near_the_exact_weights():
-    exact = logits_of(checkpoint.load_model(TINY, CPU, F32))
+    exact = logits_of(tiny())
     int8, int4, int4_coarse = (error(logits_of(load_checkpoint(TINY, CPU, F32, *how)), exact)
                                for how in (("int8",), ("int4",), ("int4", 128)))
     assert int8 < 0.02 < int4 < int4_coarse < 0.3
@@ -440,8 +439,8 @@ def test_rounding_while_loading_stays_near_the_exact_weights():
 def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, monkeypatch):
     text = tmp_path / "text"
     text.write_text((ROOT / "README.md").read_text() * 3)
-    exact = checkpoint.load_model(TINY, CPU, F32)
-    tokens = torch.tensor(checkpoint.Tokenizer(TINY).encode(text.read_text()))[None, :400]
+    exact = tiny()
+    tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[None, :400]
     losses = []
     for out, options in {"rounded": [], "gptq": ["--gptq", "--act-order", "--calibration", text,
                                                  "--calibration-tokens", 4096]}.items():
@@ -539,7 +538,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, monkeypatch):
     make(tmp_path / "in")
     write(tmp_path / "in", tmp_path / "made", 4, 32, False)
     assert "already" in refusal(run, monkeypatch, "--checkpoint", tmp_path / "made", "--out", tmp_path / "out")
-    assert "quantize" in refusal(checkpoint.load_model, tmp_path / "made", CPU, F32)
+    assert "quantize" in refusal(load_model, Checkpoint(tmp_path / "made"), CPU, F32)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import generate
-import quantize
+from cli.options import generate_args
+from cli.quantize import parse_args
 from scripts import benchmark, evaluate
 
 ROOT = Path(generate.__file__).parent
@@ -15,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 BENCHMARKS = (ROOT / "BENCHMARKS.md").read_text()
 PARSERS = {"scripts/benchmark.py": benchmark.parse_args, "scripts/evaluate.py": evaluate.parse_args,
-           "quantize.py": quantize.parse_args, "generate.py": lambda: generate.generate_args("", "")}
+           "quantize.py": parse_args, "generate.py": lambda: generate_args("")}
 
 
 def commands() -> list[str]:

@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from cli import keyword_options
 from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, plain_sample, sample
+from guard import check_options
 from helpers import error
 from sampling import Sampling, choose, draw, probabilities
 from speculative import accept, propose
@@ -46,7 +46,7 @@ def test_files_and_options_have_the_same_limits(name, good, bad):
         return False
 
     for value in good + bad:
-        assert takes(Sampling, **{name: value}) == takes(keyword_options, keywords={name: value}) == (value in good)
+        assert takes(Sampling, **{name: value}) == takes(check_options, options={name: value}) == (value in good)
     assert not takes(Sampling, **{name: True}) and not takes(Sampling, **{name: "1"})  # files alone have types
 
 

@@ -20,8 +20,9 @@ import pytest
 import tokenizers as hf
 from sentencepiece import SentencePieceTrainer
 
-from checkpoint import Tokenizer, render_lines, template_process
-from helpers import BOS, EOS, EOT, IM_END, LLAMA, ROOT, absent, put, refusal, with_json, with_model
+from guard import template_process
+from helpers import (BOS, EOS, EOT, IM_END, LLAMA, ROOT, absent, open_tokenizer, put, refusal, with_json, with_model)
+
 
 @pytest.mark.parametrize("make_tokenizer, config, settings, begin", [
     (with_json, {}, {}, [BOS]), (with_json, {}, dict(add_bos_token=None), [BOS]),
@@ -33,23 +34,22 @@ from helpers import BOS, EOS, EOT, IM_END, LLAMA, ROOT, absent, put, refusal, wi
 def test_a_text_begins_as_the_files_say_and_a_rendered_one_with_its_own(
         tmp_path, make_tokenizer, config, settings, begin):
     tokenizer = make_tokenizer(tmp_path, config, **settings)
-    rendered = tokenizer.encode("hi", rendered=True)
-    assert tokenizer.encode("hi") == begin + rendered
+    rendered = tokenizer.backend.encode("hi")
+    assert tokenizer.encode_text("hi") == begin + rendered
     assert tokenizer.decode(rendered[:1]).startswith("h")
 
 
 @pytest.mark.parametrize("bos", [-1, 5000, "x", [], 1.5, True])
 def test_a_beginning_of_sequence_that_is_no_token_is_refused(tmp_path, bos):
-    tokenizer = with_model(tmp_path, dict(bos_token_id=bos))
-    assert absent(f"bos_token_id {bos!r} vocab_size", refusal(tokenizer.encode, "hi")) == []
+    assert absent(f"bos_token_id {bos!r} vocab_size", refusal(with_model, tmp_path, dict(bos_token_id=bos))) == []
 
 
 @pytest.mark.parametrize("make_tokenizer, ids", [(with_json, (BOS, EOS, IM_END)), (with_model, (1, 2, 2048))])
 def test_special_tokens_in_rendered_text_become_their_ids(tmp_path, make_tokenizer, ids):
     added = {"2048": dict(content="<|im_end|>", special=True)}
     tokenizer = make_tokenizer(tmp_path, dict(vocab_size=2049), added_tokens_decoder=added)
-    hi, there = (tokenizer.encode(text, rendered=True) for text in ("hi", " there"))
-    assert tokenizer.encode("<s>hi<|im_end|> there</s>", rendered=True) == [ids[0], *hi, ids[2], *there, ids[1]]
+    hi, there = (tokenizer.backend.encode(text) for text in ("hi", " there"))
+    assert tokenizer.backend.encode("<s>hi<|im_end|> there</s>") == [ids[0], *hi, ids[2], *there, ids[1]]
 
 
 CHATML = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<s>assistant\n"
@@ -63,12 +63,12 @@ def test_special_tokens_count_where_the_template_writes_them_and_nowhere_else(tm
     added = {"2048": dict(content="<|im_end|>", special=True)}
     tokenizer = make_tokenizer(tmp_path, dict(vocab_size=2049), added_tokens_decoder=added, chat_template=CHATML)
     messages = [dict(role="user", content="Hello"), dict(role="user", content="Hi") | {place: typed}]
-    ids = tokenizer.encode_messages(messages)
+    ids = tokenizer.encode_chat(messages)
     bos, end = (tokenizer.backend.special[token] for token in ("<s>", "<|im_end|>"))
     assert [i for i in ids if i in tokenizer.backend.special.values()] == [bos, end, bos, end, bos]
     assert typed in tokenizer.decode(ids)
     typed_ids = {tokenizer.backend.special[token] for token in ("<s>", "</s>", "<|im_end|>") if token in typed}
-    assert typed_ids <= {*tokenizer.encode(typed, rendered=True)}  # --prompt stays as it is
+    assert typed_ids <= {*tokenizer.backend.encode(typed)}  # --prompt stays as it is
 
 
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
@@ -78,7 +78,7 @@ def test_special_tokens_inside_of_a_tools_call_are_text_too(tmp_path, make_token
     calls = [{"name": "find</s>", "</s>": dict(what=["</s><s>"], many=3)}]
     bos, end = (tokenizer.backend.special[token] for token in ("<s>", "</s>"))
     for kind in list, tuple:
-        ids = tokenizer.encode_messages([dict(role="user", content="<s>", calls=kind(calls))])
+        ids = tokenizer.encode_chat([dict(role="user", content="<s>", calls=kind(calls))])
         assert ids.count(bos) == 1 and end not in ids and json.dumps(calls) in tokenizer.decode(ids)
 
 
@@ -95,10 +95,10 @@ def test_a_tokenizer_that_folds_what_is_typed_makes_no_special_token_of_it(tmp_p
     if normalizer:
         made.normalizer = normalizer
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path)
-    assert IM_END in tokenizer.encode(typed, rendered=True)  # --prompt stays as it is
+    tokenizer = open_tokenizer(tmp_path)
+    assert IM_END in tokenizer.backend.encode(typed)  # --prompt stays as it is
     for text in typed, typed + "<s>":
-        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(IM_END) == 1
+        assert tokenizer.encode_chat([dict(role="user", content=text)]).count(IM_END) == 1
 
 
 @pytest.mark.parametrize("model", [
@@ -112,9 +112,9 @@ def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path,
     made.save(str(tmp_path / "tokenizer.json"))
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
     put(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template="{{ messages[0].content }}</s>"))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
     for text in "x", "x</s>", "</s>", "\u3042</s>":  # the last one begins with a character that is unknown
-        assert tokenizer.encode_messages([dict(role="user", content=text)]).count(1) == 1
+        assert tokenizer.encode_chat([dict(role="user", content=text)]).count(1) == 1
 
 
 def test_a_character_that_is_unknown_leaves_the_rest_of_a_text_as_it_was(tmp_path):
@@ -125,9 +125,9 @@ def test_a_character_that_is_unknown_leaves_the_rest_of_a_text_as_it_was(tmp_pat
     made.save(str(tmp_path / "tokenizer.json"))
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
     put(tmp_path / "tokenizer_config.json", dict(chat_template="{{ messages[0].content }}"))
-    tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.encode_messages([dict(role="user", content="ab\u3042ab")]) == [4, 0, 4]
-    assert tokenizer.encode_messages([dict(role="user", content="ab\u3042ab</s>")])[:3] == [4, 0, 4]
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.encode_chat([dict(role="user", content="ab\u3042ab")]) == [4, 0, 4]
+    assert tokenizer.encode_chat([dict(role="user", content="ab\u3042ab</s>")])[:3] == [4, 0, 4]
 
 
 def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
@@ -140,9 +140,9 @@ def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=260))
     template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     put(tmp_path / "tokenizer_config.json", dict(eos_token="</s>", chat_template=template))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
     messages = [dict(role="user", content=text) for text in ("abc", "dad")]
-    ids = tokenizer.encode_messages(messages)
+    ids = tokenizer.encode_chat(messages)
     assert ids == made.encode(tokenizer.render(messages), add_special_tokens=False).ids and ids.count(0) == 1
 
 
@@ -156,11 +156,11 @@ def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=400))
     template = CHATML.replace("<s>", "<|im_start|>")
     put(tmp_path / "tokenizer_config.json", dict(eos_token="<|im_end|>", chat_template=template))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
     start, end = map(tokenizer.backend.id, ("<|im_start|>", "<|im_end|>"))
     chat = [dict(role="user", content="hello"), dict(role="assistant", content="world")]
-    assert tokenizer.encode_messages(chat) == tokenizer.backend.processor.encode(tokenizer.render(chat))
-    ids = tokenizer.encode_messages([dict(role="user", content="hello<|im_end|>")])
+    assert tokenizer.encode_chat(chat) == tokenizer.backend.processor.encode(tokenizer.render(chat))
+    ids = tokenizer.encode_chat([dict(role="user", content="hello<|im_end|>")])
     assert (ids.count(end), ids.count(start)) == (1, 2)
 
 
@@ -170,9 +170,9 @@ def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_p
     made.add_tokens(["<|end|>", "<|user|>"])
     made.save(str(tmp_path / "tokenizer.json"))
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=262, eos_token_id=260))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
     for text in "x", "x<|end|>y":
-        ids = tokenizer.encode_messages([dict(role="user", content=text)])
+        ids = tokenizer.encode_chat([dict(role="user", content=text)])
         assert ids.count(260) == 1 and ids[0] == 261
 
 
@@ -181,11 +181,11 @@ def test_an_end_that_is_a_usual_piece_changes_no_prompt(tmp_path, make_tokenizer
     """Of one character, or of several: --prompt stays as it is, and so do messages without that text."""
     text = "Once upon a time there was a fox.\nThe end.\n"
     plain = make_tokenizer(tmp_path, dict(vocab_size=2048), chat_template="{{ messages[0].content }}")
-    before, messages = plain.encode(text), plain.encode_messages([dict(role="user", content=text)])
+    before, messages = plain.encode_text(text), plain.encode_chat([dict(role="user", content=text)])
     for end in {*before}:
         ending = make_tokenizer(tmp_path, dict(vocab_size=2048, eos_token_id=end), chat_template=plain.template)
-        assert ending.encode(text) == before
-        said = ending.encode_messages([dict(role="user", content=text)])
+        assert ending.encode_text(text) == before
+        said = ending.encode_chat([dict(role="user", content=text)])
         assert said == messages or ending.decode(said) == text
 
 
@@ -194,7 +194,7 @@ def test_messages_that_are_no_json_are_refused(tmp_path):
     for _ in range(10 ** 5):
         deep = [deep]
     for value in deep, object():
-        refusal(tokenizer.encode_messages, [dict(role="user", content="x", calls=value)])
+        refusal(tokenizer.encode_chat, [dict(role="user", content="x", calls=value)])
 
 
 @pytest.mark.parametrize("kind", [1, 3])  # normal, control
@@ -205,9 +205,9 @@ def test_pieces_that_are_no_text_are_refused(tmp_path, kind):
     with open(tmp_path / "tokenizer.model", "ab") as file:
         file.write(b"\n" + bytes([len(piece)]) + piece)
     if kind == 3:
-        assert "tokenizer.model" in refusal(Tokenizer, tmp_path)
+        assert "tokenizer.model" in refusal(open_tokenizer, tmp_path)
     else:
-        tokenizer = Tokenizer(tmp_path)
+        tokenizer = open_tokenizer(tmp_path)
         for use, of in (tokenizer.token, 2048), (tokenizer.decode, [2048]):
             assert "tokenizer.model" in refusal(use, of)
 
@@ -223,7 +223,7 @@ def test_a_special_token_of_a_million_characters_is_refused(tmp_path):
 def test_messages_without_special_tokens_keep_their_tokens(tmp_path, make_tokenizer, text):
     tokenizer = make_tokenizer(tmp_path, chat_template=CHATML)
     messages = [dict(role="user", content=text)]
-    assert tokenizer.encode_messages(messages) == tokenizer.encode(tokenizer.render(messages), rendered=True)
+    assert tokenizer.encode_chat(messages) == tokenizer.backend.encode(tokenizer.render(messages))
 
 
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
@@ -231,7 +231,7 @@ def test_messages_without_special_tokens_keep_their_tokens(tmp_path, make_tokeni
     "Once upon a time", "naïve café", "🙂👩‍🚀 日本語", "  two  spaces\n\ttab\n"])
 def test_decode_inverts_encode_and_hides_special_tokens(tmp_path, make_tokenizer, text):
     tokenizer = make_tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(text) + tokenizer.encode("</s>", rendered=True)) == text
+    assert tokenizer.decode(tokenizer.encode_text(text) + tokenizer.backend.encode("</s>")) == text
 
 
 @pytest.mark.parametrize("eos_token", ["</s>", dict(content="</s>", lstrip=False), None])
@@ -247,7 +247,7 @@ def test_every_known_end_stops(tmp_path, eos_token, generation, config, more):
 def test_an_end_that_is_no_token_is_refused_by_the_file_that_names_it(tmp_path, file, ids):
     with_json(tmp_path)
     put(tmp_path / file, (LLAMA | dict(vocab_size=260) if file == "config.json" else {}) | dict(eos_token_id=ids))
-    assert absent(f"{tmp_path / file}: eos_token_id= 0 259", refusal(Tokenizer, tmp_path)) == []
+    assert absent(f"{tmp_path / file}: eos_token_id= 0 259", refusal(open_tokenizer, tmp_path)) == []
 
 
 @pytest.mark.parametrize("settings, word", [
@@ -268,9 +268,9 @@ def test_symbols_that_a_tokenizer_model_defines_are_tokens_too(tmp_path, ids):
                                vocab_size=12, user_defined_symbols=["<|im_end|>"], minloglevel=2, **ids)
     put(tmp_path / "tokenizer.model", made.getvalue())
     put(tmp_path / "config.json", LLAMA | dict(bos_token_id=None, eos_token_id=None))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
     im_end = tokenizer.backend.processor.piece_to_id("<|im_end|>")
-    assert tokenizer.encode("abc<|im_end|>") == tokenizer.backend.processor.encode("abc") + [im_end]
+    assert tokenizer.encode_text("abc<|im_end|>") == tokenizer.backend.processor.encode("abc") + [im_end]
     assert tokenizer.stops == {im_end}
 
 
@@ -278,7 +278,7 @@ def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
     said = refusal(partial(with_json, tmp_path), dict(vocab_size=200, eos_token_id=2))
     assert absent("eos_token_id=257 199", said) == []
     tokenizer = with_json(tmp_path, dict(vocab_size=200, eos_token_id=2), eos_token=None)
-    assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode, "hi")) == []
+    assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode_text, "hi")) == []
 
 
 @pytest.mark.parametrize("file, content", [
@@ -291,7 +291,7 @@ def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, capfd, file, cont
     (tmp_path / file).unlink(missing_ok=True)
     if content is not None:
         put(tmp_path / file, content)
-    assert file in refusal(Tokenizer, tmp_path)
+    assert file in refusal(open_tokenizer, tmp_path)
     assert capfd.readouterr().err == ""  # nor has a library said more
 
 
@@ -308,7 +308,7 @@ def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd, part):
     with_json(tmp_path)
     path = tmp_path / "tokenizer.json"
     put(path, json.loads(path.read_text()) | part)
-    said = refusal(lambda: Tokenizer(tmp_path).encode("hello"))
+    said = refusal(lambda: open_tokenizer(tmp_path).encode_text("hello"))
     assert said.startswith(f"{path}: PanicException: ")
     assert capfd.readouterr().err == ""
 
@@ -319,7 +319,7 @@ def test_a_decoder_that_panics_at_one_token_of_thousands_does_so_at_load(tmp_pat
     made.save(str(tmp_path / "tokenizer.json"))
     put(tmp_path / "tokenizer.json", json.loads((tmp_path / "tokenizer.json").read_text()) | dict(decoder=STRIP))
     put(tmp_path / "config.json", LLAMA | dict(vocab_size=3001))
-    assert "tokenizer.json: PanicException" in refusal(Tokenizer, tmp_path) and capfd.readouterr().err == ""
+    assert "tokenizer.json: PanicException" in refusal(open_tokenizer, tmp_path) and capfd.readouterr().err == ""
 
 
 def test_a_panic_in_the_middle_of_a_text_is_a_user_error(tmp_path):
@@ -386,23 +386,26 @@ def test_a_template_may_not_print_many_times_what_the_messages_have(tmp_path):
     assert "2000000 characters" in refusal(tokenizer.render, CHAT)
 
 
+def in_a_program(monkeypatch, before: str, after: str) -> None:
+    """The program of the next process has other lines."""
+    plain = inspect.getsource
+    monkeypatch.setattr("guard.inspect.getsource", lambda function: plain(function).replace(before, after))
+    template_process.cache_clear()
+
+
 def test_a_template_that_waits_has_ten_seconds(tmp_path, monkeypatch):
     """A process that is stopped uses no CPU time."""
     tokenizer = with_json(tmp_path, chat_template="hi")
     tokenizer.render(CHAT)
-    source = inspect.getsource(render_lines).replace("signal.alarm(10)", "signal.alarm(1); signal.pause()")
-    monkeypatch.setattr("checkpoint.inspect.getsource", lambda function: source)
-    template_process.cache_clear()
+    in_a_program(monkeypatch, "signal.alarm(10)", "signal.alarm(1); signal.pause()")
     assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
     template_process.cache_clear()
 
 
 def test_a_chat_may_wait_longer_than_a_template(tmp_path, monkeypatch):
     """The time of a template ends with its answer."""
-    source = inspect.getsource(render_lines).replace("signal.alarm(10)", "signal.alarm(1)")
-    monkeypatch.setattr("checkpoint.inspect.getsource", lambda function: source)
+    in_a_program(monkeypatch, "signal.alarm(10)", "signal.alarm(1)")
     tokenizer = with_json(tmp_path, chat_template="hi")
-    template_process.cache_clear()
     for _ in range(2):
         assert tokenizer.render(CHAT) == "hi"
         time.sleep(1.2)
@@ -412,15 +415,15 @@ def test_a_chat_may_wait_longer_than_a_template(tmp_path, monkeypatch):
 def test_half_an_answer_of_a_template_is_none(tmp_path, monkeypatch):
     tokenizer = with_json(tmp_path, chat_template="hi")
     process = subprocess.Popen(["sh", "-c", "read a; printf '[\"\", \"abc'"], stdin=-1, stdout=-1, text=True)
-    monkeypatch.setattr("checkpoint.template_process", MagicMock(return_value=process))
+    monkeypatch.setattr("guard.template_process", MagicMock(return_value=process))
     assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
 
 
 def test_a_limit_of_cpu_time_that_is_set_already_stays(tmp_path):
     """A process without privileges cannot raise it."""
-    program = ("import resource, checkpoint; resource.setrlimit(resource.RLIMIT_CPU, (60, 60)); "
-               "print(checkpoint.render('hi', {}))\n"
-               "pid = checkpoint.template_process(checkpoint.os.getpid()).pid\n"
+    program = ("import resource, guard; resource.setrlimit(resource.RLIMIT_CPU, (60, 60)); "
+               "print(guard.render('hi', {}))\n"
+               "pid = guard.template_process(guard.os.getpid()).pid\n"
                "print(open(f'/proc/{pid}/limits').read())")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("hi\n") and re.search(r"Max cpu time +3 +60 ", done.stdout), done
@@ -453,7 +456,7 @@ def test_a_template_whose_wait_was_interrupted_answers_no_later_question(tmp_pat
             process.stdin.flush()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("checkpoint.template_process", MagicMock(return_value=MagicMock(
+    monkeypatch.setattr("guard.template_process", MagicMock(return_value=MagicMock(
         wraps=process, stdin=Interrupted(), stdout=process.stdout)))
     with pytest.raises(KeyboardInterrupt):
         tokenizer.render([dict(role="user", content="first")])

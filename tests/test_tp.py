@@ -26,7 +26,8 @@ import generate
 import tp
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights, load_config
-from cli import report_errors
+from cli import ranks as ending
+from cli.errors import report_errors
 from helpers import CPU, DRAFT, ROOT, SHAPE, TINY, change, ended, error, make, told, torchrun, write
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
@@ -296,9 +297,9 @@ def test_torchrun_is_told_why_a_rank_ended(monkeypatch, error, told):
         raise error
 
     reasons = []
-    monkeypatch.setattr(tp, "tell_torchrun", reasons.append)
+    monkeypatch.setattr(ending, "tell_torchrun", reasons.append)
     with pytest.raises(type(error)):
-        tp.run_rank(fail, 0)
+        ending.run_rank(fail, 0)
     assert reasons == [told]
 
 
@@ -348,10 +349,11 @@ CHAT, TYPED = ("--interactive", *GREEDY), "Once upon a time\nThen\n"
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
-import tp, generate
+import generate
+from cli.ranks import run
 if os.environ["RANK"] == "1":
     sys.argv += ["--checkpoint", {checkpoint!r}]
-tp.run(generate.main)
+run(generate.main)
 """
 
 
@@ -418,7 +420,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 
 def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
-    program = "import tp; tp.run(lambda: {}['a bug'])"
+    program = "from cli.ranks import run; run(lambda: {}['a bug'])"
     done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1",
                  TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
@@ -428,7 +430,7 @@ def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
 SLEEPER = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-import tp
+from cli.ranks import run
 
 def main():
     print("up", flush=True)
@@ -436,7 +438,7 @@ def main():
     for _ in range(2):  # the second time it waits for good
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-tp.run(main)
+run(main)
 """
 
 

@@ -19,7 +19,7 @@ from quantize import load_checkpoint
 from sampling import Sampling
 from speculative import Draft
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
-from tp import run as run_rank
+from cli.ranks import run as run_rank
 
 SUMS, REPLAYS, VOCABULARIES = 100, 50, (2047, 2049, 49153)
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)

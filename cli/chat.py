@@ -7,8 +7,10 @@ Without a chat template the text so far and what is typed are continued.
 import json
 import os
 import re
+import select
 import signal
 import sys
+import termios
 from argparse import Namespace
 from bisect import bisect_left
 from collections import deque
@@ -16,8 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from checkpoint import UserError, read_text, reading
-from cli import show, written_whole
+from checkpoint import UserError
+from cli.output import show, written_whole
+from completion import Completion
+from guard import check_messages, read_text, user_errors
 
 HELP = """\
 /reset        forget the conversation
@@ -26,26 +30,6 @@ HELP = """\
 /load FILE    go on with a conversation of such a file
 /quit         leave, as do exit, Ctrl-D, and Ctrl-C twice at an empty prompt
 Ctrl-C stops an answer. A pasted text of several lines is one turn."""
-
-
-def check_messages(messages) -> None:
-    """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"message {message!r:.60}: want a role and a content, both text")
-
-
-def load_messages(path: Path) -> list[dict] | str:
-    """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
-    try:
-        with reading(f"/load {path}"):
-            messages = json.loads(read_text(path))
-            check_messages(messages)
-            return messages
-    except UserError as error:
-        return str(error)
 
 
 class Chat:
@@ -58,14 +42,14 @@ class Chat:
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
+        self.readline = None
 
     def run(self) -> deque:
-        """Answers until the user leaves. Returns the last answers, a generate.Completion each."""
-        self.typed_so_far = str  # on the line that Ctrl-C interrupts; "" where there is no readline
+        """Answers until the user leaves. Returns the last answers, a Completion each."""
         with suppress(ImportError):
             import readline  # input() then edits lines and recalls them
             readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted newline does not end the line
-            self.typed_so_far = readline.get_line_buffer
+            self.readline = readline
         leaving = "Ctrl-C and Ctrl-D leave" if self.team.ranks > 1 else "Ctrl-C stops an answer, Ctrl-D leaves"
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
@@ -80,30 +64,47 @@ class Chat:
                 else:
                     self.turn(line)
             except UserError as error:
-                self.say(error)
+                print(error.command_line(), file=sys.stderr)
             except KeyboardInterrupt:  # before the answer began
                 print()
         return self.answers
 
-    def say(self, text) -> None:
-        if not self.args.quiet or isinstance(text, UserError):
+    def say(self, text: str) -> None:
+        if not self.args.quiet:
             print(text, file=sys.stderr)
+
+    # What is typed
 
     def ask(self) -> str | None:
         """What the user types; None when it is time to leave."""
-        prompt, interrupted = "> " if sys.stdin.isatty() and sys.stdout.isatty() else "", False
+        on_terminal, interrupted = sys.stdin.isatty() and sys.stdout.isatty(), False
         while True:
             try:
-                return input(prompt)
+                return self.read_turn("> ") if on_terminal else input("")
             except EOFError:
                 return None
             except KeyboardInterrupt:
                 print()
-                empty = not self.typed_so_far()
+                empty = not (self.readline and self.readline.get_line_buffer())
                 if empty and interrupted:
                     return None
                 interrupted = empty
                 self.say("Ctrl-C again leaves." if empty else "")
+
+    def read_turn(self, prompt: str) -> str:
+        """A line that is typed or, as one turn, all lines that came during the answer: a terminal sends what is pasted
+        then as if it were typed. If the last of them is not ended, the user goes on with it."""
+        waiting = read_waiting() if self.readline else ""
+        if waiting.endswith("\n"):
+            print(prompt + waiting, end="")
+            return waiting.removesuffix("\n")
+        if not waiting:
+            return input(prompt)
+        self.readline.set_startup_hook(lambda: self.readline.insert_text(waiting))
+        try:
+            return input(prompt)
+        finally:
+            self.readline.set_startup_hook()
 
     def command(self, name: str, text: str | None) -> None:
         """A line "/name text". UserError where it cannot be done; then nothing has changed."""
@@ -118,32 +119,33 @@ class Chat:
             self.system = [dict(role="system", content=text)] if text else []
             self.messages = list(self.system)
             self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
-        elif name == "save" and text:
+        elif name in ("save", "load") and not text:
+            raise UserError(f"/{name}: want a file's name")
+        elif name == "save":
             if self.team.rank == 0:
-                with reading(f"/save {text}"), written_whole(Path(text).expanduser()) as partial:
-                    partial.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+                save_messages(self.messages, text)
             self.say(f"{len(self.messages)} messages are in {text}.")
-        elif name == "load" and text:
-            loaded = self.team.agree(lambda: load_messages(Path(text).expanduser()))
+        elif name == "load":
+            loaded = self.team.agree(lambda: load_messages(text))
             if isinstance(loaded, str):
                 raise UserError(loaded)
             self.messages = loaded
             self.system = loaded[:1] if loaded[0]["role"] == "system" else []
             self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
-        elif name in ("save", "load"):
-            raise UserError(f"/{name}: want a file's name")
         else:
             raise UserError(f"/{name}: no such command; /help lists them")
 
+    # A turn
+
     def turn(self, text: str) -> None:
         """The user's turn and the answer. UserError where the turn alone is too long; it is then forgotten."""
+        room, most = self.llm.room, self.args.max_new_tokens
         messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
         start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
-        limit = min(self.args.max_new_tokens or self.llm.room, self.llm.room - len(tokens))
-        answer = self.llm.completion(text, tokens, limit, self.args.stop)
+        answer = Completion(text, tokens, self.tokenizer, min(most or room, room - len(tokens)), self.args.stop)
         self.cached = []
-        with stopped_by_ctrl_c(answer) if self.team.ranks == 1 else nullcontext():  # ranks all end: see tp.run()
-            show([answer], self.llm.complete([answer], start=start))
+        with stopped_by_ctrl_c(answer) if self.team.ranks == 1 else nullcontext():  # ranks all end: see ranks.run()
+            show([("", answer)], self.llm.complete([answer], start=start))
         if answer.finish_reason == "interrupted" and not answer.tokens:
             return  # as if the turn had not been
         self.answers.append(answer)
@@ -154,7 +156,7 @@ class Chat:
             self.messages = []
         if sys.stderr.isatty() and answer.steps > 1:
             rate = (answer.steps - 1) / max(1e-9, answer.seconds - answer.first_s)
-            full = ", the context is full" if len(tokens) + len(answer.tokens) == self.llm.room else ""
+            full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
             self.say(f"\x1b[2m{len(answer.tokens)} tokens, {rate:.1f} tokens/s{full}\x1b[0m")
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
@@ -168,10 +170,11 @@ class Chat:
             def fits(turn: int) -> bool:
                 return len(self.encode(messages[:kept] + messages[turn:])) <= room * 3 // 4
 
-            messages = messages[:kept] + messages[turns[bisect_left(turns[:-1], True, key=fits)]:]
+            first = turns[bisect_left(turns[:-1], True, key=fits)]
+            messages = messages[:kept] + messages[first:]
             tokens = self.encode(messages)
         if len(tokens) >= room:
-            raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise --max-seq-length")
+            raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`")
         if len(messages) < before and not self.told_dropped:
             self.say(f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are dropped from now on")
             self.told_dropped = True
@@ -180,13 +183,47 @@ class Chat:
     def encode(self, messages: list[dict]) -> list[int]:
         """Without a chat template the messages are one text."""
         if self.tokenizer.template:
-            return self.tokenizer.encode_messages(messages)
-        [text], marks = self.tokenizer.mark([dict(content="".join(message["content"] for message in messages))])
-        return self.tokenizer.encode(text["content"], marks=marks)
+            return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_typed("".join(message["content"] for message in messages))
+
+
+def read_waiting() -> str:
+    """What waits on the terminal, if that is a line or more."""
+    stdin = sys.stdin.fileno()
+    if not select.select([stdin], [], [], 0)[0]:
+        return ""
+    before = termios.tcgetattr(stdin)
+    as_it_comes = termios.tcgetattr(stdin)
+    as_it_comes[3] &= ~(termios.ICANON | termios.ECHO)  # the beginning of a line, too
+    waiting = b""
+    try:
+        termios.tcsetattr(stdin, termios.TCSANOW, as_it_comes)
+        while select.select([stdin], [], [], 0.05)[0]:
+            waiting += os.read(stdin, 2 ** 16)
+    finally:
+        termios.tcsetattr(stdin, termios.TCSANOW, before)
+    return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
+
+
+def save_messages(messages: list[dict], name: str) -> None:
+    with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
+        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def load_messages(name: str) -> list[dict] | str:
+    """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
+    path = Path(name).expanduser()
+    try:
+        with user_errors(f"/load {path}"):
+            messages = json.loads(read_text(path))
+            check_messages(messages)
+            return messages
+    except UserError as error:
+        return str(error)
 
 
 @contextmanager
-def stopped_by_ctrl_c(answer) -> Iterator[None]:
+def stopped_by_ctrl_c(answer: Completion) -> Iterator[None]:
     """Ctrl-C ends the answer after the current step."""
     before = signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
     try:

@@ -1,0 +1,56 @@
+"""
+How a command ends: exit code 0, 2 after a user's mistake, 130 after Ctrl-C, 141 after a closed pipe, 143 after SIGTERM.
+"""
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint import UserError, one_line
+from tp import world_size
+
+
+def report_errors(main: Callable[[], None], ranks: bool = False) -> None:
+    """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
+
+    ranks: the command may be one of several processes."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # whoever started the command closed it
+            setattr(sys, name, open(os.devnull, mode))
+    try:
+        if world_size() == 1:
+            set_signals(ranks)
+        elif not ranks:
+            raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has read enough
+        sys.stdout = None
+        sys.exit(141)
+    except BaseException as error:
+        if not is_expected(error):
+            raise
+        sys.stdout = None  # it may be what failed
+        print(f"{Path(sys.argv[0]).name}: {message_of(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def set_signals(ranks: bool) -> None:
+    """Of a process that is alone; for ranks see ranks.run()."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # half-written files are removed
+    if not ranks:  # commands that may be ranks decide for themselves: see generate.main()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether it is no bug. The tokenizers library panics, with no Exception, over files that it does not expect."""
+    return isinstance(error, (UserError, OSError, MemoryError)) or type(error).__name__ == "PanicException"
+
+
+def message_of(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return error.command_line()
+    return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))

@@ -1,0 +1,80 @@
+"""
+What `python generate.py` does: options, prompts, generate.LLM, output and report.
+"""
+import json
+import signal
+import sys
+import warnings
+from argparse import Namespace
+from contextlib import nullcontext
+
+import torch
+
+from checkpoint import UserError
+from cli.chat import Chat
+from cli.options import generate_args, keywords
+from cli.output import format_report, headings, progress, report, show, written_whole
+from cli.prompts import as_messages, read_prompts
+from completion import Completion, rank_completions
+from generate import LLM
+from guard import user_errors
+
+
+def main(description: str) -> None:
+    """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
+    sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
+    args = generate_args(description)
+    llm = LLM(load=False, **keywords(args))
+    llm.progress = progress
+    if (args.chat or args.system is not None) and not llm.tokenizer.template:
+        raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
+    if args.interactive:
+        sys.stdin.reconfigure(errors="replace")
+        completions = []
+        llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
+    else:
+        prompts = llm.team.agree(lambda: read_prompts(args))
+        completions = llm.completions(as_messages(prompts, args, llm.tokenizer), args)
+        longest = max(len(completion.prompt_tokens) for completion in completions)
+        llm.prepare(len(completions), longest + completions[0].limit, len(prompts))
+    if llm.team.ranks == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    with torch.profiler.profile() if args.profile else nullcontext() as profiler:
+        if args.interactive:
+            runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
+        else:
+            runs = [run_prompts(llm, completions, args)]
+    if runs:
+        print_report(llm, runs, args)
+    if args.profile and llm.team.rank == 0:
+        with user_errors(f"--profile {args.profile}: cannot be written"), written_whole(args.profile) as trace:
+            profiler.export_chrome_trace(str(trace))
+
+
+def run_prompts(llm: LLM, completions: list[Completion], args: Namespace) -> list[Completion]:
+    """Generates and prints them; with a time budget in the order of their rank, once it is over."""
+    texts = [*zip(headings(completions, args.chat, args.num_samples), completions)]
+    streamed = not args.json and not args.time_budget
+    steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
+    try:
+        show(texts if streamed else [], steps)
+    except UserError:
+        print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
+        raise
+    if args.time_budget:
+        completions = rank_completions(completions, args.num_samples)
+        heading = {id(completion): heading for heading, completion in texts}
+        show([] if args.json else [(heading[id(completion)], completion) for completion in completions])
+    return completions
+
+
+def print_report(llm: LLM, runs: list[list[Completion]], args: Namespace) -> None:
+    quantize = args.quantize or llm.settings.get("name")
+    result = report(llm, runs, args.logprobs, checkpoint=args.checkpoint, quantize=quantize)
+    if args.json:
+        print(json.dumps(result))
+    if not args.quiet:
+        print("\n" + format_report(result), file=sys.stderr)

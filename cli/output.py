@@ -1,0 +1,206 @@
+"""
+What is printed and written: texts as they come, progress, the report, and files that are there whole or not at all.
+"""
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from glob import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+import torch
+
+from completion import Completion
+from generate import LLM
+from guard import GIB
+
+CONTROLS = "".join(map(chr, {*range(32), *range(127, 160)} - set(b"\n\t")))
+COLUMNS = 80  # of a terminal
+
+
+# Texts
+
+
+def headings(completions: list[Completion], chat: bool, samples: int) -> list[str]:
+    """What is printed before each text: the prompt that it continues or, of a batch, a line that names the prompt."""
+    if len(completions) == 1:
+        return [""] if chat else [completions[0].prompt]
+    found = []
+    for i, completion in enumerate(completions):
+        sample = f" ({i % samples + 1})" if samples > 1 else ""
+        found.append(f"--- {completion.prompt}{sample}\n")
+    return found
+
+
+def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())) -> None:
+    """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
+    completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
+    learnt, or been told, to write some that it obeys."""
+    dropped = str.maketrans("", "", CONTROLS if sys.stdout.isatty() else "")
+    for heading, completion in texts:
+        if completion.finish_reason == "time":
+            heading = f"{heading.rstrip()} [unfinished]\n".lstrip()
+        sys.stdout.write(heading.translate(dropped))
+        shown = 0
+        while True:
+            text = completion.visible()
+            if heading != completion.prompt:  # the text stands alone: no leading space
+                text = text.lstrip(" ")
+            sys.stdout.write(text[shown:].translate(dropped))
+            sys.stdout.flush()
+            shown = len(text)
+            if completion.finish_reason:
+                break
+            next(steps)
+        sys.stdout.write("\n" if completion is texts[-1][1] else "\n\n")
+    for _ in steps:  # without texts: the steps alone
+        pass
+
+
+@contextmanager
+def progress(what: str = "compiling") -> Iterator[None]:
+    """Says on stderr what takes long and, on a terminal, the seconds that pass."""
+    if not sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr)
+        yield
+        return
+    begun, ended = time.perf_counter(), Event()
+
+    def say(end: str) -> None:
+        print(f"{what} ... {time.perf_counter() - begun:.0f} s", end=end, file=sys.stderr, flush=True)
+
+    def tick() -> None:
+        say(end="\r")
+        while not ended.wait(1):
+            say(end="\r")  # other lines may take the place of this one
+
+    thread = Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        say(end="\n")
+
+
+# The report
+
+
+def report(llm: LLM, runs: list[list[Completion]], logprobs: bool = False, **known) -> dict:
+    """The object of --json. runs: the batch, or each answer of a chat."""
+    model, device = llm.model, llm.device
+    completions = [completion for run in runs for completion in run]
+    steps = sum(max(c.steps for c in run) - 1 for run in runs)
+    if llm.speculator:
+        steps = min(steps, llm.speculator.counts["steps"])
+    seconds = sum(max(c.seconds for c in run) - run[0].first_s for run in runs)
+    seconds = max(1e-9, seconds)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None  # before the read rate is timed
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if not model.config.tied:
+        weights -= model.embed.weight.nbytes  # a token reads one row of it
+    rate = weights * steps / seconds
+    return known | dict(
+        device=str(device),
+        dtype=str(model.embed.weight.dtype).removeprefix("torch."),
+        world_size=llm.team.ranks,
+        batch=len(completions),
+        samples=[sample(completion, logprobs) for completion in completions],
+        load_s=llm.load_s,
+        compile_s=llm.compile_s,
+        first_token_s=sum(run[0].first_s for run in runs) / len(runs),
+        decode_tokens_per_s=sum(max(0, len(c.tokens) - 1) for c in completions) / seconds,
+        per_token_ms=per_token(completions),
+        weights_bytes=weights,
+        bandwidth_gb_s=rate / 1e9,
+        bandwidth_utilization=utilization(llm, rate, weights),
+        peak_memory_bytes=peak,
+        speculation=speculation(llm.speculator.counts) if llm.speculator else None)
+
+
+def sample(completion: Completion, logprobs: bool) -> dict:
+    keys = "prompt", "text", "tokens", "finish_reason", "seconds", "mean_logprob"
+    found = {key: getattr(completion, key) for key in keys} | dict(prompt_tokens=len(completion.prompt_tokens))
+    return found | dict(logprobs=completion.logprobs) if logprobs else found
+
+
+def per_token(completions: list[Completion]) -> dict:
+    """Milliseconds of the sequence that ends first, of the last, and the mean over all that have two steps."""
+    ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
+    if not ended:
+        return dict(first=None, last=None, all=None)
+    ms = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended]
+    return dict(first=ms[0], last=ms[-1], all=sum(ms) / len(ms))
+
+
+def utilization(llm: LLM, rate: float, weights: int) -> float | None:
+    """The share of the read bandwidth: None without --compile or fast/, below 1 GiB of weights and off CUDA."""
+    read_bandwidth = llm.engine.read_bandwidth
+    if not read_bandwidth or llm.device.type != "cuda" or weights < GIB:
+        return None
+    read_rate = read_bandwidth(llm.model)
+    return rate / read_rate if read_rate else None
+
+
+def speculation(counts: dict[str, int]) -> dict:
+    return dict(
+        steps=counts["steps"],
+        drafted=counts["drafted"],
+        accepted=counts["accepted"],
+        acceptance_rate=counts["accepted"] / max(1, counts["drafted"]),
+        tokens_per_step=1 + counts["accepted"] / max(1, counts["row_steps"]))
+
+
+def format_report(result: dict) -> str:
+    """The table on stderr: a line of names and a line of values, and more of these where a line would be too long."""
+    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
+    cells = {
+        "load s": f"{result['load_s']:.2f}",
+        "compile s": f"{result['compile_s']:.1f}",
+        "first token s": f"{result['first_token_s']:.3f}",
+        "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
+        "GB/s": f"{result['bandwidth_gb_s']:.1f}",
+        "of read rate": f"{share:.0%}" if share else "-",
+        "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
+    if counts := result["speculation"]:
+        cells["accepted"] = f"{counts['acceptance_rate']:.0%}"
+        cells["tokens a step"] = f"{counts['tokens_per_step']:.2f}"
+    names, values, lines = "", "", []
+    for name, value in cells.items():
+        width = max(len(name), len(value))
+        if names and len(names) + 2 + width > COLUMNS:
+            lines += names, values
+            names = values = ""
+        gap = "  " if names else ""
+        names += gap + name.rjust(width)
+        values += gap + value.rjust(width)
+    return "\n".join([*lines, names, values])
+
+
+# Files
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place beside `path` for a file or a directory that is not whole yet; at the end it becomes `path`. After an
+    error it is removed, and here what killed runs left: their lock files are unlocked, as the system does when a
+    process ends. Where `path` is a link, what it names is written. OSError for a device, a pipe or a directory."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError("want a file, or a name that is free")
+    for lock in path.parent.glob(f"{escape(path.name)}.partial-*/lock"):
+        with suppress(OSError), open(lock, "a") as file:
+            flock(file, LOCK_EX | LOCK_NB)
+            shutil.rmtree(lock.parent)
+    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent) as directory:
+        with open(Path(directory, "lock"), "w") as file:
+            flock(file, LOCK_EX)
+            partial = Path(directory, f"made-{path.name}")  # PyTorch zips a trace whose name ends in .gz
+            yield partial
+            partial.replace(path)

@@ -1,0 +1,121 @@
+"""
+Round a checkpoint's weights to 8 or 4 bits, and write it as a new one.
+
+    python quantize.py --checkpoint DIR --out DIR-int4
+    python quantize.py --checkpoint DIR --out DIR-gptq \\
+        --gptq --act-order --calibration TEXT
+    python quantize.py --checkpoint DIR --out DIR-w8a16 --bits 8 --sym \\
+        --format compressed-tensors
+"""
+import argparse
+import math
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import Checkpoint, Tokenizer, UserError, load_model
+from cli.options import Parser, within
+from cli.output import written_whole
+from formats import CONFIGS, write_checkpoint
+from guard import (CHOICES, GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text,
+                   user_errors)
+from quantize import INT4, INT8, quantize_model
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
+    add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
+    add("--bits", type=int, choices=(8, 4), default=4, help="of a weight (default: 4)")
+    add("--group-size", type=int, choices=(32, 64, 128, -1), help="-1: a row (default: 128 for 4 bits, -1 for 8)")
+    add("--sym", action="store_true", help="zero points in the middle: less exact, and some engines want it")
+    add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
+    add("--gptq", action="store_true", help="better codes, from the inputs that --calibration gives")
+    add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
+    add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
+    add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
+    add("--head", action="store_true", help="quantize the output head too")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add("--dtype", choices=CHOICES["dtype"], metavar="TYPE",
+        help="to compute in: float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on "
+             "a CPU)")
+    args = parser.parse_args()
+    if args.gptq != bool(args.calibration) or (args.act_order or args.calibration_tokens) and not args.gptq:
+        parser.error("--gptq and --calibration go together, --act-order and --calibration-tokens with both")
+    args.calibration_tokens = args.calibration_tokens or 131072
+    args.group_size = args.group_size or (128 if args.bits == 4 else -1)
+    return args
+
+
+def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int) -> Tensor:
+    """The text's first `wanted` tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
+    with user_errors(path):
+        tokens = tokenizer.encode_text(read_text(path))
+    if len(tokens) < wanted:
+        raise UserError(f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text")
+    length = min(2048, context, wanted)
+    return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
+
+
+def check_shapes(source: Checkpoint, args: argparse.Namespace) -> None:
+    """UserError for weights that the formats cannot hold."""
+    if source.hf.get("quantization_config"):
+        raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
+    if args.head and (source.config.tied or source.config.vocab_size % 8):
+        raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
+    for name, weight in source.weights.items():
+        if weight.quantized and weight.shape[0] % 8:
+            raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
+                            "it")
+
+
+def check_place(source: Checkpoint, out: Path, bits: int) -> None:
+    """UserError where a directory of that size cannot be made."""
+    if os.path.lexists(out):
+        raise UserError(f"--out {out} exists; remove it, or name another directory")
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"--out {out}: there is no directory {parent}; make it first")
+    size = 0
+    for weight in source.weights.values():
+        size += math.prod(weight.shape) * (bits / 8 if weight.quantized else 2)
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        raise UserError(f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free more, or "
+                        "name another place")
+
+
+def size_of(checkpoint: Checkpoint) -> str:
+    """Of the files that hold its tensors."""
+    return tqdm.format_sizeof(sum(path.stat().st_size for path in set(checkpoint.files().values())), "B")
+
+
+def main() -> None:
+    args = parse_args()
+    how = dict(group_size=args.group_size, sym=args.sym, act_order=args.act_order, head=args.head)
+    quantization_config = CONFIGS[args.format](args.bits, **how)
+    device = find_device(args.device)
+    dtype = find_dtype(args.dtype, device)
+    source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
+    check_shapes(source, args)
+    check_place(source, args.out, args.bits)
+    tokens = None
+    if args.gptq:
+        context = source.config.context
+        tokens = read_calibration(args.calibration, tokenizer, args.calibration_tokens, context).to(device)
+    check_memory([(source.config, None)], 0, 0, device, dtype)
+    with written_whole(args.out) as made:
+        with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
+            model = load_model(source, device, dtype, progress=True)
+            quantize_model(model, INT4 if args.bits == 4 else INT8, **how, calibration=tokens, progress=True)
+        made.mkdir()
+        write_checkpoint(model, source, made, quantization_config)
+    print(f"{args.out}: {size_of(Checkpoint(args.out))} of weights, {size_of(source)} before\n"
+          f"next: python generate.py --checkpoint {shlex.quote(str(args.out))} --compile", file=sys.stderr)

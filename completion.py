@@ -1,0 +1,82 @@
+"""
+A completion: the tokens that follow a prompt, as they come, and the text that they make.
+"""
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from checkpoint import Tokenizer, UserError
+
+
+@dataclass
+class Completion:
+    """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
+    prompt: str
+    prompt_tokens: list[int]
+    tokenizer: Tokenizer = field(repr=False)
+    limit: int  # new tokens at most
+    stop_texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
+    logprobs: list[float] = field(default_factory=list, repr=False)
+    text: str = ""
+    finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
+    steps: int = 0  # that of a stop token included
+    first_s: float = 0.0  # when the first step came, since the start
+    seconds: float = 0.0  # when the last one came
+
+    def __post_init__(self):
+        # New tokens are decoded together with the tokens before them: their spaces depend on these.
+        self.window = self.prompt_tokens[-8:]
+        self.decoded = len(self.window)  # how many tokens of the window are in the text already
+
+    def add(self, token: int, logprob: float, seconds: float) -> None:
+        if logprob != logprob:  # NaN
+            raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
+        self.steps += 1
+        self.first_s, self.seconds = self.first_s or seconds, seconds
+        if token in self.tokenizer.stops:
+            self.finish_reason = "stop"
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.window.append(token)
+        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
+        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
+            self.text += after[len(before):]
+            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
+        ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
+        if ends:
+            self.text, self.finish_reason = self.text[:min(ends)], "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """Of the tokens under the model's raw logits; None without tokens."""
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
+
+    def visible(self) -> str:
+        """The text, without an end that may yet turn out to begin a stop text."""
+        stops = [] if self.finish_reason else self.stop_texts
+        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
+        return self.text[:len(self.text) - held]
+
+
+def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
+    """The text that each step adds."""
+    shown = 0
+    for _ in steps:
+        text = completion.visible()
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
+
+
+def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
+    """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
+    def place(completion: Completion) -> tuple[bool, bool, float]:
+        return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
+
+    ranked = []
+    for at in range(0, len(completions), samples):
+        ranked += sorted(completions[at:at + samples], key=place)
+    return ranked

@@ -1,0 +1,619 @@
+"""
+What protects from broken and hostile files, and what is checked before work begins: memory, device, options.
+
+A directory is vetted once, before it is read: open_checkpoint() finds it, looks at every file that will be read (its
+kind, size and links, the JSON's types and ranges, the headers of the weights), and then checkpoint.py reads it plainly.
+No path in a checkpoint leads out of its directory. What calls code that a file can steer runs in a process of its own
+with limits of time and memory: chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
+"""
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path, PurePosixPath
+from subprocess import DEVNULL, PIPE, Popen
+
+import torch
+from safetensors import safe_open
+
+from checkpoint import (INDEX, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
+                        count_parameters, hf_weights, render_plainly, rope_settings)
+from model import Config, KVCache
+from sampling import LIMITS as SAMPLING_LIMITS
+
+GIB = 2 ** 30
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+             "chat_template.jinja", WHOLE, INDEX, "model-*-of-*.safetensors"]
+LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
+PICKLE = "a pickle, which is never read, as it could run code"
+OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
+MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
+MOST_TEXT = 2 ** 26  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
+MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
+
+
+@contextmanager
+def user_errors(source: Path | str) -> Iterator[None]:
+    """Turns whatever the content of a file makes libraries raise into a UserError that names the source."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"  # of the tokenizers library; no Exception
+        if not isinstance(error, Exception) and not panic:
+            raise
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        reason = getattr(error, "strerror", None) or error  # an OSError's own words name the file once more
+        raise UserError(f"{source}: {kind}{reason}") from error
+
+
+# Finding a checkpoint
+
+
+def open_checkpoint(name: str | Path, tokenizer: bool = True) -> tuple[Checkpoint, Tokenizer | None]:
+    """name: a directory or a Hub id."""
+    directory = find_checkpoint(str(name))
+    vet(directory, tokenizer)
+    checkpoint = Checkpoint(directory)
+    return checkpoint, VettedTokenizer(checkpoint) if tokenizer else None
+
+
+def find_checkpoint(name: str) -> Path:
+    """A directory is taken as it is. A Hub id (owner/name) comes from the Hub's cache and is downloaded if needed."""
+    path = Path(os.path.expanduser(name))
+    parent = path.absolute().parent
+    if name and os.path.isdir(path):
+        return path.resolve()  # in full, for the messages to come: the name may be "."
+    if name and os.path.exists(path):
+        what = OTHER_FILES.get(path.suffix.lower(), "a file")
+        wanted = f"its directory, {parent}" if (parent / "config.json").exists() else LAYOUT
+        raise UserError(f"{name} is {what}; want {wanted}")
+    missing = f"{name}: no such directory"
+    if os.path.isdir(parent):
+        missing += f" in {parent}"
+    if near := near_checkpoints(path):
+        missing += f" (near it: {', '.join(near)})"
+    no_id = f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
+    if "/" not in name:
+        raise UserError(no_id)
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except ValueError:
+        raise UserError(no_id) from None
+    except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
+        raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
+
+
+def hub_answer(error: Exception) -> str:
+    responses = [getattr(e, "response", None) for e in (error, error.__cause__)]
+    status = next((response.status_code for response in responses if response is not None), None)
+    if status in (401, 403, 404):
+        return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
+    return (f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and HF_HUB_OFFLINE, or "
+            "fetch it on another machine and copy its directory here")
+
+
+def near_checkpoints(path: Path) -> list[str]:
+    """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the nearest first."""
+    parents = [parent for parent in (path.parent, Path("checkpoints")) if os.path.isdir(parent)]
+    found = sorted({file.parent for parent in parents for file in parent.glob("*/config.json")})
+    near = get_close_matches(path.name.lower(), {place.name.lower() for place in found}, cutoff=0.5)
+    return [str(place) for name in near for place in found if place.name.lower() == name]
+
+
+# Files
+
+
+def is_inside(path: Path) -> bool:
+    """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among the blobs beside."""
+    home = path.parent.resolve()
+    places = [home]
+    if home.parent.name == "snapshots":
+        places.append(home.parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(place) for place in places)
+
+
+def is_file(path: Path, most: int | None = None, inside: bool = True) -> bool:
+    """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
+
+    most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer, which no link may take
+    from elsewhere. Weights, without `most`, may be links, as they may lie on another disk."""
+    if not os.path.lexists(path):
+        return False
+    with user_errors(path):
+        if not path.exists():
+            raise ValueError(f"a link to {os.readlink(path)}, which is not there; copy or download the file again")
+        if not path.is_file():
+            raise ValueError("want a regular file, not a directory, a pipe or a device")
+        if most and inside and not is_inside(path):
+            raise ValueError(f"a link to {path.resolve()}, out of its directory; copy the file itself there")
+        size = path.stat().st_size
+        if most and size > most:
+            raise ValueError(f"{size} bytes, want {most} at most")
+    return True
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    is_file(path, MOST_TEXT, inside=False)
+    with user_errors(path):
+        return path.read_text(encoding)
+
+
+def read_json(path: Path) -> dict:
+    """{} where the file is not there."""
+    if not is_file(path, MOST_JSON):
+        return {}
+    with user_errors(path):
+        content = json.loads(read_text(path))
+        if not isinstance(content, dict):
+            raise ValueError(f"want a JSON object, found {type(content).__name__}")
+        return content
+
+
+# Vetting a directory
+
+
+KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+NUMBERS = dict(  # keys of config.json -> type and largest value; all are above 0
+    hidden_size=(int, 1e9), num_attention_heads=(int, 1e9), num_hidden_layers=(int, 1e4), intermediate_size=(int, 1e9),
+    vocab_size=(int, 2 ** 24), max_position_embeddings=(int, 1e9), rms_norm_eps=(float, 1))
+OPTIONAL = dict(num_key_value_heads=(int, 1e9), head_dim=(int, 1e9))
+LLAMA3 = dict(factor=(float, 1e9), low_freq_factor=(float, 1e9), high_freq_factor=(float, 1e9),
+              original_max_position_embeddings=(float, 1e9))
+
+
+def typed(of: dict, key: str, *kinds: type):
+    """of[key], None where it is missing or null. ValueError unless it is of one of these types."""
+    if not isinstance(of, dict):
+        raise ValueError(f"{of!r:.60}: want an object with a {key}")
+    value = of.get(key)
+    if value is not None and type(value) not in kinds:
+        raise ValueError(f"{key}={value!r:.60}: want {' or '.join(KINDS[kind] for kind in kinds)}")
+    return value
+
+
+def check_numbers(of: dict, table: dict[str, tuple[type, float]]) -> None:
+    for key, (kind, most) in table.items():
+        value = of.get(key)
+        if type(value) not in (int, kind) or not 0 < value <= most:
+            raise ValueError(f"{key}={value!r}: want {kind.__name__} above 0, up to {most:.0e}")
+
+
+def vet(directory: Path, tokenizer: bool = True) -> None:
+    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it."""
+    path = directory / "config.json"
+    if not is_file(path, MOST_JSON):
+        raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
+    hf = read_json(path)
+    with user_errors(path):
+        vet_config(hf)
+        vet_stops(hf, hf["vocab_size"])
+    path = directory / "generation_config.json"
+    with user_errors(path):
+        vet_stops(read_json(path), hf["vocab_size"])
+    if tokenizer:
+        vet_tokenizer(directory)
+    vet_weights(directory)
+
+
+def vet_config(hf: dict) -> None:
+    typed(hf, "rope_parameters", dict)
+    typed(hf, "rope_scaling", dict)
+    check_supported(hf)
+    check_numbers(hf, NUMBERS)
+    check_numbers(hf, {key: limits for key, limits in OPTIONAL.items() if hf.get(key) is not None})
+    typed(hf, "tie_word_embeddings", bool)
+    if hf["model_type"] == "mistral" and hf.get("sliding_window"):
+        check_numbers(hf, dict(sliding_window=(int, 1e9)))
+    rope = rope_settings(hf)
+    check_numbers(rope, dict(rope_theta=(float, 1e12)))
+    if rope["rope_type"] == "llama3":
+        check_numbers(rope, LLAMA3)
+        if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
+    dim, heads = hf["hidden_size"], hf["num_attention_heads"]
+    kv_heads = hf.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    if dim % heads and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    config = config_from_hf(hf)
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
+    weights = count_parameters(config)
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"{weights:.0e} weights: want {MOST_WEIGHTS:.0e} at most; a size is wrong")
+
+
+def is_token(i, vocab_size: int) -> bool:
+    return type(i) is int and 0 <= i < vocab_size
+
+
+def vet_stops(settings: dict, vocab_size: int) -> None:
+    """eos_token_id: a token, a list of tokens, or null. For what is no token the text would not end."""
+    ids = settings.get("eos_token_id")
+    for i in ids if isinstance(ids, list) else [ids]:
+        if i is not None and not is_token(i, vocab_size):
+            raise ValueError(f"eos_token_id={i!r}: want a token, from 0 to {vocab_size - 1}")
+
+
+def vet_tokenizer(directory: Path) -> None:
+    path = directory / "tokenizer_config.json"
+    settings = read_json(path)
+    with user_errors(path):
+        typed(settings, "add_bos_token", bool)
+        texts = []
+        for key, value in settings.items():
+            if key.endswith("_token") and isinstance(value, (str, dict)):
+                texts.append(value if isinstance(value, str) else typed(value, "content", str))
+        templates = typed(settings, "chat_template", str, list)
+        for template in templates if isinstance(templates, list) else []:
+            texts += typed(template, "name", str), typed(template, "template", str)
+        for i, token in (typed(settings, "added_tokens_decoder", dict) or {}).items():
+            int(i)
+            if not typed(token, "content", str):
+                raise ValueError("added_tokens_decoder: a token without content")
+            texts.append(token["content"])
+        for text in filter(None, texts):
+            text.encode()  # raises for half of a character
+    names = [name for name in ("tokenizer.json", "tokenizer.model") if is_file(directory / name, MOST_TOKENIZER)]
+    if not names:
+        raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+    template = directory / "chat_template.jinja"
+    if is_file(template, MOST_JSON):
+        read_text(template)
+
+
+def vet_weights(directory: Path) -> None:
+    """The index, and each file's header."""
+    index = directory / INDEX
+    places = {}
+    if is_file(index, MOST_JSON):
+        with user_errors(index):
+            files = typed(read_json(index), "weight_map", dict) or {}
+            for name in files:
+                places.setdefault(typed(files, name, str), set()).add(name)
+            for file in places:
+                path = PurePosixPath(file or "/")
+                if path.is_absolute() or ".." in path.parts:
+                    raise ValueError(f"names the file {file}, which is outside of the checkpoint's directory")
+    elif is_file(directory / WHOLE):
+        places = {WHOLE: set()}
+    for file, names in places.items():
+        path = directory / file
+        is_file(path)
+        with user_errors(path):
+            with open(path, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+            if size > MOST_JSON:
+                raise ValueError(f"a header of {size} bytes, want {MOST_JSON} at most")
+            with safe_open(path, framework="pt") as opened:
+                missing = sorted(names.difference(opened.keys()))
+            if missing:
+                raise ValueError(f"{missing[0]} is not in it, though {INDEX} says so")
+
+
+class VettedTokenizer(Tokenizer):
+    """Whatever its libraries raise is a UserError, and what they write to stderr by themselves goes nowhere."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        names = [name for name in ("tokenizer.json", "tokenizer.model") if (checkpoint.directory / name).exists()]
+        self.path = checkpoint.directory / names[0]
+        with user_errors(self.path), silenced():
+            super().__init__(checkpoint, render)
+            if names[0] == "tokenizer.json":
+                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
+                tokens = [*range(self.backend.tokenizer.get_vocab_size())]
+                self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
+        with user_errors(checkpoint.directory / "tokenizer_config.json"):
+            end = self.special_tokens.get("eos_token")
+            vet_stops(dict(eos_token_id=self.backend.id(end) if end else None), self.vocab_size)
+        if self.add_bos and self.bos is not None:
+            self.check([self.bos])
+        if any(len(token) > 1000 for token in self.reserved):
+            raise UserError(f"{checkpoint.directory}: a special token has more than 1000 characters: this is no such "
+                            "token")
+        self.token, self.decode = self.vetted(self.token), self.vetted(self.decode)
+
+    def vetted(self, function: Callable) -> Callable:
+        def call(of):
+            with user_errors(self.path):
+                return function(of)
+
+        return call
+
+    def check(self, ids: list[int]) -> list[int]:
+        for i in ids:
+            if not is_token(i, self.vocab_size):
+                raise UserError(f"the tokenizer, or config.json's bos_token_id, gives token {i!r}; config.json has a "
+                                f"vocab_size of {self.vocab_size}")
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        with user_errors("the text"):
+            text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
+        with user_errors(self.path), silenced():
+            return self.check(super().encode_text(text))
+
+    def encode_marked(self, text: str) -> list[int]:
+        with user_errors("the text"):
+            text.encode()
+        with user_errors(self.path), silenced():
+            return self.check(super().encode_marked(text))
+
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        with user_errors("the messages"):
+            json.dumps(messages)
+            marked = self.mark(messages)
+        return self.encode_marked(self.render(marked))
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
+    with open(os.devnull, "w") as null:
+        saved = os.dup(2)
+        os.dup2(null.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+# Processes with limits
+
+
+def render(template: str, values: dict) -> str:
+    """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
+    with user_errors("the messages"):
+        line = json.dumps([template, values])
+    process, answer = template_process(os.getpid()), ""
+    try:
+        with suppress(BrokenPipeError):
+            print(line, file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+    finally:
+        if not answer.endswith("\n"):  # or it would answer the next time
+            process.kill()
+            template_process.cache_clear()
+    if not answer.endswith("\n"):
+        raise UserError(f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB")
+    kind, text = json.loads(answer)
+    if kind:
+        raise UserError(f"the chat template: {kind}: {text}")
+    return text
+
+
+@cache
+def template_process(pid: int) -> Popen:
+    """The process that renders templates for the process `pid`, for all of its turns. It ends when its stdin does."""
+    program = f"{inspect.getsource(render_plainly)}\n{inspect.getsource(render_lines)}\nrender_lines()"
+    return Popen([sys.executable, "-I", "-c", program, *sys.path], stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True,
+                 start_new_session=True)  # so that a terminal's Ctrl-C does not reach it
+
+
+def render_lines() -> None:
+    """The program of template_process(): for each line of stdin, a template and its values, it prints a line, the kind
+    of an error or "" and the text."""
+    import json, re, resource, signal, sys  # noqa: E401
+    from contextlib import suppress
+    sys.path += sys.argv[1:]
+    render_plainly("", {})  # imports what it needs
+    signal.alarm(10)  # for the first line to come
+    with suppress(ValueError, OSError):  # macOS refuses this
+        resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
+    for line in sys.stdin:
+        used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (used + 3, hard))  # in seconds; past it the process ends
+        signal.alarm(10)  # so it does when as much time went by otherwise
+        try:
+            template, values = json.loads(line)
+            text = render_plainly(template, values)
+            if len(text) > 10 ** 6 + 4 * len(json.dumps(values)):
+                raise ValueError(f"{len(text)} characters are too many for these messages")
+            # No address of a function or object, unless a message has it.
+            answer = "", re.sub(" at 0x[0-9a-f]+", lambda found: found[0] if found[0] in line else "", text)
+        except Exception as error:
+            answer = type(error).__name__, str(error)[:10 ** 4]
+        print(json.dumps(answer), flush=True)
+        signal.alarm(0)
+
+
+FIND_MATCHES = """
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+patterns, names = json.load(sys.stdin)
+compiled = [re.compile(pattern) for pattern in patterns]
+print(json.dumps([next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None) for name in names]))
+"""
+
+
+def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
+    """Which of a file's regular expressions is the first that matches the beginning of each name.
+
+    A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
+    if not any(patterns):
+        return [0] * len(names)
+    with user_errors("config.json: quantization_config: its patterns of layers' names"):
+        done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
+        return json.loads(done.stdout)
+
+
+# Device and memory
+
+
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, fp32=torch.float32,
+              bf16=torch.bfloat16, fp16=torch.float16)
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
+    counts = dict(  # Where the driver is unusable, GPUs may be counted and yet not available.
+        cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        mps=int(torch.backends.mps.is_available()),
+        cpu=1)
+    if name is None:
+        name = next(kind for kind, count in counts.items() if count)
+    kind, _, index = name.partition(":")
+    if kind not in counts or not re.fullmatch(r"\w+(:(0|[1-9]\d{0,3}))?", name, re.ASCII):
+        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps")
+    if int(index or 0) >= counts[kind]:
+        raise UserError(f"`device`={name}: PyTorch finds {counts[kind] or 'none'} of those; `device`=cpu works")
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
+    return torch.device(name)
+
+
+def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    dtype = DTYPES[name or ("float32" if device.type == "cpu" else "bfloat16")]
+    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 runs there")
+    return dtype
+
+
+def check_compiler(compile: bool, device: torch.device) -> None:
+    """UserError where Inductor would not find a C++ compiler."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
+    if compile and device.type == "cpu" and not shutil.which(compiler):
+        raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory(device: torch.device, ranks: int = 1) -> int:
+    """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system does not say more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch holds of models that are gone
+        return torch.cuda.mem_get_info(device)[0]
+    with suppress(OSError, TypeError):  # no such file, no such line
+        said = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(said[1]) * 1024 // ranks
+    return host_memory() // 2 // ranks
+
+
+@contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """Turns running out of memory into a UserError with this advice."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
+        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+            raise UserError(advice) from None
+        raise
+
+
+def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
+                 dtype: torch.dtype, ranks: int = 1, loaded: bool = False) -> str:
+    """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
+
+    models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
+    the weights have their memory already."""
+    share = ranks if device.type == "cuda" else 1
+    there = free_memory(device) if device.type == "cuda" else host_memory()
+    weights = cache = 0
+    for config, bits in models:
+        packed = bits / 8 if bits else dtype.itemsize  # scales are not counted
+        for weight in hf_weights(config).values():
+            size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
+            weights += size / (share if weight.rows or weight.columns else 1)
+        cache += KVCache.bytes_per_token(config, dtype) * batch_size * cache_length / share
+    no_draft = ", or no `draft`" if len(models) > 1 else ""
+    advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
+              f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"
+              f"{no_draft}, help")
+    if (0 if loaded else weights) + cache > there:
+        raise UserError(advice)
+    return advice
+
+
+def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]) -> None:
+    """UserError if the draft's tokenizer is not the checkpoint's."""
+    configs = [checkpoint.config for checkpoint, _ in (draft, target)]
+    for i in range(min(config.vocab_size for config in configs)):
+        theirs, ours = draft[1].token(i), target[1].token(i)
+        if theirs != ours and None not in (theirs, ours):
+            raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
+                            "draft with the same tokenizer, or `draft`=prompt-lookup")
+    smaller, larger = map(count_parameters, configs)
+    if smaller > larger:
+        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
+              "can save", file=sys.stderr)
+
+
+# Options
+
+
+LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
+    max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
+    max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
+    time_budget=(float, 1e-9, math.inf))
+CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
+
+
+def check_options(options: dict) -> None:
+    """UserError for a value out of its limits, and for options that contradict each other. None: it is not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        kind, low, high = LIMITS.get(name, (None, 0, 0))
+        if kind and type(value) not in (int, kind):
+            raise UserError(f"`{name}`: invalid {kind.__name__} value: {value!r:.60}")
+        if kind and not low <= value <= high:
+            raise UserError(f"`{name}`={value} is not from {low} to {high}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f"`{name}`={value!r:.60}: want one of {', '.join(CHOICES[name])}")
+    draft, tokens, stop = given.get("draft"), given.get("draft_tokens"), given.get("stop", ())
+    if isinstance(stop, str) or not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
+        stop = [stop] if isinstance(stop, str) else None
+    if stop is None:
+        raise UserError(f"`stop`={given['stop']!r:.60}: want a text, or a list of texts")
+    if "" in stop:
+        raise UserError("`stop`: an empty text would end everything at once")
+    if "group_size" in given and not given.get("quantize"):
+        raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
+    if draft == "":
+        raise UserError("`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out")
+    if not draft and (tokens or given.get("draft_quantize")):
+        raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
+    if draft == "prompt-lookup" and given.get("draft_quantize"):
+        raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
+    count = str(tokens) if type(tokens) in (int, str) else ""
+    if tokens is not None and count not in ("auto", "hf", "bass") and not (count.isdecimal() and 1 <= int(count) <= 32):
+        raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
+
+
+def check_model(options: dict, config: Config) -> None:
+    length = options["max_seq_length"]
+    if length and length > config.context:
+        raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
+
+
+def check_call(given: dict, names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names:
+            raise UserError(f"{name}: no such option")
+
+
+def check_messages(messages) -> None:
+    """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"message {message!r:.60}: want a role and a content, both text")
