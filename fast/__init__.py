@@ -63,7 +63,11 @@ def optimize(model: nn.Module) -> Fast | None:
     if device.type != "cuda":
         return None
 
-    from fast import decoder, sampling
+    try:
+        from fast import decoder, sampling
+    except (ImportError, AttributeError) as error:  # of Triton: its names come and go
+        print(f"plain PyTorch decodes: the kernels cannot be imported: {error}", file=sys.stderr)
+        return None
     if reason := why_plain(model):
         print(f"plain PyTorch decodes: {reason}", file=sys.stderr)
         return None

@@ -132,6 +132,7 @@ class FusedAttention(nn.Module):
         self.norms = getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None)
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
+        self.kernel = attn.cache.k.is_cuda
         B, K = attn.cache.k.shape[:2]
         semaphore = torch.zeros(B * K, dtype=torch.int32, device=attn.cache.k.device)
         self.register_buffer("semaphore", semaphore, persistent=False)
@@ -140,7 +141,7 @@ class FusedAttention(nn.Module):
         """Decode and verification: qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
         attn, cache, T = self.attn, self.attn.cache, positions.shape[1]
         qkv = qkv.unflatten(0, (-1, T))  # [B, T, (H + 2K) E]
-        if not qkv.is_cuda:
+        if not self.kernel:
             rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
             mask = visible(slots, positions, self.window)
             return attn.attend(qkv, positions, *self.table(positions), mask, rows).flatten(0, 1)
@@ -161,7 +162,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
-        if not x.is_cuda:
+        if not self.kernel:
             return self.attn(x, positions, cos, sin, mask, rows)
         return self.attn.wo(self.update_then_attend(self.attn.wqkv(x), positions, cos, sin, rows))
 
