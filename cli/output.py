@@ -156,7 +156,7 @@ def format_report(result: dict) -> str:
         "first token s": f"{result['first_token_s']:.3f}",
         "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
         "GB/s": f"{result['bandwidth_gb_s']:.1f}",
-        "of read rate": f"{share:.0%}" if share else "-",
+        "of read bw": f"{share:.0%}" if share else "-",
         "peak GiB": f"{peak / GIB:.2f}" if peak else "-"})
     if counts:
         lines += table({

@@ -285,3 +285,22 @@ def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
         time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
         screen.type("\x03")
     assert screen.ended() == 0 and "Traceback" not in screen.screen
+
+
+def test_lines_that_come_during_an_answer_are_one_turn(terminal, chatty, tmp_path):
+    """A terminal sends what is pasted then as if it were typed. A last line without an end waits for the user's."""
+    screen = terminal("generate.py", "--checkpoint", chatty, "--interactive", "--device", "cpu", "--temperature", "0",
+                      "--max-new-tokens", "150")
+    screen.read("> ")
+    screen.type("Hello fox\r")
+    screen.read(r"fox\r\n(?s:.*)\w+ \w+ ")
+    screen.type("one\ntwo\nthree\n")
+    screen.read(r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
+    screen.type("four\nfive")
+    screen.read("tokens/s(?s:.*)> four(?s:.*)five")
+    screen.type(" and six\r")
+    screen.read("tokens/s(?s:.*)> ")
+    screen.type(f"/save {tmp_path / 'chat.json'}\r")
+    screen.read("6 messages")
+    said = [message["content"] for message in json.loads((tmp_path / "chat.json").read_text())[::2]]
+    assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]
