@@ -43,7 +43,7 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config  # noqa: E402
-from cli.options import Parser, add_quantize, within  # noqa: E402
+from cli.options import QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import read_settings  # noqa: E402
 from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
@@ -137,7 +137,7 @@ def parse_args() -> Namespace:
     add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run; with "
         "--speculate transformers' assisted generation, if that is installed")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
-    add_quantize(parser)
+    add_keywords(parser, QUANTIZATION)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
     add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")

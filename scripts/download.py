@@ -1,5 +1,6 @@
 """
-Fetch a checkpoint from the Hub ahead of time: the files that generate.py reads and no others, into the Hub's own cache.
+Fetch a checkpoint from the Hub ahead of time: the files that generate.py reads
+and no others, into the Hub's own cache.
 
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct
 """
