@@ -83,9 +83,7 @@ def check_place(source: Checkpoint, out: Path, bits: int) -> None:
     parent = out.absolute().parent
     if not parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {parent}; make it first")
-    size = 0
-    for weight in source.weights.values():
-        size += math.prod(weight.shape) * (bits / 8 if weight.quantized else 2)
+    size = sum(math.prod(weight.shape) * (bits / 8 if weight.quantized else 2) for weight in source.weights.values())
     free = shutil.disk_usage(parent).free
     if size > free:
         raise UserError(f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free more, or "
