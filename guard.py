@@ -169,8 +169,7 @@ NUMBERS = dict(  # keys of config.json -> type and largest value; all are above 
     hidden_size=(int, 1e9), num_attention_heads=(int, 1e9), num_hidden_layers=(int, 1e4), intermediate_size=(int, 1e9),
     vocab_size=(int, 2 ** 24), max_position_embeddings=(int, 1e9), rms_norm_eps=(float, 1))
 OPTIONAL = dict(num_key_value_heads=(int, 1e9), head_dim=(int, 1e9))
-LLAMA3 = dict(factor=(float, 1e9), low_freq_factor=(float, 1e9), high_freq_factor=(float, 1e9),
-              original_max_position_embeddings=(float, 1e9))
+LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 def typed(of: dict, key: str, *kinds: type):
@@ -221,7 +220,7 @@ def vet_config(hf: dict) -> None:
     rope = rope_settings(hf)
     check_numbers(rope, dict(rope_theta=(float, 1e12)))
     if rope["rope_type"] == "llama3":
-        check_numbers(rope, LLAMA3)
+        check_numbers(rope, dict.fromkeys(LLAMA3, (float, 1e9)))
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
             raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]

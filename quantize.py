@@ -158,16 +158,11 @@ def say_once(message: str) -> None:
 # Which layers, which groups
 
 
-def find_linears(model: Transformer, head: bool) -> list[tuple[str, nn.Module, str]]:
-    """The layers that quantization replaces, the head only if asked for: the name in the model, the parent module, the
-    name there."""
-    found = {}
-    for weight in hf_weights(model.config).values():
-        if weight.quantized or head and weight.ours == "head.weight":
-            name = weight.ours.rpartition(".")[0]
-            parent, _, own = name.rpartition(".")
-            found[name] = name, model.get_submodule(parent), own
-    return list(found.values())
+def find_linears(model: Transformer, head: bool) -> list[str]:
+    """The names in the model of the layers that quantization replaces, the head's only if asked for."""
+    weights = [weight for weight in hf_weights(model.config).values()
+               if weight.quantized or head and weight.ours == "head.weight"]
+    return list(dict.fromkeys(weight.ours.removesuffix(".weight") for weight in weights))  # q, k and v are one
 
 
 def group_of(K: int, group_size: int) -> int:
@@ -305,33 +300,33 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
         rows = slice(weight.row, weight.row + weight.shape[0])
         if not model.get_parameter(weight.ours)[rows].isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
-    layers = find_linears(model, head)
-    for _, parent, own in layers:
-        group_of(getattr(parent, own).in_features, group_size)
+    names = find_linears(model, head)
+    for name in names:
+        group_of(model.get_submodule(name).in_features, group_size)
 
-    def replace(parent: nn.Module, own: str, hessian: Tensor | None = None, drift: Tensor | None = None,
-                widest: Callable | None = None) -> None:
-        linear = getattr(parent, own)
+    def replace(name: str, hessian: Tensor | None = None, drift: Tensor | None = None) -> None:
+        linear = model.get_submodule(name)
         g_idx = None
         if hessian is None:
+            widest = partial(shard.widest, name) if shard and group_size == -1 else None
             found, scales, zeros = round_to_nearest(linear.weight, codes, group_size, sym, widest)
         else:
             found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, codes, group_size, sym, act_order, drift)
-            bar.set_postfix({own: f"{loss:.1e}"})
-        packed = pack(found, codes.bits)
-        setattr(parent, own, QuantizedLinear(packed, scales, zeros, codes, linear.bias, g_idx))
+            bar.set_postfix({name: f"{loss:.1e}"})
+        qweight = pack(found, codes.bits)
+        model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
         bar.update()
 
-    with tqdm(total=len(layers), desc="quantizing", unit="matrix", disable=None if progress else True) as bar:
+    with tqdm(total=len(names), desc="quantizing", unit="matrix", disable=None if progress else True) as bar:
         if calibration is not None:
             calibrate(model, calibration, replace, head)
             return
-        for name, parent, own in layers:
-            replace(parent, own, widest=partial(shard.widest, name) if shard and group_size == -1 else None)
+        for name in names:
+            replace(name)
 
 
 def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
-    """Calls replace(parent, name, hessian, drift) for each linear layer in turn, tokens [S, T].
+    """Calls replace(name, hessian, drift) for each linear layer in turn, tokens [S, T].
 
     hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
     in the original model."""
@@ -339,27 +334,29 @@ def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool)
     chunks = model.embed(tokens).split(size)  # [size, T, D] each: the hidden states so far of the quantized model
     exact = model.embed(tokens).split(size)  # and of the original
 
-    def calibrate_half(norm: nn.Module, half: nn.Module, first: str, second: str, others: tuple = ()) -> None:
+    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()) -> None:
         # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
+        half = model.get_submodule(name)
         linear = getattr(half, second)
         setattr(half, second, nn.Identity())
         wanted = [half(norm(x), *others) for x in exact]
         # 2. Quantize the first matrix; then the half returns the second one's inputs in the quantized model.
-        replace(half, first, *correlations(map(norm, chunks), map(norm, exact)))
+        replace(f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact)))
         inputs = [half(norm(x), *others) for x in chunks]
         # 3. Quantize the second matrix, and let both models go on.
         setattr(half, second, linear)
         for x, y in zip(exact, wanted):
             x += linear(y)
-        replace(half, second, *correlations(inputs, wanted))
+        replace(f"{name}.{second}", *correlations(inputs, wanted))
         for x, y in zip(chunks, inputs):
             x += getattr(half, second)(y)
 
-    for layer, others in zip(model.layers, other_inputs(model, tokens)):
-        calibrate_half(layer.attn_norm, layer.attn, "wqkv", "wo", others)
-        calibrate_half(layer.ffn_norm, layer.ffn, "w_gate_up", "w_down")
+    for i, others in enumerate(other_inputs(model, tokens)):
+        layer = model.layers[i]
+        calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
+        calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
     if head:
-        replace(model, "head", *correlations(map(model.norm, chunks), map(model.norm, exact)))
+        replace("head", *correlations(map(model.norm, chunks), map(model.norm, exact)))
 
 
 def other_inputs(model: Transformer, tokens: Tensor) -> list[tuple]:

@@ -94,17 +94,18 @@ class Shard:
         part = part_of(V, ranks)
         self.whole = config
         self.config = replace(config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn)
-        self.shares = dict(  # what Weight.rows and Weight.columns name -> the rank's share
-            q=slice(q * E, q_end * E),
-            kv=slice(kv * E, kv_end * E),
-            ffn=slice(ffn, ffn_end),
-            vocab=slice(min(V, rank * part), min(V, (rank + 1) * part)))
+        self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
+            "q": slice(q * E, q_end * E),
+            "kv": slice(kv * E, kv_end * E),
+            "ffn": slice(ffn, ffn_end),
+            "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
+            None: slice(None)}
         summed = [weight.ours for weight in hf_weights(config).values() if weight.columns]
         self.row_parallel = [name.rpartition(".")[0] for name in summed]  # layers of which it has some inputs
 
     def part(self, weight: Weight) -> tuple[slice, slice]:
         """The rows and columns to read of one of Hugging Face's tensors."""
-        return self.shares.get(weight.rows, slice(None)), self.shares.get(weight.columns, slice(None))
+        return self.shares[weight.rows], self.shares[weight.columns]
 
     def model(self) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""

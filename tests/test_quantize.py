@@ -208,7 +208,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
         return found
 
     model.setup(32)
-    before = inputs(getattr(parent, own) for _, parent, own in quantize.find_linears(model, head=False))
+    before = inputs(map(model.get_submodule, quantize.find_linears(model, head=False)))
     quantize_model(model, INT4, 128, False, act_order=True, calibration=tokens)
     after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
