@@ -103,12 +103,12 @@ def main() -> None:
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
     check_shapes(source, args)
+    check_memory([(source.config, None)], 0, 0, device, dtype)
     check_place(source, args.out, args.bits)
     tokens = None
     if args.gptq:
         context = source.config.context
         tokens = read_calibration(args.calibration, tokenizer, args.calibration_tokens, context).to(device)
-    check_memory([(source.config, None)], 0, 0, device, dtype)
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)

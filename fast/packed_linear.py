@@ -10,8 +10,6 @@ tuning.py says where one ends and the next begins. The plain twin is plain_packe
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
 """
-import sys
-
 import torch
 from torch import Tensor, library, nn
 
@@ -44,7 +42,7 @@ def choice_for(w: Packed, M: int, device: torch.device) -> dict:
     choice = kernel_for(format, w.N, w.K, M, device)
     if choice["kernel"] == "gemv" and not gemv:
         say_once(f"one row of x is multiplied as several are, which is slower: this Triton's Gluon does not serve "
-                 f"packed_gemv.py ({without_gemv})", file=sys.stderr)
+                 f"packed_gemv.py ({without_gemv})")
         return kernel_for(format, w.N, w.K, 2, device)
     return choice
 
@@ -174,7 +172,7 @@ def pack_layer(layer: QuantizedLinear, gated: bool) -> Packed:
     if zeros is not None:
         zeros = torch.cat(points)
         if scales.dtype == torch.float32:
-            say_once("scales in fp32 are rounded to fp16 where zero points stand beside them", file=sys.stderr)
+            say_once("scales in fp32 are rounded to fp16 where zero points stand beside them")
             scales = scales.half()
     return pack_words(torch.cat(words), scales, zeros, perm, codes.shape[1], kind, gated)
 

@@ -1,16 +1,18 @@
 """
-Measures decode and prefill of a public shape, with random weights made on the device, or of a checkpoint.
+Measures decode and prefill of a public shape, with random weights made on the
+device, or of a checkpoint.
 
     python scripts/benchmark.py llama-2-7b
-    python scripts/benchmark.py llama-3.1-8b --context 32768 --batch 4 --against eager,cublas
+    python scripts/benchmark.py llama-3.1-8b --context 32768 --against eager
     python scripts/benchmark.py llama-2-7b --quantize int4 --group-size 128
     python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
-    python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8 --temperature 0.2 --top-p 0.95
+    python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8
 
-Each configuration is one JSON object on one line of stdout; the progress bar is on stderr. What is compared is measured
-in the same run: the GPU's read bandwidth and matrix rate, and the plain references of --against. Without fast/ there is
-no read bandwidth.
+Each configuration is one JSON object on one line of stdout; the progress bar is
+on stderr. What is compared is measured in the same run: the GPU's read
+bandwidth and matrix rate, and the plain references of --against. Without fast/
+there is no read bandwidth.
 """
 import signal
 
@@ -42,17 +44,18 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError, find_checkpoint, hf_weights, load_config  # noqa: E402
-from cli.options import QUANTIZATION, Parser, add_keywords, within  # noqa: E402
+from checkpoint import Checkpoint, UserError, hf_weights  # noqa: E402
+from cli.options import Parser, add_keyword, add_quantize, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import read_settings  # noqa: E402
-from generate import TINY, Generator, ModelRunner, import_fast  # noqa: E402
-from guard import DTYPES, GIB, check_draft, check_memory, check_options, find_dtype, memory_advice  # noqa: E402
-from model import Config, Transformer  # noqa: E402
-from quantize import default_group, load_checkpoint, round_model  # noqa: E402
+from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
+from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
+                   open_checkpoint)
+from model import Config, KVCache, LayerConfig, Rope, Transformer  # noqa: E402
+from quantize import check_quantize, default_group, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import SHAPES  # noqa: E402
-from speculative import Draft, make_policy  # noqa: E402
+from speculative import SLACK, DraftModel, Speculator, make_policy  # noqa: E402
 from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
@@ -82,8 +85,9 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
             raise UserError(f"--speculate: the bundled model's {name} of {getattr(small, name)} exceeds the shape's")
     if E != small.head_dim or config.n_kv_head < small.n_head:
         raise UserError(f"--speculate: want heads of {small.head_dim}, {small.n_head} kv heads, for the bundled model")
+    layers = (LayerConfig(window=None, rope=Rope(small.layers[0].rope.theta)),) * config.n_layer
     wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=False,
-                                rope_theta=small.rope_theta, rope_scaling=None, window=None, tied=False), device, dtype)
+                                layers=layers, tied=False), device, dtype)
     H, G, F = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim
     copied = {name: weight.to(device, dtype) for name, weight in tiny.named_parameters(remove_duplicate=False)}
 
@@ -137,10 +141,10 @@ def parse_args() -> Namespace:
     add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run; with "
         "--speculate transformers' assisted generation, if that is installed")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
-    add_keywords(parser, QUANTIZATION)
+    add_quantize(parser)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
-    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
-    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_keyword(parser, "device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add_keyword(parser, "dtype", metavar="TYPE", help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas"]
@@ -168,22 +172,23 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     gc.collect()  # compiled layers refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    directory = None
+    checkpoint, settings = None, {}
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
             raise UserError(f"{what}: no such shape and no such directory; the shapes are {', '.join(SHAPES)}")
-        directory = find_checkpoint(what)
-    config = SHAPES[what] if directory is None else load_config(directory)
+        checkpoint, _ = open_checkpoint(what, tokenizer=False)
+        settings = read_settings(checkpoint)
+        check_quantize(checkpoint, settings, args.quantize, args.group_size)
+    config = checkpoint.config if checkpoint else SHAPES[what]
     length = args.context + args.prompt_length + args.new_tokens
     if length > config.context:
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
-    bits = read_settings(directory).get("bits") if directory else None
-    check_memory([(config, bits)], args.batch, length, device, dtype, team.ranks)
+    check_memory([(config, settings.get("bits"))], args.batch, length, device, dtype, team.ranks)
     torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
-    if directory:
-        return load_checkpoint(directory, device, dtype, args.quantize, args.group_size, split=split)
+    if checkpoint:
+        return load(checkpoint, device, dtype, args.quantize, args.group_size, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard)
     if args.quantize:
@@ -200,10 +205,14 @@ def find_mode(args: Namespace) -> str:
     return "compile" if args.no_kernels else "fast"
 
 
-def ready(model: Transformer, args: Namespace, team: Team, mode: str) -> Generator:
+def ready(model: Transformer, args: Namespace, team: Team, mode: str) -> Engine:
+    """Compiled, where that is asked for."""
     max_seq_len = args.context + args.prompt_length + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    return Generator(model, max_seq_len, sampling, args.batch, mode=mode, team=team)
+    engine = Engine(model, max_seq_len, args.batch, sampling, mode)
+    if engine.compiled:
+        engine.warm_up(args.batch, alone=team.ranks == 1)
+    return engine
 
 
 def all_reduce_us(device: torch.device) -> dict[str, float]:
@@ -230,12 +239,12 @@ def all_reduce_us(device: torch.device) -> dict[str, float]:
     return {step.__name__: 1e4 * graph_seconds(partial(chain, step)) for step in (one_shot, one_shot_norm, nccl)}
 
 
-def one_run(generator: Generator, args: Namespace) -> tuple[float, float]:
+def one_run(engine: Engine, args: Namespace) -> tuple[float, float]:
     """Seconds to the first token, and from it to the last a step."""
-    prompts = torch.randint(generator.model.config.vocab_size, (args.batch, args.prompt_length)).tolist()
+    prompts = torch.randint(engine.model.config.vocab_size, (args.batch, args.prompt_length)).tolist()
     times = []
     begun = time.perf_counter()
-    for _ in generator.generate(prompts, args.new_tokens, args.context):
+    for _ in generate(engine, prompts, args.new_tokens, args.context):
         times.append(time.perf_counter())
     return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
 
@@ -306,31 +315,32 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     cuda = device.type == "cuda"
     model = build(what, args, device, dtype, team)
     config = model.config
-    layers = sum(math.prod(shape) for name, (_, _, shape) in hf_weights(config).items() if "_proj." in name)
+    layers = sum(math.prod(weight.shape) for weight in hf_weights(config).values() if weight.quantized)
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    generator = ready(model, args, team, find_mode(args))
-    weights = sum(weight.nbytes for weight in model.parameters())  # as the generator has repacked them
+    engine = ready(model, args, team, find_mode(args))
+    weights = sum(weight.nbytes for weight in model.parameters())  # as the engine has repacked them
     embedding = 0 if config.tied else model.embed.weight.nbytes
     runs = []
     for _ in range(args.runs):
-        runs.append(one_run(generator, args))
+        runs.append(one_run(engine, args))
         bar.update()
     peak = torch.cuda.max_memory_allocated(device) if cuda else None
     fast = import_fast()
     read = fast.read_bandwidth(model) if fast and cuda and weights >= GIB else None  # smaller ones sit in the cache
     first, step = (statistics.median(column) for column in zip(*runs))
     steps = sorted(1 / seconds for _, seconds in runs)
-    token_kv = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
-    window = config.window or 2 ** 62
-    in_use = args.batch * token_kv * min(window, args.context + args.prompt_length + args.new_tokens / 2)
+    token_kv = KVCache.bytes_per_token(config, dtype)
+    T = args.prompt_length
+    windows = [layer.window or 2 ** 62 for layer in config.layers]
+    length = args.context + T + args.new_tokens / 2
+    in_use = args.batch * token_kv * statistics.mean(min(window, length) for window in windows)
     cache = args.batch * token_kv * len(model.slots)
     rate = (weights - embedding + in_use) / step
-    T = args.prompt_length
-    seen = args.batch * sum(min(window, args.context + t + 1) for t in range(T))  # pairs of a token and one it sees
-    operations = 2 * layers * args.batch * T + 4 * config.n_layer * config.n_head * config.head_dim * seen
+    seen = sum(min(window, args.context + t + 1) for window in windows for t in range(T))  # (layer, token, token seen)
+    operations = args.batch * (2 * layers * T + 4 * config.n_head * config.head_dim * seen)
     result = setting(what, args, device, dtype) | dict(
         ranks=team.ranks, prompt_length=T, context=args.context,
         tokens_per_s=args.batch / step, steps_per_s=dict(median=1 / step, low=steps[0], high=steps[-1], runs=len(runs)),
@@ -340,12 +350,12 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
         against={})
     for name in filter(None, args.against.split(",")):
-        model = generator = None  # their memory is needed
+        model = engine = None  # their memory is needed
         mode = "compile" if name == "cublas" else "eager"
-        generator = ready(build(what, args, device, dtype, team), args, team, mode)
+        engine = ready(build(what, args, device, dtype, team), args, team, mode)
         seconds = []
         for _ in range(args.runs):
-            seconds.append(one_run(generator, args)[1])
+            seconds.append(one_run(engine, args)[1])
             bar.update()
         result["against"][name] = dict(steps_per_s=1 / statistics.median(seconds),
                                        ratio=statistics.median(seconds) / step)
@@ -354,11 +364,11 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     return result
 
 
-def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: int, stops: set[int],
-                  at_first: Callable = lambda: None) -> list[float]:
+def until_the_end(engine: Engine, speculator: Speculator | None, prompts: list[list[int]], new_tokens: int,
+                  stops: set[int], at_first: Callable = lambda: None) -> list[float]:
     """Milliseconds a token after the first, of each row, up to a stop token; at_first is called when that came."""
     counts, ended, first = [0] * len(prompts), {}, None
-    for step in generator.generate(prompts, new_tokens):
+    for step in generate(engine, prompts, new_tokens, speculator=speculator):
         if first is None:
             at_first()
         now = time.perf_counter()
@@ -368,18 +378,20 @@ def until_the_end(generator: Generator, prompts: list[list[int]], new_tokens: in
                 counts[b] += b not in ended
                 if b not in ended and (token in stops or counts[b] == new_tokens):
                     ended[b] = 1e3 * (now - first) / max(1, counts[b] - 1)
-                    generator.finish(b)
+                    if speculator:
+                        speculator.finish(b)
         if len(ended) == len(prompts):
             break
     return list(ended.values())
 
 
-def forward_ms(runner: ModelRunner, rows: int, T: int) -> float:
+def forward_ms(engine: Engine, rows: int, T: int) -> float:
     """A forward of T tokens a row at position 100, a CUDA graph of its own; the median of 20."""
-    tokens = torch.randint(runner.model.config.vocab_size, (rows, T), device=runner.device)
-    positions = 100 + torch.arange(T, device=runner.device).repeat(rows, 1)
+    tokens = torch.randint(engine.model.config.vocab_size, (rows, T), device=engine.device)
+    positions = 100 + torch.arange(T, device=engine.device).repeat(rows, 1)
+    decoder = engine.decoder if engine.compiled else engine.model
     with torch.no_grad():
-        return 1e3 * graph_seconds(lambda: runner.decoder(tokens, positions, runner.slots(200)))
+        return 1e3 * graph_seconds(lambda: decoder(tokens, positions, engine.slots(200)))
 
 
 def busy_share(run: Callable) -> float:
@@ -411,22 +423,22 @@ def assisted_tokens_per_s(directories: list[Path], prompt: list[int], dtype: tor
     return statistics.median(rates)
 
 
-def speculation_target(what: str, directory: Path, args: Namespace, device: torch.device,
+def speculation_target(what: str, checkpoint: Checkpoint, args: Namespace, device: torch.device,
                        dtype: torch.dtype) -> Transformer:
     """The checkpoint or, of a shape, the bundled model widened to it."""
     if what not in SHAPES:
-        return load_checkpoint(directory, device, dtype, args.quantize, args.group_size)
-    tiny = load_checkpoint(directory, torch.device("cpu"), torch.float32)
+        return load(checkpoint, device, dtype, args.quantize, args.group_size)
+    tiny = load(checkpoint, torch.device("cpu"), torch.float32)
     model = widen(tiny, SHAPES[what], device, dtype)
     if args.quantize:
         round_model(model, args.quantize, args.group_size)
     return model
 
 
-def forwards_ms(generator: Generator, k: int, rows: int) -> tuple[float, float]:
+def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float]:
     """Milliseconds of the target's forward that verifies k drafted tokens, and of the draft's k forwards."""
-    first, other = (forward_ms(generator.speculator.draft.runner, rows, T) for T in (2, 1))
-    return forward_ms(generator, rows, k + 1), first + (k - 1) * other
+    first, other = (forward_ms(speculator.draft.engine, rows, T) for T in (2, 1))
+    return forward_ms(speculator.target, rows, k + 1), first + (k - 1) * other
 
 
 def middle(runs: list[dict], key: str = "mean") -> dict:
@@ -437,57 +449,68 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
     """A JSON line for each of --draft-tokens: the bundled pair, the target at the shape's cost, against plain decoding
     of the same batch."""
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
-    directory = Path(TINY) if what in SHAPES else find_checkpoint(what)
-    tokenizer = Tokenizer(directory)
-    draft_directory = find_draft(str(Path(TINY).with_name("tiny-draft")), load_config(directory), tokenizer)
+    opened = checkpoint, tokenizer = open_checkpoint(TINY if what in SHAPES else what)
+    check_quantize(checkpoint, read_settings(checkpoint), args.quantize, args.group_size)
+    draft_name = str(Path(TINY).with_name("tiny-draft"))
+    draft_checkpoint, draft_tokenizer = open_checkpoint(draft_name)
+    check_draft(draft_name, (draft_checkpoint, draft_tokenizer), opened)
     if args.against and (cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
         raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1 and --temperature 0")
-    prompts = [tokenizer.encode(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
+    prompts = [tokenizer.encode_text(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
-    def generator(draft: Draft | None = None) -> Generator:
-        gc.collect()
-        torch._dynamo.reset()
-        model = speculation_target(what, directory, args, device, dtype)
-        return Generator(model, max(map(len, prompts)) + args.new_tokens, sampling, args.batch, mode=find_mode(args),
-                         draft=draft)
+    length = max(map(len, prompts)) + args.new_tokens + SLACK
 
-    def one_run(generator: Generator) -> dict:
-        times = until_the_end(generator, prompts, args.new_tokens, tokenizer.stops)
+    def make_engine(draft: Transformer | None = None) -> Engine:
+        """Of the draft, or else of the target."""
+        model = draft or speculation_target(what, checkpoint, args, device, dtype)
+        return Engine(model, min(length, model.config.context), args.batch, sampling, find_mode(args))
+
+    def one_run(engine: Engine, speculator: Speculator | None = None) -> dict:
+        times = until_the_end(engine, speculator, prompts, args.new_tokens, tokenizer.stops)
         bar.update()
         return dict(first=min(times), last=max(times), mean=statistics.mean(times))
 
-    slow, plains = generator(), []
+    gc.collect()
+    torch._dynamo.reset()
+    slow, plains = make_engine(), []
     one_run(slow)  # warms up
     if cuda:  # its memory is needed
         plains, slow = [one_run(slow) for _ in range(args.runs)], None
+        gc.collect()
+    torch._dynamo.reset()
     names = args.draft_tokens.split(",")
-    draft = Draft(load_checkpoint(draft_directory, device, dtype), names[0] if len(names) == 1 else "auto")
-    fast = generator(draft)
-    speculator = fast.speculator
+    fast = make_engine()
+    draft = DraftModel(make_engine(load(draft_checkpoint, device, dtype)), fast.model.config.vocab_size)
+    speculator = Speculator(fast, draft, names[0] if len(names) == 1 else "auto")
+    if fast.compiled:
+        fast.warm_up(args.batch, speculator)
+    seconds = speculator.policy.seconds if len(names) > 1 else {}
     for name in names:
         if name.isdecimal() and int(name) not in speculator.step_of:
             raise UserError(f"--draft-tokens {name}: a list takes {sorted(speculator.step_of)}; give others alone")
-        speculator.policy = make_policy(name, speculator.seconds)
+        if len(names) > 1:
+            speculator.policy = make_policy(name, seconds)
         runs, plains = [], plains if cuda else []
         for _ in range(args.runs):
             if slow:  # in turns: a CPU that others use is faster at one time than at another
                 plains.append(one_run(slow))
             speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
-            runs.append(one_run(fast) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
+            runs.append(one_run(fast, speculator) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = (plains[-1] if slow else middle(plains))["mean"] / runs[-1]["mean"]
         result = setting(what, args, device, dtype) | summarize(name, runs, middle(plains))
         if cuda and name.isdecimal():
-            verify, drafts = forwards_ms(fast, int(name), args.batch)
+            verify, drafts = forwards_ms(speculator, int(name), args.batch)
             cost = (verify + drafts) / result["plain_ms_per_token"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
             result |= dict(verify_ms=verify, drafts_ms=drafts, bound=result["tokens_per_step"] / cost,
                            share_of_bound=share)
         if cuda:
-            run = partial(until_the_end, fast, prompts, args.new_tokens, tokenizer.stops)
+            run = partial(until_the_end, fast, speculator, prompts, args.new_tokens, tokenizer.stops)
             result |= dict(gpu_busy=busy_share(run))
         if args.against:
-            rate = assisted_tokens_per_s([directory, draft_directory], prompts[0], dtype, args)
+            directories = [checkpoint.directory, draft_checkpoint.directory]
+            rate = assisted_tokens_per_s(directories, prompts[0], dtype, args)
             ratio = 1e3 / result["ms_per_token"]["mean"] / rate
             result["against"] = dict(transformers=dict(tokens_per_s=rate, ratio=ratio))
         yield result
@@ -520,13 +543,14 @@ def main() -> None:
             line = json.loads(in_processes(what, args))
             print(json.dumps(line | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
         return
-    device, team = join(args.device)
+    name, team = join(args.device)
+    device = find_device(name)
     for what in args.what:
         if args.only_compile:
             model = build(what, args, device, find_dtype(args.dtype, device), team)
             begun = time.perf_counter()
-            generator = ready(model, args, team, find_mode(args))
-            one_run(generator, Namespace(**vars(args) | dict(new_tokens=2)))
+            engine = ready(model, args, team, find_mode(args))
+            one_run(engine, Namespace(**vars(args) | dict(new_tokens=2)))
             print(time.perf_counter() - begun)
             continue
         if args.speculate:

@@ -3,10 +3,11 @@ Draws the charts of README.md and BENCHMARKS.md, as SVG, from JSON lines.
 
     python scripts/chart.py assets/results.jsonl --out assets
 
-A line is what scripts/benchmark.py prints. A line of another engine names the `engine`, its `version` and how it ran,
-as `detail`. `source` says where the figure stands and when it was measured. A figure [low, high] is a range. Of two
-lines of one configuration the later one counts, so append a newer measurement. All lines are of one kind of GPU. A
-chart that has no line is left out.
+A line is what scripts/benchmark.py prints. A line of another engine names the
+`engine`, its `version` and how it ran, as `detail`. `source` says where the
+figure stands and when it was measured. A figure [low, high] is a range. Of two
+lines of one configuration the later one counts, so append a newer measurement.
+All lines are of one kind of GPU. A chart that has no line is left out.
 """
 import argparse
 import json
@@ -25,14 +26,14 @@ CONFIGURATION = dict(engine="llama-fast", version=None, detail=None, what=None, 
 PRECISIONS = {None: "bf16", "int8": "8 bits", "fp8": "8 bits", "int4": "4 bits"}
 POLICIES = {"auto": "auto, by measured time", "hf": "hf, transformers' rule", "bass": "bass, BASS's rule"}
 STYLE = """
-svg { --card: #ffffff; --edge: #d1d9e0; --text: #1f2328; --soft: #59636e; --ours: #e4572e; --other: #b4bcc6; }
-@media (prefers-color-scheme: dark) {
-  svg { --card: #0d1117; --edge: #3d444d; --text: #f0f6fc; --soft: #9198a1; --ours: #f0683c; --other: #59626d; } }
-text { font: 13px system-ui, -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif; fill: var(--text); }
+text { font: 13px system-ui, -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif; fill: #1f2328; }
 .title { font-size: 18px; font-weight: 600; } .strong { font-weight: 600; }
-.soft { fill: var(--soft); } .small { font-size: 12px; fill: var(--soft); }
-.card { fill: var(--card); stroke: var(--edge); } .ours { fill: var(--ours); } .other { fill: var(--other); }
-.faint { fill-opacity: 0.5; } .spread { stroke: var(--text); } .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
+.soft { fill: #59636e; } .small { font-size: 12px; fill: #59636e; }
+.card { fill: #ffffff; stroke: #d1d9e0; } .ours { fill: #e4572e; } .other { fill: #b4bcc6; }
+.faint { fill-opacity: 0.5; } .spread { stroke: #1f2328; } .mark { stroke: #59636e; stroke-dasharray: 3 3; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; } .soft, .small { fill: #9198a1; } .card { fill: #0d1117; stroke: #3d444d; }
+  .ours { fill: #f0683c; } .other { fill: #59626d; } .spread { stroke: #f0f6fc; } .mark { stroke: #9198a1; } }
 """
 
 

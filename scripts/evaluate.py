@@ -1,23 +1,29 @@
 """
 Measure how well a checkpoint predicts a text, or what quantization costs it.
 
-    python scripts/evaluate.py --checkpoint checkpoints/tiny --text README.md
-    python scripts/evaluate.py --checkpoint DIR --text FILE --compare DIR:int8 DIR:int4-g64 GPTQ_DIR
-    python scripts/evaluate.py --checkpoint DIR --tasks hellaswag,winogrande --compare DIR:int8 DIR:int4
+    python scripts/evaluate.py --checkpoint checkpoints/tiny \\
+        --text checkpoints/stories.txt --compare checkpoints/tiny:int4
+    python scripts/evaluate.py --checkpoint DIR --text FILE \\
+        --compare DIR:int8 DIR:int4-g64 GPTQ_DIR
+    python scripts/evaluate.py --checkpoint DIR --tasks hellaswag,winogrande
 
-Windows of --context tokens move over the text by --stride. Each token is scored once, in the first window that has it:
-after context - stride others at least, or all there are. Where the tokenizer adds no beginning of sequence, nothing
-predicts the first token (or several, of one character): its bytes do not count. Bytes and words are the text's own.
-The word perplexity is left out (null, "-") above 10 ** 6, more choices than a dictionary has words. What stands between
-spaces is then no word that the model knows: a script without spaces, numbers, source code, or a foreign language.
+Choose a text of the kind that the model is for, and not the text that GPTQ was
+calibrated on. Windows of --context tokens move over it by --stride. Each token
+is scored once, in the first window that has it.
 
-One JSON object on one line of stdout and a table on stderr; with --compare, a Markdown table on stdout; with --json,
-JSON alone, a line for each model. All models of a comparison read the same text, in windows of the same length.
+stdout gets one JSON object on one line, stderr a table; with --compare, stdout
+gets the table; with --json, stdout gets a JSON line for each model. The word
+perplexity is left out ("-", null) above a million: the spaces then do not part
+words that the model knows.
 
---tasks runs tasks of lm-evaluation-harness (`pip install lm_eval`), which fetches their data: see tasks.py.
-
-Shapes: N tokens, T tokens of a window, W windows, B windows at once, V vocabulary.
+--tasks runs tasks of lm-evaluation-harness (`pip install lm_eval`), which
+fetches their data.
 """
+# Where the tokenizer adds no beginning of sequence, nothing predicts the first token (or several, of one character): its
+# bytes do not count. Bytes and words are the text's own. A token is scored after context - stride others at least, or
+# all there are.
+#
+# Shapes: N tokens, T tokens of a window, W windows, B windows at once, V vocabulary.
 import signal
 
 if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
@@ -39,12 +45,12 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import MOST_TEXT, Tokenizer, UserError, is_file, reading  # noqa: E402
-from cli.options import Parser, within  # noqa: E402
+from checkpoint import Tokenizer, UserError  # noqa: E402
+from cli.options import Parser, add_keyword, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
-from guard import DTYPES, GIB, memory_advice  # noqa: E402
+from guard import GIB, MOST_TEXT, is_file, memory_advice, user_errors  # noqa: E402
 from model import Transformer  # noqa: E402
 from tp import world_size  # noqa: E402
 
@@ -60,14 +66,14 @@ def parse_spec(spec: str) -> dict:
 def beginning(tokenizer: Tokenizer, text: str, limit: int) -> str:
     """As much of the text as `limit` tokens hold, one more given. Not the decoded text of its first tokens, which may
     end inside of a character and may not be the text: Qwen's tokenizer, for one, normalizes."""
-    return text[:bisect_right(range(len(text)), limit + 1, key=lambda end: len(tokenizer.encode(text[:end + 1])))]
+    return text[:bisect_right(range(len(text)), limit + 1, key=lambda end: len(tokenizer.encode_text(text[:end + 1])))]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int, int]:
     """The tokens, how many of them are not scored (one at least), and how many characters of the text these are."""
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode_text(text)
     for characters in range(min(len(text), 1000)):  # longer than any token
-        start = tokenizer.encode(text[:characters])
+        start = tokenizer.encode_text(text[:characters])
         if 0 < len(start) < len(ids) and start == ids[:len(start)]:
             return ids, len(start), characters
     raise UserError(f"--text: {len(ids)} tokens in {len(text)} characters, none to score: want 2 tokens or more")
@@ -111,7 +117,7 @@ def evaluate(spec: dict, llm: LLM, text: str, args: Namespace) -> dict:
     ids, first, skipped = encode(llm.tokenizer, text)
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
     with memory_advice(f"{spec['model']}: out of memory on {llm.device}; a smaller --context or dtype helps"):
-        llm.load()
+        llm._load(1, 1)
         model_bytes = sum(tensor.nbytes for tensor in (*llm.model.parameters(), *llm.model.buffers()))
         speed_up(llm)
         begun = time.perf_counter()
@@ -160,8 +166,8 @@ def parse_args() -> Namespace:
         help="read as much of the text as N tokens of --checkpoint hold (default: all of it)")
     add("--context", type=within(int, 1), metavar="C", help="tokens of a window (default: 2048, or what the model has)")
     add("--stride", type=within(int, 1), metavar="S", help="tokens from window to window (default: half of --context)")
-    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
-    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_keyword(parser, "device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
+    add_keyword(parser, "dtype", metavar="TYPE", help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--json", action="store_true", help="a JSON line for each model, and no table")
     args = parser.parse_args()
     if args.group_size is not None and not args.quantize:
@@ -195,13 +201,13 @@ def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
     manager, names = TaskManager(include_path=args.task_path), args.tasks.split(",")
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UserError(f"--tasks {unknown[0]}: no such task; `lm_eval ls tasks` lists them, --task-path adds others")
-    llm.load()
+    llm._load(1, 1)
     unpack_quantized(llm.model, quiet=True)
     speed_up(llm)
     begun = time.perf_counter()
     found = simple_evaluate(Harness(llm), tasks=names, task_manager=manager, num_fewshot=args.few_shot,
                             limit=args.limit, log_samples=False) or dict(results={})  # it gives rank 0 alone a result
-    llm.model = llm.generator = None
+    llm.model = llm.engine = llm.speculator = None
     tasks = {name: {metric.removesuffix(",none"): float(value) for metric, value in metrics.items()
                     if "," in metric and isinstance(value, float)} for name, metrics in found["results"].items()}
     return spec | dict(dtype=str(llm.dtype).removeprefix("torch."), device=str(llm.device),
@@ -215,7 +221,7 @@ def main() -> None:
     text = None
     if args.text:
         is_file(args.text, MOST_TEXT, inside=False)
-        with reading(args.text):
+        with user_errors(args.text):
             text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
     specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]

@@ -14,7 +14,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from cli import cache_bytes, keyword_options
+from completion import Completion
+from model import KVCache
 
 
 class Harness(TemplateLM):
@@ -24,14 +25,17 @@ class Harness(TemplateLM):
 
     def __init__(self, llm):
         super().__init__()
-        self.llm, self.encoder, self.cache_bytes = llm, llm.tokenizer, cache_bytes(llm.config, llm.dtype)
+        self.llm, self.encoder = llm, llm.tokenizer
+        self.cache_bytes = KVCache.bytes_per_token(llm.checkpoint.config, llm.dtype)
         self.batch_tokens = 2048 if llm.device.type == "cpu" else 65536
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
         self.prefix_token_id = self.encoder.bos if bos or self.encoder.add_bos else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        return self.encoder.encode(string, rendered=add_special_tokens is False)
+        if add_special_tokens is False:
+            return self.encoder.backend.encode(string)
+        return self.encoder.encode_text(string)
 
     def batches(self, items: list, size):
         """As many items at a time as have batch_tokens tokens if each has size(the first one)."""
@@ -66,7 +70,7 @@ class Harness(TemplateLM):
         contexts, read = (torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, tokens)), batch_first=True)
                           for tokens in ([context[:-1] or context for context, _ in batch],
                                          [[context[-1], *continuation[:-1]] for context, continuation, _ in rows]))
-        self.llm.generator = None  # it loses its cache
+        self.llm.engine = self.llm.speculator = None  # they lose their cache
         model.setup(contexts.shape[1] + read.shape[1], len(rows))
         at = torch.arange(contexts.shape[1], device=device)[None]
         model(contexts.to(device), at, last=at.new_zeros(len(batch)))
@@ -96,12 +100,14 @@ class Harness(TemplateLM):
             for items in kinds.values():
                 settings = normalize_gen_kwargs(requests[items[0][1]].args[1], 256)
                 limit, stops = settings["max_gen_toks"], list(filter(None, settings["until"]))
-                options = keyword_options(dict(temperature=settings["temperature"]), self.llm.options)
+                options = self.llm._options(dict(temperature=settings["temperature"]))
                 items.sort(key=lambda item: -len(item[0]))
                 # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads all weights.
                 for batch in self.batches(items, lambda item: 1 + (len(item[0]) + limit) * self.cache_bytes // 2 ** 19):
-                    done = [self.llm.completion("", ids[limit - self.llm.context:], limit, stops) for ids, _ in batch]
-                    list(self.llm.steps(done, options))
+                    done = [Completion("", ids[limit - self.llm.context:], self.encoder, limit, stops)
+                            for ids, _ in batch]
+                    for _ in self.llm._steps(done, options):
+                        pass
                     bar.update(len(done))
                     for completion, (_, place) in zip(done, batch):
                         text = self.encoder.decode(completion.tokens)  # as the harness decodes: without the prompt

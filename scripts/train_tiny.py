@@ -1,9 +1,12 @@
 """
-Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any file of short stories, a blank line
-between two: two minutes on an H200. Each checkpoint is written beside its place, then renamed.
+Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any
+file of short stories, a blank line between two: two minutes on an H200.
 
-    python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt --out checkpoints
-    python scripts/train_tiny.py --measure --eval validation.txt --out checkpoints    # measure the pair that is there
+    python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt
+    python scripts/train_tiny.py --measure --eval validation.txt
+
+--measure measures the pair that is there. Each checkpoint is written beside its
+place, then renamed.
 """
 import signal
 
@@ -27,11 +30,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import (Tokenizer, UserError, config_from_hf, hf_weights, is_file, load_model, read_text,  # noqa: E402
-                        reading)
+from checkpoint import UserError, config_from_hf, hf_weights, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser, within  # noqa: E402
-from guard import memory_advice  # noqa: E402
+from guard import is_file, memory_advice, open_checkpoint, read_text, user_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
@@ -48,7 +50,7 @@ BOS, EOS = 1, 2
 
 def read_stories(path: Path) -> list[str]:
     is_file(path)
-    with reading(path):
+    with user_errors(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
         return [story.strip() for story in text.decode().replace("\r\n", "\n").split("\n\n") if story.strip()]
 
@@ -57,7 +59,7 @@ def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
     """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
     from sentencepiece import SentencePieceTrainer
     paragraphs, model = (line for story in stories[:30000] for line in story.split("\n")), io.BytesIO()
-    with reading("sentencepiece"):
+    with user_errors("sentencepiece"):
         SentencePieceTrainer.train(
             sentence_iterator=paragraphs, model_writer=model, vocab_size=vocab_size, model_type="bpe",
             byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
@@ -163,9 +165,9 @@ def measure(directory: Path, paragraphs: list[str], device: torch.device) -> Non
     draft's greedy choice is the target's."""
     choices = {}
     for name in PAIR:
-        path = directory / name
-        encoded = list(map(Tokenizer(path).encode, paragraphs))
-        model = load_model(path, device, torch.float32)
+        checkpoint, tokenizer = open_checkpoint(directory / name)
+        encoded = list(map(tokenizer.encode_text, paragraphs))
+        model = load_model(checkpoint, device, torch.float32)
         model.setup(max(map(len, encoded)))
         nats, choices[name] = 0.0, []
         for ids in encoded:

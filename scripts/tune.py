@@ -37,12 +37,14 @@ from torch import Tensor, nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import UserError  # noqa: E402
-from cli import Parser, find_device, report_errors  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
+from cli.options import Parser  # noqa: E402
 from fast import common, tuning  # noqa: E402
 from fast.attention import update_and_attend  # noqa: E402
 from fast.decoder import fused_linear  # noqa: E402
 from fast.layout import MAX_ROWS, MIN_BLOCK_M  # noqa: E402
 from fast.packed_linear import PackedLinear  # noqa: E402
+from guard import find_device  # noqa: E402
 from model import Config  # noqa: E402
 from quantize import INT4, INT8, QuantizedLinear, pack  # noqa: E402
 from shapes import SHAPES  # noqa: E402

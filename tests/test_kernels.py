@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fast.attention import update_and_attend
 from fast.bandwidth import read_bandwidth, read_chunk
+from fast.decoder import FusedAttention
 from fast.linear import linear, plain_linear, rms_norm
 from helpers import DEVICES, error, exact_linear
-from model import Attention, Config, KVCache, LayerConfig, Rope, RopeTable, visible
+from model import Attention, Config, KVCache, LayerConfig, Rope, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
@@ -88,27 +88,13 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
     return out, k_cache, v_cache
 
 
-def kernel(attn, qkv, positions, table, window):
-    """The kernel over the cache of attn; it leaves its semaphore at 0."""
-    semaphore = torch.zeros(attn.cache.k.shape[0] * attn.cache.k.shape[1], dtype=torch.int32, device=qkv.device)
-    out = update_and_attend(qkv, positions, table.cos, table.sin, attn.cache.k, attn.cache.v, semaphore,
-                            getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None), window or 0)
-    assert not semaphore.any()
-    return out
-
-
-def twin(attn, qkv, positions, table, window):
-    slots, rows = torch.arange(len(table.cos)), torch.arange(len(qkv))[:, None]
-    out = attn.attend(qkv.flatten(2), positions, *table(positions), visible(slots, positions, window), rows)
-    return out.unflatten(-1, (-1, qkv.shape[-1]))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
 def test_attention(device, case):
     """Ragged sequences, GQA of any ratio, windows, norms, one split and many: on a CPU Attention.attend(), on a GPU its
-    kernel. The cache is full of numbers, and has a row more than there are sequences."""
+    kernel, which updates the cache or, as in prefill, finds it complete. The cache is full of numbers, and has a row
+    more than there are sequences."""
     B, T, H, K, E, L, window, qk_norm, shared = case
     dtype = BF16 if device == "cuda" else F32
 
@@ -127,11 +113,23 @@ def test_attention(device, case):
     start[0] = L - T if B == 1 else start[0] * shared  # a full cache, an empty one, and any between
     qkv, positions = randn(B, T, H + 2 * K, E), start + torch.arange(T, device=device)
     ref, k_ref, v_ref = exact_attention(qkv, positions, table, attn.cache.k, attn.cache.v, attn, window)
-    for _ in range(2):  # the second time over what the first has left
-        out = (kernel if device == "cuda" else twin)(attn, qkv, positions, table, window)
+    fused, rows = FusedAttention(attn, table, window), torch.arange(B, device=device)[:, None]
+    before = attn.cache.k.clone(), attn.cache.v.clone()
+
+    def decode():
+        return fused.attend(qkv.flatten(2).flatten(0, 1), positions)
+
+    def prefill():
+        attn.cache.k.copy_(before[0])
+        attn.cache.v.copy_(before[1])
+        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions), rows)
+
+    for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
+        out = function().view(B, T, H, E)  # the second time over what the first has left
         check(out, ref, slack=3)  # a softmax makes more of a rounded score
         check(attn.cache.k, k_ref)
         assert attn.cache.v.double().equal(v_ref) and attn.cache.k[B].double().equal(k_ref[B])
+        assert not fused.semaphore.any()
 
 
 @pytest.mark.gpu
@@ -203,9 +201,12 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
 
 cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device="cuda")
 semaphore = torch.zeros(8, dtype=torch.int32, device="cuda")
-for positions in (torch.full((1, 1), 300, device="cuda"), torch.arange(100, device="cuda")[None]):
-    qkv = torch.randn(1, positions.shape[1], 48, 128, **bf16)
-    fast.attention.update_and_attend(qkv, positions, table, table, cache, cache.clone(), semaphore)
+position = torch.full((1, 1), 300, device="cuda")
+fast.attention.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), position, table, table, cache, cache.clone(),
+                                 semaphore)
+for T in (2, 100):
+    positions = torch.arange(T, device="cuda")[None]
+    fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), semaphore, 0)
 
 logits, noise = torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda")
 settings = torch.tensor([0.8, 50, 0.9, 0.1], device="cuda")  # temperature, top-k, top-p, min-p
