@@ -61,6 +61,12 @@ def test_files_and_options_have_the_same_limits(name, good, bad):
     assert not takes(Sampling, **{name: True}) and not takes(Sampling, **{name: "1"})  # files alone have types
 
 
+def test_min_p_is_relative_to_the_likeliest_token_and_greedy_is_certain():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for sampling, expected in (Sampling(1.0, min_p=0.4), [0.625, 0.375, 0, 0]), (Sampling(0.0), [1, 0, 0, 0]):
+        torch.testing.assert_close(probabilities(logits, sampling), torch.tensor(expected, dtype=torch.float32))
+
+
 def test_choose_draws_from_the_probabilities():
     """Chi-square of 40,000 draws over 8 tokens: 7 degrees of freedom, whose 1 - 1e-6 quantile is 40.5."""
     logits, n = torch.randn(8), 40_000
