@@ -32,22 +32,24 @@ from torch import Tensor, nn
 
 from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
-from model import Transformer
-from quantize import CODES, E4M3, Codes, QuantizedLinear, group_of, pack, plain_linear, unpack, unpack_layers
+from model import KVCache, Transformer
+from quantize import (CODES, E4M3, Codes, QuantizedLinear, group_of, pack, plain_linear, say_once, unpack,
+                      unpack_layers)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 SHARD_BYTES = 4 * GIB
 ALL = slice(None)
 
 
-def unpack_quantized(model: Transformer, reserve: int = 0, quiet: bool = False, ranks: int = 1) -> None:
-    """unpack_layers(), if memory allows and leaves `reserve` bytes."""
-    weight = model.embed.weight
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    needed = weight.itemsize * sum(layer.out_features * layer.in_features for layer in layers)
-    if not needed:
+def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = False, ranks: int = 1) -> None:
+    """unpack_layers(), if memory allows and leaves room for a KV cache of so many slots over all rows."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)] if model else []
+    if not layers:
         return
-    fits = needed + reserve < 0.9 * free_memory(weight.device, ranks)
+    weight = model.embed.weight
+    needed = weight.itemsize * sum(layer.out_features * layer.in_features for layer in layers)
+    cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
+    fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
         unpack_layers(model)
     if not quiet:
@@ -339,6 +341,8 @@ class QuantizedReader:
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
                 del files[name]
                 self.settings["activations"] = True
+        if self.settings["activations"]:
+            say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
 
     def find_schemes(self, matrices: dict[str, Weight]) -> dict[str, Scheme | None]:
         """config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all

@@ -1,12 +1,15 @@
 """
 Generate text with a Llama-family checkpoint.
 
-    python generate.py                                                    # the bundled model tells a story
+    python generate.py
     python generate.py --prompt "One day, a fox" --num-samples 3 --compile
-    python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile --interactive
-    torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR --compile
+    python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile \\
+        --interactive
+    torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR \\
+        --compile
 
-Text goes to stdout as it is generated, everything else to stderr. With --json, stdout is one JSON object on one line.
+Text goes to stdout as it is generated, everything else to stderr. With --json,
+stdout is one JSON object on one line.
 """
 import signal
 

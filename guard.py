@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache
@@ -28,6 +28,7 @@ from checkpoint import (INDEX, WHOLE, Checkpoint, Tokenizer, UserError, check_su
                         count_parameters, hf_weights, render_plainly, rope_settings)
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS
+from sampling import Sampling
 
 GIB = 2 ** 30
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -199,8 +200,10 @@ def vet(directory: Path, tokenizer: bool = True) -> None:
         vet_config(hf)
         vet_stops(hf, hf["vocab_size"])
     path = directory / "generation_config.json"
+    generation = read_json(path)
     with user_errors(path):
-        vet_stops(read_json(path), hf["vocab_size"])
+        vet_stops(generation, hf["vocab_size"])
+        Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
     if tokenizer:
         vet_tokenizer(directory)
     vet_weights(directory)
@@ -461,7 +464,7 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
               bf16=torch.bfloat16, fp16=torch.float16)
 
 
-def find_device(name: str | None) -> torch.device:
+def find_device(name: str | torch.device | None) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
     counts = dict(  # Where the driver is unusable, GPUs may be counted and yet not available.
         cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -469,6 +472,7 @@ def find_device(name: str | None) -> torch.device:
         cpu=1)
     if name is None:
         name = next(kind for kind, count in counts.items() if count)
+    name = str(name)
     kind, _, index = name.partition(":")
     if kind not in counts or not re.fullmatch(r"\w+(:(0|[1-9]\d{0,3}))?", name, re.ASCII):
         raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps")
@@ -479,8 +483,12 @@ def find_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
+def dtype_name(dtype: str | torch.dtype | None) -> str | None:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
 def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    dtype = DTYPES[name or ("float32" if device.type == "cpu" else "bfloat16")]
+    dtype = DTYPES[dtype_name(name) or ("float32" if device.type == "cpu" else "bfloat16")]
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 runs there")
     return dtype
@@ -565,6 +573,8 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
 CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
+OTHERS = "checkpoint", "device", "compile", "no_kernels", "draft", "draft_tokens", "load", "quiet", "stop"
+POLICIES = "auto", "hf", "bass"
 
 
 def check_options(options: dict) -> None:
@@ -573,28 +583,31 @@ def check_options(options: dict) -> None:
     for name, value in given.items():
         kind, low, high = LIMITS.get(name, (None, 0, 0))
         if kind and type(value) not in (int, kind):
-            raise UserError(f"`{name}`: invalid {kind.__name__} value: {value!r:.60}")
+            raise UserError(f"`{name}`={value!r:.60}: invalid {kind.__name__} value")
         if kind and not low <= value <= high:
             raise UserError(f"`{name}`={value} is not from {low} to {high}")
-        if name in CHOICES and value not in CHOICES[name]:
+        if name in CHOICES and dtype_name(value) not in CHOICES[name]:
             raise UserError(f"`{name}`={value!r:.60}: want one of {', '.join(CHOICES[name])}")
-    draft, tokens, stop = given.get("draft"), given.get("draft_tokens"), given.get("stop", ())
-    if isinstance(stop, str) or not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
-        stop = [stop] if isinstance(stop, str) else None
-    if stop is None:
-        raise UserError(f"`stop`={given['stop']!r:.60}: want a text, or a list of texts")
-    if "" in stop:
+    stop = given.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"`stop`={stop!r:.60}: want a text, or a list of texts")
+    if "" in texts:
         raise UserError("`stop`: an empty text would end everything at once")
-    if "group_size" in given and not given.get("quantize"):
+    if "group_size" in given and "quantize" not in given:
         raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
+    check_draft_options(given.get("draft"), given.get("draft_tokens"), given.get("draft_quantize"))
+
+
+def check_draft_options(draft: str | None, tokens: int | str | None, quantize: str | None) -> None:
     if draft == "":
         raise UserError("`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out")
-    if not draft and (tokens or given.get("draft_quantize")):
+    if not draft and (tokens or quantize):
         raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
-    if draft == "prompt-lookup" and given.get("draft_quantize"):
+    if draft == "prompt-lookup" and quantize:
         raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
     count = str(tokens) if type(tokens) in (int, str) else ""
-    if tokens is not None and count not in ("auto", "hf", "bass") and not (count.isdecimal() and 1 <= int(count) <= 32):
+    if tokens is not None and tokens not in POLICIES and not (count.isdecimal() and 1 <= int(count) <= 32):
         raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
 
 
@@ -604,10 +617,14 @@ def check_model(options: dict, config: Config) -> None:
         raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
 
 
-def check_call(given: dict, names: tuple[str, ...]) -> None:
+def check_call(given: dict, names: Iterable[str]) -> None:
+    """UserError for a keyword of a call that is none of these names."""
     for name in given:
+        if name not in names and name in {*LIMITS, *CHOICES, *OTHERS}:
+            raise UserError(f"{name}: an option of LLM(...), not of a call")
         if name not in names:
-            raise UserError(f"{name}: no such option")
+            near = get_close_matches(name, names, 1)
+            raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
 
 
 def check_messages(messages) -> None:

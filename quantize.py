@@ -181,12 +181,6 @@ def group_of(K: int, group_size: int) -> int:
     return G
 
 
-def check_groups(checkpoint: Checkpoint, group_size: int) -> None:
-    for weight in checkpoint.weights.values():
-        if weight.quantized:
-            group_of(weight.shape[1], group_size)
-
-
 # Rounding
 
 
@@ -398,17 +392,20 @@ def default_group(quantize: str | None, group_size: int | None) -> int:
     return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
-def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
-    """UserError where `quantize` and `group_size` do not suit the checkpoint."""
-    if quantize and settings:
-        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
-    if quantize:
-        check_groups(checkpoint, default_group(quantize, group_size))
-
-
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
     """"int8" or "int4", with its defaults."""
     quantize_model(model, CODES[quantize], default_group(quantize, group_size), sym=quantize == "int8", shard=shard)
+
+
+def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
+    """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
+    if not quantize:
+        return
+    if settings:
+        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
+    for weight in checkpoint.weights.values():
+        if weight.quantized:
+            group_of(weight.shape[1], default_group(quantize, group_size))
 
 
 def main() -> None:

@@ -7,19 +7,21 @@ Without a chat template the text so far and what is typed are continued.
 import json
 import os
 import re
-import select
 import signal
 import sys
 import termios
+import tty
 from argparse import Namespace
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from select import select
 
 from checkpoint import UserError
 from cli.output import show, written_whole
+from cli.prompts import system_messages
 from completion import Completion
 from guard import check_messages, read_text, user_errors
 
@@ -37,7 +39,7 @@ class Chat:
 
     def __init__(self, llm, args: Namespace):
         self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
-        self.system = [] if args.system is None else [dict(role="system", content=args.system)]
+        self.system = system_messages(args.system)
         self.messages = list(self.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
@@ -94,17 +96,13 @@ class Chat:
     def read_turn(self, prompt: str) -> str:
         """A line that is typed or, as one turn, all lines that came during the answer: a terminal sends what is pasted
         then as if it were typed. If the last of them is not ended, the user goes on with it."""
-        waiting = read_waiting() if self.readline else ""
-        if waiting.endswith("\n"):
-            print(prompt + waiting, end="")
-            return waiting.removesuffix("\n")
-        if not waiting:
-            return input(prompt)
-        self.readline.set_startup_hook(lambda: self.readline.insert_text(waiting))
-        try:
-            return input(prompt)
-        finally:
-            self.readline.set_startup_hook()
+        if self.readline:
+            waiting = read_waiting()
+            if waiting.endswith("\n"):
+                print(prompt + waiting, end="")
+                return waiting.removesuffix("\n")
+            self.readline.set_startup_hook(lambda: self.readline.insert_text(waiting))
+        return input(prompt)
 
     def command(self, name: str, text: str | None) -> None:
         """A line "/name text". UserError where it cannot be done; then nothing has changed."""
@@ -116,7 +114,7 @@ class Chat:
         elif name == "system":
             if not self.tokenizer.template:
                 raise UserError("/system: this checkpoint has no chat template, so there is no system message")
-            self.system = [dict(role="system", content=text)] if text else []
+            self.system = system_messages(text or None)
             self.messages = list(self.system)
             self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
         elif name in ("save", "load") and not text:
@@ -189,19 +187,15 @@ class Chat:
 
 def read_waiting() -> str:
     """What waits on the terminal, if that is a line or more."""
-    stdin = sys.stdin.fileno()
-    if not select.select([stdin], [], [], 0)[0]:
-        return ""
-    before = termios.tcgetattr(stdin)
-    as_it_comes = termios.tcgetattr(stdin)
-    as_it_comes[3] &= ~(termios.ICANON | termios.ECHO)  # the beginning of a line, too
-    waiting = b""
-    try:
-        termios.tcsetattr(stdin, termios.TCSANOW, as_it_comes)
-        while select.select([stdin], [], [], 0.05)[0]:
-            waiting += os.read(stdin, 2 ** 16)
-    finally:
-        termios.tcsetattr(stdin, termios.TCSANOW, before)
+    stdin, waiting = sys.stdin.fileno(), b""
+    if select([stdin], [], [], 0)[0]:
+        before = termios.tcgetattr(stdin)
+        tty.setcbreak(stdin, termios.TCSANOW)  # what comes after the last whole line is read, too
+        try:
+            while select([stdin], [], [], 0.05)[0]:
+                waiting += os.read(stdin, 2 ** 16)
+        finally:
+            termios.tcsetattr(stdin, termios.TCSANOW, before)
     return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
 
 

@@ -19,10 +19,12 @@ def report_errors(main: Callable[[], None], ranks: bool = False) -> None:
         if getattr(sys, name) is None:  # whoever started the command closed it
             setattr(sys, name, open(os.devnull, mode))
     try:
-        if world_size() == 1:
-            set_signals(ranks)
-        elif not ranks:
+        if world_size() > 1 and not ranks:
             raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+        if world_size() == 1:  # half-written files are removed; for ranks see ranks.run()
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            if not ranks:  # commands that may be ranks decide for themselves: see cli/generate.py's main()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -36,13 +38,6 @@ def report_errors(main: Callable[[], None], ranks: bool = False) -> None:
         sys.stdout = None  # it may be what failed
         print(f"{Path(sys.argv[0]).name}: {message_of(error)}", file=sys.stderr)
         sys.exit(2)
-
-
-def set_signals(ranks: bool) -> None:
-    """Of a process that is alone; for ranks see ranks.run()."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # half-written files are removed
-    if not ranks:  # commands that may be ranks decide for themselves: see generate.main()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_expected(error: BaseException) -> bool:

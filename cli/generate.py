@@ -48,7 +48,12 @@ def main(description: str) -> None:
         else:
             runs = [run_prompts(llm, completions, args)]
     if runs:
-        print_report(llm, runs, args)
+        quantize = args.quantize or llm.settings.get("name")
+        result = report(llm, runs, args.logprobs, checkpoint=args.checkpoint, quantize=quantize)
+        if args.json:
+            print(json.dumps(result))
+        if not args.quiet:
+            print("\n" + format_report(result), file=sys.stderr)
     if args.profile and llm.team.rank == 0:
         with user_errors(f"--profile {args.profile}: cannot be written"), written_whole(args.profile) as trace:
             profiler.export_chrome_trace(str(trace))
@@ -69,12 +74,3 @@ def run_prompts(llm: LLM, completions: list[Completion], args: Namespace) -> lis
         heading = {id(completion): heading for heading, completion in texts}
         show([] if args.json else [(heading[id(completion)], completion) for completion in completions])
     return completions
-
-
-def print_report(llm: LLM, runs: list[list[Completion]], args: Namespace) -> None:
-    quantize = args.quantize or llm.settings.get("name")
-    result = report(llm, runs, args.logprobs, checkpoint=args.checkpoint, quantize=quantize)
-    if args.json:
-        print(json.dumps(result))
-    if not args.quiet:
-        print("\n" + format_report(result), file=sys.stderr)

@@ -56,48 +56,53 @@ def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
     return parse
 
 
-def add_keyword(group, name: str, **how) -> None:
-    """Adds the option for a keyword of generate.LLM."""
-    how["default"] = DEFAULTS[name]
-    if name in LIMITS:
-        how["type"] = within(*LIMITS[name])
-    if name in CHOICES:
-        how["choices"] = CHOICES[name]
-    group.add_argument("--" + name.replace("_", "-"), **how)
+MODEL = dict(  # keywords of generate.LLM: what their value is called, and their help
+    checkpoint=("DIR", "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: the bundled model)"),
+    max_seq_length=("N", "prompt and new tokens at most (default: the model's context; in a chat at most 8192)"),
+    device=(None, "cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)"),
+    dtype=("TYPE", "float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on a CPU)"))
+SPEED = dict(
+    compile=(None, "torch.compile: a wait first, then faster (default: off)"),
+    no_kernels=(None, "with --compile: plain PyTorch, without fast/ (default: off)"))
+QUANTIZATION = dict(
+    quantize=(None, "round the layers' weights as they are loaded (default: no rounding)"),
+    group_size=("N", "weights that share a scale: a multiple of 32, or -1: a row (default: int8 -1, int4 32)"))
+SPECULATION = dict(
+    draft=("D", "a smaller checkpoint with the same tokenizer, or prompt-lookup (default: none)"),
+    draft_tokens=("N", "1 to 32, or a rule: auto, hf or bass (default: auto)"),
+    draft_quantize=(None, "round the draft's weights (default: no rounding)"))
+GENERATION = dict(  # what a single call of LLM may set, too
+    max_new_tokens=("N", "default: 256, or what the context leaves; in a chat, what the context leaves"),
+    temperature=("T", "0: greedy (default: generation_config.json's, else 0.8)"),
+    top_k=("K", "0: off (default: the checkpoint's, else 0)"),
+    top_p=("P", "1: off (default: the checkpoint's, else 1)"),
+    min_p=("P", "drop what is less likely than P times the likeliest; 0: off (default: the checkpoint's, else 0)"),
+    seed=(None, "the same seed, the same text (default: a random one)"),
+    num_samples=("N", "of each prompt (default: 1)"),
+    time_budget=("S", "seconds; then rank what there is (default: none)"))
 
 
-def add_quantize(group) -> None:
-    add_keyword(group, "quantize", help="round the layers' weights as they are loaded (default: no rounding)")
-    add_keyword(group, "group_size", metavar="N",
-                help="weights that share a scale: a multiple of 32, or -1: a row (default: int8 -1, int4 32)")
+def add_keywords(group, keywords: dict[str, tuple[str | None, str]]) -> None:
+    """Adds the options for keywords of generate.LLM to a parser, or to a group of its options."""
+    for name, (metavar, text) in keywords.items():
+        option = "--" + name.replace("_", "-")
+        if DEFAULTS[name] is False:
+            group.add_argument(option, action="store_true", help=text)
+        else:
+            kind = within(*LIMITS[name]) if name in LIMITS else None
+            group.add_argument(option, type=kind, choices=CHOICES.get(name), default=DEFAULTS[name], metavar=metavar,
+                               help=text)
 
 
-def add_model_options(parser: Parser) -> None:
-    """What is run, and how fast."""
-    group = parser.add_argument_group("model")
-    add_keyword(group, "checkpoint", metavar="DIR",
-                help="directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: the bundled model)")
-    add_keyword(group, "max_seq_length", metavar="N",
-                help="prompt and new tokens at most (default: the model's context; in a chat at most 8192)")
-    add_keyword(group, "device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
-    add_keyword(group, "dtype", metavar="TYPE",
-                help="float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on a CPU)")
-    group = parser.add_argument_group("speed")
-    add_keyword(group, "compile", action="store_true", help="torch.compile: a wait first, then faster (default: off)")
-    add_keyword(group, "no_kernels", action="store_true",
-                help="with --compile: plain PyTorch, without fast/ (default: off)")
-    add_quantize(parser.add_argument_group("quantization", "e.g. --compile --quantize int4 --group-size 128"))
-    group = parser.add_argument_group("speculation", "e.g. --draft checkpoints/tiny-draft --draft-tokens 4")
-    add_keyword(group, "draft", metavar="D",
-                help="a smaller checkpoint with the same tokenizer, or prompt-lookup (default: none)")
-    add_keyword(group, "draft_tokens", metavar="N", help="1 to 32, or a rule: auto, hf or bass (default: auto)")
-    add_keyword(group, "draft_quantize", help="round the draft's weights (default: no rounding)")
+def generate_parser(description: str) -> Parser:
+    parser = Parser(description)
+    group = parser.add_argument_group
+    add_keywords(group("model"), MODEL)
+    add_keywords(group("speed"), SPEED)
+    add_keywords(group("quantization", "e.g. --compile --quantize int4 --group-size 128"), QUANTIZATION)
+    add_keywords(group("speculation", "e.g. --draft checkpoints/tiny-draft --draft-tokens 4"), SPECULATION)
 
-
-def add_prompt_options(parser: Parser) -> None:
-    group = parser.add_argument_group(
-        "prompt", 'e.g. -p "One day" -p "Tom and Sue", or echo "One day" | python generate.py')
-    add = group.add_argument
+    add = group("prompt", 'e.g. -p "One day" -p "Tom and Sue", or echo "One day" | python generate.py').add_argument
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, else Once upon a "
              "time)")
@@ -107,37 +112,22 @@ def add_prompt_options(parser: Parser) -> None:
     add("--interactive", action="store_true", help="chat or, without a template, continue your text (default: off)")
     add("--system", metavar="TEXT", help="with --chat or --interactive: the system message (default: the template's)")
 
+    generation = group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
+    add_keywords(generation, GENERATION)
+    generation.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                            help="end before TEXT; repeat it for more")
 
-def add_generation_options(parser: Parser) -> None:
-    """What a single call of generate.LLM may set, too."""
-    group = parser.add_argument_group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
-    add_keyword(group, "max_new_tokens", metavar="N",
-                help="default: 256, or what the context leaves; in a chat, what the context leaves")
-    add_keyword(group, "temperature", metavar="T", help="0: greedy (default: generation_config.json's, else 0.8)")
-    add_keyword(group, "top_k", metavar="K", help="0: off (default: the checkpoint's, else 0)")
-    add_keyword(group, "top_p", metavar="P", help="1: off (default: the checkpoint's, else 1)")
-    add_keyword(group, "min_p", metavar="P",
-                help="drop what is less likely than P times the likeliest; 0: off (default: the checkpoint's, else 0)")
-    add_keyword(group, "seed", help="the same seed, the same text (default: a random one)")
-    add_keyword(group, "num_samples", metavar="N", help="of each prompt (default: 1)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                       help="end before TEXT; repeat it for more")
-    add_keyword(group, "time_budget", metavar="S", help="seconds; then rank what there is (default: none)")
-
-
-def add_output_options(parser: Parser) -> None:
-    add = parser.add_argument_group("output").add_argument
+    add = group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of the text (default: off)")
     add("--logprobs", action="store_true", help="with --json: the tokens' log-probabilities, too (default: off)")
     add("--quiet", action="store_true", help="no progress, no hints, no table (default: off)")
     add("--profile", metavar="FILE", help="write a Chrome trace of the generation (default: none)")
+    return parser
 
 
 def generate_args(description: str) -> argparse.Namespace:
     """generate.py's options. What LLM checks itself is left to it."""
-    parser = Parser(description)
-    for add in (add_model_options, add_prompt_options, add_generation_options, add_output_options):
-        add(parser)
+    parser = generate_parser(description)
     args = parser.parse_args()
     others = args.prompt or args.prompt_file or args.json or args.num_samples > 1 or args.time_budget
     if args.interactive and others:

@@ -19,8 +19,7 @@ from completion import Completion
 from generate import LLM
 from guard import GIB
 
-CONTROLS = "".join(map(chr, {*range(32), *range(127, 160)} - set(b"\n\t")))
-COLUMNS = 80  # of a terminal
+CONTROLS = {*range(32), *range(127, 160)} - set(b"\n\t")
 
 
 # Texts
@@ -41,7 +40,7 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())) 
     """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
     learnt, or been told, to write some that it obeys."""
-    dropped = str.maketrans("", "", CONTROLS if sys.stdout.isatty() else "")
+    dropped = dict.fromkeys(CONTROLS) if sys.stdout.isatty() else {}
     for heading, completion in texts:
         if completion.finish_reason == "time":
             heading = f"{heading.rstrip()} [unfinished]\n".lstrip()
@@ -65,28 +64,23 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())) 
 @contextmanager
 def progress(what: str = "compiling") -> Iterator[None]:
     """Says on stderr what takes long and, on a terminal, the seconds that pass."""
-    if not sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr)
-        yield
-        return
-    begun, ended = time.perf_counter(), Event()
+    on_terminal, ended = sys.stderr.isatty(), Event()
+    line_end = "\r" if on_terminal else "\n"  # other lines may take the place of this one
+    print(f"{what} ...", end=line_end, file=sys.stderr, flush=True)
 
-    def say(end: str) -> None:
-        print(f"{what} ... {time.perf_counter() - begun:.0f} s", end=end, file=sys.stderr, flush=True)
-
-    def tick() -> None:
-        say(end="\r")
+    def count() -> None:
+        begun = time.monotonic()
         while not ended.wait(1):
-            say(end="\r")  # other lines may take the place of this one
+            print(f"{what} ... {time.monotonic() - begun:.0f} s", end=line_end, file=sys.stderr, flush=True)
 
-    thread = Thread(target=tick, daemon=True)
-    thread.start()
+    if on_terminal:
+        Thread(target=count, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
-        say(end="\n")
+        if on_terminal:
+            print(file=sys.stderr)
 
 
 # The report
@@ -99,8 +93,7 @@ def report(llm: LLM, runs: list[list[Completion]], logprobs: bool = False, **kno
     steps = sum(max(c.steps for c in run) - 1 for run in runs)
     if llm.speculator:
         steps = min(steps, llm.speculator.counts["steps"])
-    seconds = sum(max(c.seconds for c in run) - run[0].first_s for run in runs)
-    seconds = max(1e-9, seconds)
+    seconds = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None  # before the read rate is timed
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if not model.config.tied:
@@ -125,17 +118,17 @@ def report(llm: LLM, runs: list[list[Completion]], logprobs: bool = False, **kno
 
 
 def sample(completion: Completion, logprobs: bool) -> dict:
-    keys = "prompt", "text", "tokens", "finish_reason", "seconds", "mean_logprob"
-    found = {key: getattr(completion, key) for key in keys} | dict(prompt_tokens=len(completion.prompt_tokens))
-    return found | dict(logprobs=completion.logprobs) if logprobs else found
+    keys = ["prompt", "text", "tokens", "finish_reason", "seconds", "mean_logprob"]
+    found = {key: getattr(completion, key) for key in keys + ["logprobs"] * logprobs}
+    return found | dict(prompt_tokens=len(completion.prompt_tokens))
 
 
 def per_token(completions: list[Completion]) -> dict:
     """Milliseconds of the sequence that ends first, of the last, and the mean over all that have two steps."""
     ended = sorted((c for c in completions if c.steps > 1), key=lambda c: c.seconds)
-    if not ended:
-        return dict(first=None, last=None, all=None)
     ms = [1e3 * (c.seconds - c.first_s) / (c.steps - 1) for c in ended]
+    if not ms:
+        return dict.fromkeys(("first", "last", "all"))
     return dict(first=ms[0], last=ms[-1], all=sum(ms) / len(ms))
 
 
@@ -149,38 +142,33 @@ def utilization(llm: LLM, rate: float, weights: int) -> float | None:
 
 
 def speculation(counts: dict[str, int]) -> dict:
-    return dict(
-        steps=counts["steps"],
-        drafted=counts["drafted"],
-        accepted=counts["accepted"],
-        acceptance_rate=counts["accepted"] / max(1, counts["drafted"]),
-        tokens_per_step=1 + counts["accepted"] / max(1, counts["row_steps"]))
+    drafted, accepted = counts["drafted"], counts["accepted"]
+    return dict(steps=counts["steps"], drafted=drafted, accepted=accepted, acceptance_rate=accepted / max(1, drafted),
+                tokens_per_step=1 + accepted / max(1, counts["row_steps"]))
 
 
 def format_report(result: dict) -> str:
-    """The table on stderr: a line of names and a line of values, and more of these where a line would be too long."""
-    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
-    cells = {
+    """The table on stderr, and a second one of the draft."""
+    share, peak, counts = (result[key] for key in ("bandwidth_utilization", "peak_memory_bytes", "speculation"))
+    lines = table({
         "load s": f"{result['load_s']:.2f}",
         "compile s": f"{result['compile_s']:.1f}",
         "first token s": f"{result['first_token_s']:.3f}",
         "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
         "GB/s": f"{result['bandwidth_gb_s']:.1f}",
-        "of read rate": f"{share:.0%}" if share else "-",
-        "peak GiB": f"{peak / GIB:.2f}" if peak else "-"}
-    if counts := result["speculation"]:
-        cells["accepted"] = f"{counts['acceptance_rate']:.0%}"
-        cells["tokens a step"] = f"{counts['tokens_per_step']:.2f}"
-    names, values, lines = "", "", []
-    for name, value in cells.items():
-        width = max(len(name), len(value))
-        if names and len(names) + 2 + width > COLUMNS:
-            lines += names, values
-            names = values = ""
-        gap = "  " if names else ""
-        names += gap + name.rjust(width)
-        values += gap + value.rjust(width)
-    return "\n".join([*lines, names, values])
+        "of read bw": f"{share:.0%}" if share else "-",
+        "peak GiB": f"{peak / GIB:.2f}" if peak else "-"})
+    if counts:
+        lines += table({
+            "accepted": f"{counts['acceptance_rate']:.0%}",
+            "tokens a step": f"{counts['tokens_per_step']:.2f}"})
+    return "\n".join(lines)
+
+
+def table(cells: dict[str, str]) -> list[str]:
+    """A line of names and a line of values."""
+    columns = [(name.rjust(len(value)), value.rjust(len(name))) for name, value in cells.items()]
+    return ["  ".join(line) for line in zip(*columns)]
 
 
 # Files

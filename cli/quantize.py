@@ -83,9 +83,7 @@ def check_place(source: Checkpoint, out: Path, bits: int) -> None:
     parent = out.absolute().parent
     if not parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {parent}; make it first")
-    size = 0
-    for weight in source.weights.values():
-        size += math.prod(weight.shape) * (bits / 8 if weight.quantized else 2)
+    size = sum(math.prod(weight.shape) * (bits / 8 if weight.quantized else 2) for weight in source.weights.values())
     free = shutil.disk_usage(parent).free
     if size > free:
         raise UserError(f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free more, or "
@@ -105,12 +103,12 @@ def main() -> None:
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
     check_shapes(source, args)
+    check_memory([(source.config, None)], 0, 0, device, dtype)
     check_place(source, args.out, args.bits)
     tokens = None
     if args.gptq:
         context = source.config.context
         tokens = read_calibration(args.calibration, tokenizer, args.calibration_tokens, context).to(device)
-    check_memory([(source.config, None)], 0, 0, device, dtype)
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)

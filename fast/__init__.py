@@ -3,59 +3,50 @@ The speed layer: whatever makes a step faster than plain PyTorch. It changes no 
 between two tokens.
 
 generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(model.py, formats.py, sampling.py, speculative.py, tp.py; the command tune.py also checkpoint.py, cli.py and
-scripts/shapes.py). Of the core, only generate.py imports this folder, and it guards the import. Delete the folder, and
-every command still works, slower. The package imports without Triton; the two packed kernels are then left out.
+(model.py, quantize.py, sampling.py, tp.py). Of the core, only generate.py imports this folder, and it guards the
+import. Delete the folder, and every command still works, slower. The package imports without Triton.
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
     packed_linear.py  the same for int4, int8 and FP8 weights; the kernels are packed_gemv.py and packed_gemm.py
     layout.py         puts int4, int8 and FP8 weights into the matrix unit's order, at load
     attention.py      attention with rope and the KV cache's update inside
-    sampling.py       temperature, top-k, top-p and speculative acceptance without a sort
+    sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
     cpu.py            a CPU's linear layers: oneDNN's products and, of few rows, loops for torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
-    tune.py           the command that writes tuned.json
     common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use
 
-decoder.py imports the kernels' files, and these import common.py and tuning.py. Beside each kernel stands its plain
-twin: PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare the kernel with it.
+decoder.py imports the kernels' files, and these import common.py and tuning.py. Importing one of them loads no others:
+this file imports them inside its functions. Each kernel has a plain twin: PyTorch operators that compute the same. The
+twin runs on CPUs, and the tests compare both with float64.
+
+What a new field of model.Config, model.LayerConfig or sampling.Sampling means is not known here. Where it has its
+default value, all goes on as before. Where it has another, model.py decodes, or sampling.py samples.
 """
-import signal
 import sys
-
-if sys.argv[:1] == ["-m"]:  # python -m fast.tune comes here first; Ctrl-C ends the imports at once, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from fast.bandwidth import read_bandwidth
-from fast.common import triton
-from fast.cpu import install_linears, row_decoder
-from fast.decoder import fusible, install_kernels
-from fast.sampling import fast_accept, fast_choose, fast_propose
-from sampling import choose
-from speculative import accept, propose
-
-__all__ = ["Fast", "optimize", "read_bandwidth"]
-
 
 @dataclass(frozen=True)
 class Fast:
-    """What takes the place of the plain model and, on a GPU, of the plain functions of the same names."""
+    """What takes the place of the plain model and, with kernels, of the plain functions of the same names."""
     decoder: nn.Module  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
-    choose: Callable = choose
-    propose: Callable = propose
-    accept: Callable = accept
     # True where decode runs on this folder's kernels. They find the cache slots in use on the device, and a step can be
-    # captured as a CUDA graph by hand, without torch.compile.
+    # captured as a CUDA graph by hand, without torch.compile. False: all that follows is None.
     kernels: bool = False
+    settings: Callable | None = None  # Sampling -> a tensor; None for a value that the kernels do not know
+    # As sampling.choose(), speculative.propose() and accept(), but with settings()'s tensor for the Sampling. They read
+    # it on the device: a CUDA graph stays valid when other settings are copied into it.
+    choose: Callable | None = None
+    propose: Callable | None = None
+    accept: Callable | None = None
 
 
 def optimize(model: nn.Module) -> Fast | None:
@@ -64,15 +55,50 @@ def optimize(model: nn.Module) -> Fast | None:
     None where nothing here serves: on other devices than CPUs and CUDA GPUs, and on a CUDA GPU where the kernels cannot
     serve this GPU or this model, which one line on stderr says. On a CUDA GPU ValueError for a model that was optimized
     before."""
-    weight = model.embed.weight
-    if weight.device.type == "cpu":
+    device = model.embed.weight.device
+    if device.type == "cpu":
+        from fast.cpu import install_linears, row_decoder
         install_linears(model)
         return Fast(row_decoder(model))
-    if weight.device.type != "cuda":
+    if device.type != "cuda":
         return None
-    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-    if not nvidia or weight.itemsize != 2 or not fusible(model):
-        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0, 16-bit activations, and q, k, v, or "
-              "gate and up, all quantized, in one order", file=sys.stderr)
+
+    try:
+        from fast import decoder, sampling
+    except (ImportError, AttributeError) as error:  # of Triton: its names come and go
+        print(f"plain PyTorch decodes: the kernels cannot be imported: {error}", file=sys.stderr)
         return None
-    return Fast(install_kernels(model), fast_choose, fast_propose, fast_accept, kernels=True)
+    if reason := why_plain(model):
+        print(f"plain PyTorch decodes: {reason}", file=sys.stderr)
+        return None
+    if halves := decoder.plain_halves(model):
+        each = ", ".join(f"{n} with {reason}" for reason, n in halves.items())
+        print(f"of {2 * len(model.layers)} halves of layers plain PyTorch runs {each}", file=sys.stderr)
+    found = decoder.install_kernels(model)
+    if not found.kernels:
+        return Fast(found)
+    settings = partial(sampling.make_settings, device=device)
+    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept)
+
+
+def why_plain(model: nn.Module) -> str | None:
+    """Why a model on a CUDA GPU gets no kernels at all; None: it gets some."""
+    from fast import decoder
+    from fast.common import triton
+    weight = model.embed.weight
+    if not triton or not torch.version.cuda or torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return "kernels want Triton and compute capability 8.0"
+    if weight.itemsize != 2:
+        return f"kernels want 16-bit activations, not {str(weight.dtype).removeprefix('torch.')}"
+    if unknown := decoder.unknown_fields(model):
+        return f"fast/ does not know {', '.join(unknown)}"
+    halves = decoder.plain_halves(model)
+    if halves.total() == 2 * len(model.layers):
+        return "it runs layers with " + " and with ".join(halves)
+    return None
+
+
+def read_bandwidth(model: nn.Module) -> float | None:
+    """bandwidth.read_bandwidth()"""
+    from fast import bandwidth
+    return bandwidth.read_bandwidth(model)

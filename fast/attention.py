@@ -1,5 +1,5 @@
 """
-Attention with rope and the KV cache's update inside, beside its plain twin.
+Attention with rope and the KV cache's update inside. Its plain twin is model.Attention.attend().
 
 The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). A program serves one kv head of one sequence.
 Its rows are pairs: a new token and one of the G query heads that share the kv head. There are T x G of them, token by
@@ -16,15 +16,15 @@ GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-dec
                   '-------------------+-------------------'
              the program that finishes last combines the parts, in the order of the splits
 
-Prefill (many pairs): plain_update() stores the new keys and values first. Then each program has a block of BM pairs and
-goes through all slots that these see.
+Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores keys and values (KVCache.write()) first.
+Of many pairs each program then has a block of BM and goes through all slots that these see; few pairs share the cache
+as above.
 
 Shapes: B sequences, T new tokens, H query heads, K kv heads, G = H / K, E head dim, L cache length.
 """
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library
 
 from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, last_arriver, pdl_options, tl, triton
@@ -222,22 +222,27 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
                 tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(i < T * G)[:, None] & (e < E)[None, :])
 
 
-def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, heads: int,
-                     cos: Tensor | None = None, sin: Tensor | None = None, semaphore: Tensor | None = None,
-                     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """With cos, sin and semaphore: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the
-    cache is complete. heads: H -> [B, T, H, E]."""
+def few_pairs(T: int, G: int) -> bool:
+    """Whether memory is the limit, not arithmetic: one block then holds all pairs. update_and_attend() wants it so."""
+    return T <= 16 and T * G <= 64
+
+
+def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
+                     heads: int, cos: Tensor | None = None, sin: Tensor | None = None, q_norm: Tensor | None = None,
+                     k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """With cos and sin: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the cache is
+    complete. heads: H -> [B, T, H, E]."""
     B, T = q.shape[:2]
     K, L, E = k_cache.shape[1:]
     G = heads // K
     new = cos is not None
-    if new:
-        BM, BL, warps, stages = max(16, triton.next_power_of_2(T * G)), 64, 4, 2
+    BL, BE = 64, max(16, triton.next_power_of_2(E))  # 16: the least inner dimension of tl.dot
+    if few_pairs(T, G):
+        BR, BT = triton.next_power_of_2(T * G), max(16, triton.next_power_of_2(T))
+        BM, warps, stages = max(16, BR), 4, 2
         splits = max(1, min(64, 2 * gpu(q.device).multi_processor_count // (B * K)))
     else:
-        BM, BL, warps, stages, splits = 128, 64, 8, 3, 1
-    BE = max(16, triton.next_power_of_2(E))  # 16: the least inner dimension of tl.dot
-    BR = triton.next_power_of_2(T * G)  # rows of a part
+        BM, BR, BT, warps, stages, splits = 128, 128, 16, 8, 3, 1
     part_stats = part_accs = None
     if splits > 1:
         part_stats = torch.empty(B * K * splits * BR * 2, device=q.device)
@@ -245,45 +250,28 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     out = q.new_empty(B, T, heads, E)
     position_stride = positions.stride(0) if len(positions) > 1 else 0  # 0: one row of positions serves all sequences
     scale = E ** -0.5 / math.log(2)
-    pdl = pdl_options(q.device)
+    # The kernel reads the cache before it waits for the kernel before it. Where that one stored keys and values, this
+    # one must not start early.
+    pdl = pdl_options(q.device) if new else {}
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
         q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
         T, L, position_stride, scale, eps, G=G, K=K, E=E, BE=BE, WINDOW=window, NEW=new, SPLITS=splits,
-        SPLIT_SLOTS=256, BM=BM, BR=BR, BT=max(16, triton.next_power_of_2(T)), BL=BL, BS=max(1, 8192 // (BR * BE)),
-        STAGES=stages, PDL=bool(pdl), num_warps=warps, **pdl)
+        SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
+        num_warps=warps, **pdl)
     return out
 
 
-def plain_update(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                 q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-    """Norms and turns qkv's queries and keys, stores its keys and values in the cache -> the queries [B, T, H, E]."""
-    K = k_cache.shape[1]
-    q, k, v = qkv.split([qkv.shape[2] - 2 * K, K, K], dim=2)
-    cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)  # [B, T, 1, E]
+@library.custom_op("llama_fast::attend", mutates_args=("semaphore",), device_types="cuda")
+def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int) -> Tensor:
+    """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T, H, E].
 
-    def plain_rope(x: Tensor, norm: Tensor | None) -> Tensor:
-        x = x.float() if norm is None else F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps)
-        x1, x2 = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(qkv)
-
-    rows = torch.arange(len(qkv), device=qkv.device)[:, None]
-    k_cache[rows, :, positions] = plain_rope(k, k_norm)
-    v_cache[rows, :, positions] = v
-    # The queries come last: the attention kernel reads the cache before it waits for the kernel before it.
-    return plain_rope(q, q_norm)
+    The other arguments are update_and_attend()'s."""
+    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, q.shape[2])
 
 
-def plain_update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                            semaphore: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-                            window: int = 0, eps: float = 1e-5) -> Tensor:
-    """The plain twin of update_and_attend(); it leaves the semaphore alone."""
-    q = plain_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, eps)
-    slots = torch.arange(k_cache.shape[2], device=q.device)
-    mask = slots <= positions[:, None, :, None]  # [B, 1, T, L]
-    if window:
-        mask &= slots > positions[:, None, :, None] - window
-    k, v = k_cache[:len(q)], v_cache[:len(q)]
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2).contiguous()
+@attend.register_fake
+def _(q, positions, k_cache, v_cache, semaphore, window):
+    return q.new_empty(q.shape)
 
 
 @library.custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "semaphore"),
@@ -293,22 +281,15 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
                       eps: float = 1e-5) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache, and attends.
 
-    qkv [B, T, H + 2K, E], fresh from the product; positions [B, T], or [1, T] for all sequences, of which those of one
-    sequence follow one another; cos, sin [L, E]; k_cache, v_cache [>= B, K, L, E], whose first B rows are used;
-    q_norm, k_norm [E] -> [B, T, H, E].
+    qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
+    which those of one sequence follow one another; cos, sin [L, E]; k_cache, v_cache [>= B, K, L, E], whose first B
+    rows are used; q_norm, k_norm [E] -> [B, T, H, E].
     A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory.
     semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
-    T = qkv.shape[1]
     heads = qkv.shape[2] - 2 * k_cache.shape[1]
-    if T > 16 or T * heads // k_cache.shape[1] > 64:  # prefill: arithmetic is the limit, not memory
-        q = plain_update(qkv, positions, cos, sin, k_cache, v_cache, q_norm, k_norm, eps)
-        return launch_attention(q, positions, k_cache, v_cache, window, heads)
-    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, window, heads, cos, sin, semaphore, q_norm,
+    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, semaphore, window, heads, cos, sin, q_norm,
                             k_norm, eps)
-
-
-update_and_attend.register_kernel("cpu")(plain_update_and_attend)
 
 
 @update_and_attend.register_fake

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
-from quantize import QuantizedLinear, replace_layers
+from quantize import QuantizedLinear, replace_layers, unpack
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
@@ -81,7 +81,8 @@ class CpuQuantizedLinear(nn.Module):
 
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
-        codes, scales, zeros, perm = group_inputs(layer)
+        codes = unpack(layer.qweight, layer.codes.bits)
+        codes, scales, zeros, perm = group_inputs(codes, layer.scales, layer.zeros, layer.g_idx, layer.codes.zero)
         middle, scales = layer.codes.zero, scales.float()
         zeros = torch.zeros_like(scales) if zeros is None else zeros - middle
         self.decode = layer.codes.decode

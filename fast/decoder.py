@@ -12,43 +12,95 @@ On one GPU a decode step of one row is five launches a layer; with several ranks
 With several rows the norms are launches of their own: seven. Prefill keeps the model's own forward, with attention and
 quantized feed-forward layers swapped.
 
+A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of another kind, such as a
+mixture of experts or a cache of another type, stays model.py's, and the other half keeps its kernels.
+
 Shapes: as in model.py, and M = B x T rows.
 """
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from threading import Thread
 
 import torch
 from torch import Tensor, nn
 
-from fast.attention import update_and_attend
+from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
+from fast.common import unknown_values
+from fast.layout import KINDS
 from fast.linear import linear
 from fast.packed_linear import PackedLinear
+from model import Attention, Block, FeedForward, KVCache, RMSNorm, RopeTable, Transformer, visible
 from quantize import QuantizedLinear, replace_layers
-from sampling import Sampling
 from tp import ColumnParallelLinear, RowParallelLinear
 
-OPERATORS = ("linear", "packed_linear", "update_and_attend", "sample", "distribute", "fused_all_reduce",
+OPERATORS = ("linear", "packed_linear", "attend", "update_and_attend", "sample", "distribute", "fused_all_reduce",
              "fused_all_gather")
 
+# The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
+# account.
+KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
+                "qkv_bias", "qk_norm", "tied", "window", "rope"}
 
-# The fields of model.Config that this file's modules, or model.py's around them, take into account.
-KNOWN_FIELDS = {"dim", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
-                "rope_theta", "rope_scaling", "qkv_bias", "qk_norm", "window", "tied"}
+
+# What can be replaced
 
 
-def fusible(model: nn.Module) -> bool:
-    """Whether each layer's q, k and v are one matrix, and gate and up are: of one type, their inputs in one order.
+def unknown_fields(model: Transformer) -> list[str]:
+    """The values of Config and of its layers that this file does not know, each once: "Config.cap=30.0"."""
+    configs = dict.fromkeys([model.config, *model.config.layers])
+    return [value for config in configs for value in unknown_values(config, KNOWN_FIELDS)]
 
-    False, too, for a model with a Config field that this file does not know: its forward may have changed.
+
+def fusible(layer: nn.Module) -> bool:
+    """Whether fused_linear() takes this layer. q, k and v, or gate and up, that are quantized apart are none."""
+    if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
+        layer = layer.linear
+    if isinstance(layer, QuantizedLinear):
+        return layer.codes.name in KINDS
+    return isinstance(layer, nn.Linear | PackedLinear)
+
+
+def why_plain_attention(block: Block) -> str | None:
+    """Why this layer's attention stays model.py's; None: it has a kernel."""
+    attn = block.attn
+    if type(attn) is not Attention:
+        return f"{type(attn).__name__} in the place of Attention"
+    if type(attn.cache) is not KVCache:
+        return f"{type(attn.cache).__name__} in the place of KVCache"
+    if not (fusible(attn.wqkv) and fusible(attn.wo)):
+        return "q, k and v are quantized apart, or in codes that no kernel knows"
+    norms = type(block.attn_norm), type(attn.q_norm), type(attn.k_norm)
+    if norms not in ((RMSNorm, nn.Identity, nn.Identity), (RMSNorm, RMSNorm, RMSNorm)):
+        return "a norm that is no RMSNorm"
+    return None
+
+
+def why_plain_ffn(block: Block) -> str | None:
+    """Why this layer's feed-forward part stays model.py's; None: it has kernels."""
+    ffn = block.ffn
+    if type(ffn) is not FeedForward:
+        return f"{type(ffn).__name__} in the place of FeedForward"
+    if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
+        return "gate and up are quantized apart, or in codes that no kernel knows"
+    if type(block.ffn_norm) is not RMSNorm:
+        return "a norm that is no RMSNorm"
+    return None
+
+
+def plain_halves(model: Transformer) -> Counter[str]:
+    """Why halves of layers stay model.py's, and how many do for each reason.
+
     Raises ValueError for a model that has its kernels already."""
-    if any(isinstance(layer.attn, FusedAttention) for layer in model.layers):
+    if any(isinstance(block.attn, FusedAttention) or isinstance(block.ffn, FusedFeedForward) for block in model.layers):
         raise ValueError("this model has its kernels already: load it again")
-    known = {field.name for field in fields(model.config)} <= KNOWN_FIELDS
-    return known and all(isinstance(layer, nn.Linear | QuantizedLinear) for block in model.layers
-               for layer in (block.attn.wqkv, block.ffn.w_gate_up))
+    reasons = Counter(why(block) for block in model.layers for why in (why_plain_attention, why_plain_ffn))
+    del reasons[None]
+    return reasons
+
+
+# The modules
 
 
 def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
@@ -70,86 +122,150 @@ def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
 
 
 class FusedAttention(nn.Module):
-    """Attention of model.py, with one kernel in the place of rope, the cache's update and the masked product."""
+    """Attention of model.py, with one kernel in the place of rope, the cache's update and the masked product.
 
-    def __init__(self, attn: nn.Module, model: nn.Module):
+    On a CPU it is model.py's."""
+
+    def __init__(self, attn: Attention, table: RopeTable, window: int | None):
         super().__init__()
-        self.attn = attn
-        self.window = model.config.window or 0
+        self.attn, self.table, self.window = attn, table, window
         self.norms = getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None)
         self.eps = getattr(attn.q_norm, "eps", 0.0)
-        B, K = attn.k_cache.shape[:2]
-        buffers = dict(k_cache=attn.k_cache, v_cache=attn.v_cache, cos=model.cos, sin=model.sin,
-                       semaphore=attn.k_cache.new_zeros(B * K, dtype=torch.int32))
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.G = attn.sizes[0] // attn.sizes[1]
+        self.kernel = attn.cache.k.is_cuda
+        B, K = attn.cache.k.shape[:2]
+        semaphore = torch.zeros(B * K, dtype=torch.int32, device=attn.cache.k.device)
+        self.register_buffer("semaphore", semaphore, persistent=False)
 
     def attend(self, qkv: Tensor, positions: Tensor) -> Tensor:
-        """qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
-        E = self.attn.head_dim
-        qkv = qkv.view(-1, positions.shape[1], qkv.shape[-1] // E, E)  # [B, T, H + 2K, E]
-        y = update_and_attend(qkv, positions, self.cos, self.sin, self.k_cache, self.v_cache, self.semaphore,
-                              *self.norms, self.window, self.eps)
+        """Decode and verification: qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
+        attn, cache, T = self.attn, self.attn.cache, positions.shape[1]
+        qkv = qkv.unflatten(0, (-1, T))  # [B, T, (H + 2K) E]
+        if not self.kernel:
+            rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
+            mask = visible(slots, positions, self.window)
+            return attn.attend(qkv, positions, *self.table(positions), mask, rows).flatten(0, 1)
+        if not few_pairs(T, self.G):
+            rows = torch.arange(len(qkv), device=qkv.device)[:, None]
+            return self.update_then_attend(qkv, positions, *self.table(positions), rows).flatten(0, 1)
+        qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
+        y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, self.semaphore,
+                              *self.norms, self.window or 0, self.eps)
         return y.flatten(0, 1).flatten(1)
 
+    def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
+        """model.Attention.attend() with a kernel in the place of the masked product alone."""
+        q, k, v = self.attn.rotate(qkv, cos, sin)
+        cache = self.attn.cache
+        cache.write(k, v, rows, positions)
+        return attend(q, positions, cache.k, cache.v, self.semaphore, self.window or 0).flatten(2)
+
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-        """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds cos, sin and the slots in use by itself."""
-        qkv = self.attn.wqkv(x).flatten(0, 1)  # [M, (H + 2K) E]
-        return self.attn.wo(self.attend(qkv, positions).unflatten(0, x.shape[:2]))
+        """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
+        if not self.kernel:
+            return self.attn(x, positions, cos, sin, mask, rows)
+        return self.attn.wo(self.update_then_attend(self.attn.wqkv(x), positions, cos, sin, rows))
 
 
 class FusedFeedForward(nn.Module):
-    """FeedForward of model.py whose w_gate_up is a gated PackedLinear. Prefill: x [B, T, D] -> [B, T, D]"""
+    """FeedForward of model.py, whose w_gate_up may be a gated PackedLinear."""
 
-    def __init__(self, ffn: nn.Module):
+    def __init__(self, ffn: FeedForward):
         super().__init__()
-        self.w_gate_up, self.w_down = ffn.w_gate_up, ffn.w_down
+        if isinstance(ffn.w_gate_up, QuantizedLinear):
+            ffn.w_gate_up = PackedLinear(ffn.w_gate_up, gated=True)
+        self.ffn = ffn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(self.w_gate_up(x))
+        """Prefill: x [B, T, D] -> [B, T, D]"""
+        if isinstance(self.ffn.w_gate_up, PackedLinear):
+            return self.ffn.w_down(self.ffn.w_gate_up(x))
+        return self.ffn(x)
+
+
+class AttentionHalf(nn.Module):
+    """The first half of a Block for decode: norm, attention, residual. Three launches, if it is fused."""
+
+    def __init__(self, block: Block, table: RopeTable):
+        super().__init__()
+        self.norm, self.attn, self.table, self.window = block.attn_norm, block.attn, table, block.config.window
+        self.fused = isinstance(block.attn, FusedAttention)
+        if self.fused:
+            self.qkv = fused_linear(block.attn.attn.wqkv)
+            self.out = fused_linear(block.attn.attn.wo, buffer=0)
+
+    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
+        if self.fused:
+            qkv = self.qkv(x, self.norm.weight, eps=self.norm.eps)
+            return self.out(self.attn.attend(qkv, positions), residual=x)
+        mask = visible(slots, positions, self.window)
+        y = self.norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]
+        return x + self.attn(y, positions, *self.table(positions), mask, rows).flatten(0, 1)
+
+
+class FeedForwardHalf(nn.Module):
+    """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.norm, self.ffn = block.ffn_norm, block.ffn
+        self.fused = isinstance(block.ffn, FusedFeedForward)
+        if self.fused:
+            self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
+            self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)
+
+    def forward(self, x: Tensor, T: int) -> Tensor:
+        """x [M, D] -> [M, D]. T: tokens of a sequence."""
+        if self.fused:
+            h = self.gate_up(x, self.norm.weight, gated=True, eps=self.norm.eps)  # [M, F]
+            return self.down(h, residual=x)
+        return x + self.ffn(self.norm(x).unflatten(0, (-1, T))).flatten(0, 1)
 
 
 class FusedBlock(nn.Module):
-    """A decoder layer of model.py for decode: its five launches."""
+    """A decoder layer of model.py for decode."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: Block, table: RopeTable):
         super().__init__()
-        self.block = block
-        self.qkv, self.gate_up = fused_linear(block.attn.attn.wqkv), fused_linear(block.ffn.w_gate_up)
-        self.out, self.down = fused_linear(block.attn.attn.wo, buffer=0), fused_linear(block.ffn.w_down, buffer=1)
+        self.attention, self.feed_forward = AttentionHalf(block, table), FeedForwardHalf(block)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [M, D], positions [B, T] -> [M, D]"""
-        norm = self.block.attn_norm
-        qkv = self.qkv(x, norm.weight, eps=norm.eps)
-        x = self.out(self.block.attn.attend(qkv, positions), residual=x)
-
-        norm = self.block.ffn_norm
-        h = self.gate_up(x, norm.weight, gated=True, eps=norm.eps)  # [M, F]
-        return self.down(h, residual=x)
+    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
+        x = self.attention(x, positions, slots, rows)
+        return self.feed_forward(x, positions.shape[1])
 
 
 class FusedDecoder(nn.Module):
     """A Transformer's forward for decode and verification. The positions of one sequence follow one another.
 
+    kernels: all layers' attention has its kernel, which finds the slots in use by itself.
     A Config field that changes model.py's forward must be handled here, too: see KNOWN_FIELDS."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Transformer):
         super().__init__()
         self.model = model
-        self.layers = nn.ModuleList(FusedBlock(block) for block in model.layers)
-        self.head = fused_linear(model.head)
+        self.layers = nn.ModuleList(FusedBlock(block, model.table(i)) for i, block in enumerate(model.layers))
+        self.kernels = all(layer.attention.fused for layer in self.layers)
+        self.head = fused_linear(model.head) if fusible(model.head) and type(model.norm) is RMSNorm else None
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        """tokens, positions [B, T] -> logits [B, T, V]; slots are not needed, and ignored."""
-        model = self.model
+        """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention without a kernel."""
+        model, rows = self.model, self.model.rows[:len(tokens)]
+        slots = model.slots if slots is None else slots
         x = model.embed(tokens).flatten(0, 1)  # [M, D]
-        for layer in self.layers:
-            x = layer(x, positions)
-        return self.head(x, model.norm.weight, eps=model.norm.eps).unflatten(0, tokens.shape)
+        for i, layer in enumerate(self.layers):
+            model.keep(i, x.unflatten(0, tokens.shape), rows, positions)
+            x = layer(x, positions, slots, rows)
+        model.keep(len(self.layers), x.unflatten(0, tokens.shape), rows, positions)
+        if self.head:
+            x = self.head(x, model.norm.weight, eps=model.norm.eps)
+        else:
+            x = model.head(model.norm(x))
+        return x.unflatten(0, tokens.shape)
 
     @contextmanager
-    def warm_up(self, rows: int, choose: Callable, sampling: Sampling) -> Iterator[None]:
+    def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:
         """While the body compiles a step, a thread runs one of so many rows: Triton compiles its kernels while Dynamo
         and Inductor are busy with the rest. With full caches Llama-2-7B is ready in 3.6 s on an H200, without it in
         5.2 s.
@@ -162,7 +278,7 @@ class FusedDecoder(nn.Module):
         def step() -> None:
             with torch.cuda.device(device):  # a thread starts with the first GPU
                 zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
-                choose(self(zeros, zeros).squeeze(1), sampling)
+                choose(self(zeros, zeros).squeeze(1), settings)
 
         thread = Thread(target=step)
         thread.start()
@@ -175,22 +291,22 @@ class FusedDecoder(nn.Module):
                 buffer.zero_()
 
 
-def install_kernels(model: nn.Module) -> FusedDecoder:
-    """Swaps in packed layers and attention, for prefill, and returns the module that decodes.
+def install_kernels(model: Transformer) -> FusedDecoder:
+    """Swaps in packed layers, attention and feed-forward parts, for prefill, and returns the module that decodes.
 
     Both share the weights and the caches. On a CPU the kernels' plain twins serve, as in the tests.
-    With several ranks all of them call this together. Raises ValueError for a model that is not
-    fusible() or has its kernels already."""
-    if not fusible(model):
-        raise ValueError("this model's layers cannot be fused")
+    With several ranks all of them call this together. Raises ValueError for a model that has its kernels already."""
+    plain_halves(model)  # may raise
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
         communication_buffers(model.embed.weight.device)
-    replace_layers(model, QuantizedLinear, lambda layer, name: PackedLinear(layer, gated=name == "w_gate_up"))
-    for layer in model.layers:
-        if isinstance(layer.ffn.w_gate_up, PackedLinear):
-            layer.ffn = FusedFeedForward(layer.ffn)
-        layer.attn = FusedAttention(layer.attn, model)
+    for i, block in enumerate(model.layers):
+        if not why_plain_attention(block):
+            block.attn = FusedAttention(block.attn, model.table(i), block.config.window)
+        if not why_plain_ffn(block):
+            block.ffn = FusedFeedForward(block.ffn)
+    replace_layers(model, QuantizedLinear,
+                   lambda layer, name: PackedLinear(layer) if layer.codes.name in KINDS else layer)
     return FusedDecoder(model)
 
 

@@ -1,5 +1,6 @@
 """
-The order of the codes that the packed kernels read: what a warp's matrix instruction wants in its registers.
+The order of the codes that the packed kernels read: what a warp's matrix instruction wants in its registers. On plain
+tensors: nothing of this repository is imported. pack() puts a weight into this order, unpack() takes it out.
 
 mma.m16n8k16 multiplies 16 rows of w by 16 inputs. Lane 4g + t of the warp (g = 0..7, t = 0..3) must hold four pairs of
 neighbours (PTX ISA, "Matrix fragments for mma.m16n8k16"):
@@ -50,66 +51,88 @@ A group may be smaller than a block (int4 in groups of 32 or 64); a block then h
 
     scales_and_zeros int32 [row blocks, C / parts, 16 rows, parts]
 
-Where the scales are fp32, they take the whole word, and scales_and_zeros is fp32: zero points are 2 ** (bits - 1) then.
+Where the scales are fp32, they take the whole word, and scales_and_zeros is fp32: zero points are 8 or 128 then.
 FP8's blocks of 128 x 128 weights give neighbouring rows the same scales, which would be 3% of all bytes. Where a row
 has several groups, and in every row block the first 8 rows share their scales and so do the last 8, these stand there
 once:
 
     scales_and_zeros fp32 [row blocks, C / parts, 2, parts]
 
-e4m3 has fp32 scales always, and no zero points. Its scales are stored 2 ** 8 times as large (E4M3_SCALE), because what
-the kernels make of a code is 2 ** -8 times the number.
+e4m3 has fp32 scales always, and no zero points. Its scales are stored 2 ** 8 times as large, because what the kernels
+make of a code is 2 ** -8 times the number.
+
+Another kind of codes is another entry of KINDS, lines in places(), and in each kernel what makes 16-bit weights of it.
+MXFP4's e2m1, a sign, 2 bits of exponent and 1 of mantissa, would go as e4m3 does: in fp16 its sign belongs at bit 15,
+the others at 11 to 9, which makes 2 ** -14 times the number. So its scale is 2 ** 14.
 
 Shapes: N outputs, K inputs, C groups of a row, W = 16 ceil(K / (512 / bits)) words of a row.
 """
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantize import QuantizedLinear, unpack
+MAX_ROWS = 512  # of x for packed_gemm.py, which makes 16-bit weights anew for each tile of x
+MIN_BLOCK_M = 64  # rows of x in its tiles, unless x has fewer
 
 
-E4M3_SCALE = 256
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels know of a kind of codes."""
+    bits: int
+    zero: int  # the zero point of weights that have none of their own
+    scale: int  # the kernels make number / scale of a code, and packed scales are as many times as large
+
+    @property
+    def block(self) -> int:
+        """How many codes of a row make a block of 16 words."""
+        return 512 // self.bits
+
+    @property
+    def pairs(self) -> int:
+        """P, the pairs of codes in a word."""
+        return 16 // self.bits
 
 
-def block_size(bits: int) -> int:
-    """How many codes of a row make a block of 16 words."""
-    return 512 // bits
+KINDS = {"int4": Kind(4, 8, 1), "int8": Kind(8, 128, 1), "fp8": Kind(8, 0, 256)}  # by the names of quantize.Codes
 
 
-def places(s: int, e: int, bits: int, e4m3: bool = False) -> list[tuple[int, int]]:
+def places(s: int, e: int, kind: str) -> list[tuple[int, int]]:
     """Where code (s, e) stands in a word: for each of its parts, the bits of the code and by how much they are shifted
     to the left."""
-    if e4m3:
-        return [(0x7F, 16 * e + 7 - 7 * s), (0x80, 16 * e + 8 - s)]
-    return [(2 ** bits - 1, 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e)]
+    if kind == "int4":
+        return [(0xF, 4 * s + 16 * e)]
+    if kind == "int8":
+        return [(0xFF, 16 * s + 8 * e)]
+    return [(0x7F, 16 * e + 7 - 7 * s), (0x80, 16 * e + 8 - s)]
 
 
-def pairs(bits: int) -> list[tuple[int, int]]:
-    """All s and e."""
-    return [(s, e) for s in range(16 // bits) for e in range(2)]
-
-
-def to_mma_order(codes: Tensor, bits: int, e4m3: bool = False) -> Tensor:
-    """codes [N, K], integers below 2 ** bits -> int32 [N, W]."""
-    codes = F.pad(codes, (0, -codes.shape[1] % block_size(bits)))
-    codes = codes.unflatten(1, (-1, 4, 16 // bits, 4, 2))  # [N, blocks, c, s, t, e]
+def to_mma_order(codes: Tensor, kind: str) -> Tensor:
+    """codes uint8 [N, K] -> int32 [N, W]"""
+    P, block = KINDS[kind].pairs, KINDS[kind].block
+    codes = F.pad(codes, (0, -codes.shape[1] % block))
+    codes = codes.unflatten(1, (-1, 4, P, 4, 2))  # [N, blocks, c, s, t, e]
     N, blocks = codes.shape[:2]
     words = torch.zeros(N, blocks, 4, 4, dtype=torch.int32, device=codes.device)  # [N, blocks, t, c]
-    for s, e in pairs(bits):
-        # one (s, e) after the other: all at once would take 8 times the memory of the words, or 16 times
-        some = codes[:, :, :, s, :, e].transpose(2, 3).int()
-        for mask, shift in places(s, e, bits, e4m3):
-            words |= (some & mask) << shift
+    # One (s, e) after the other: all at once would take 8 times the memory of the words, or 16 times.
+    for s in range(P):
+        for e in range(2):
+            some = codes[:, :, :, s, :, e].transpose(2, 3).int()
+            for mask, shift in places(s, e, kind):
+                words |= (some & mask) << shift
     return words.flatten(1)
 
 
-def from_mma_order(words: Tensor, bits: int, K: int, e4m3: bool = False) -> Tensor:
+def from_mma_order(words: Tensor, kind: str, K: int) -> Tensor:
     """int32 [N, W] -> the codes, uint8 [N, K]; the inverse of to_mma_order()."""
+    P = KINDS[kind].pairs
     words = words.unflatten(1, (-1, 4, 4)).transpose(2, 3)  # [N, blocks, c, t]
-    codes = words.new_empty((*words.shape[:3], 16 // bits, 4, 2), dtype=torch.uint8)  # [N, blocks, c, s, t, e]
-    for s, e in pairs(bits):
-        codes[:, :, :, s, :, e] = sum(words >> shift & mask for mask, shift in places(s, e, bits, e4m3))
+    codes = words.new_empty((*words.shape[:3], P, 4, 2), dtype=torch.uint8)  # [N, blocks, c, s, t, e]
+    for s in range(P):
+        for e in range(2):
+            codes[:, :, :, s, :, e] = sum(words >> shift & mask for mask, shift in places(s, e, kind))
     return codes.flatten(1)[:, :K]
 
 
@@ -132,13 +155,13 @@ def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
     return rows.unflatten(1, (2, 8)).transpose(0, 1).flatten(1, 2)[:, :N // 2].flatten(0, 1)
 
 
-def pack_scales(scales: Tensor, zeros: Tensor | None, bits: int, parts: int, gated: bool) -> Tensor:
-    """scales fp16 [N, C], zeros [N, C] or None for 2 ** (bits - 1) -> scales_and_zeros. Or scales fp32 and None."""
+def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: bool) -> Tensor:
+    """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 and None."""
     C = scales.shape[1]
     if scales.dtype == torch.float32:
         words = scales
     else:
-        zeros = 2 ** (bits - 1) if zeros is None else zeros.int()
+        zeros = zero if zeros is None else zeros.int()
         words = scales.view(torch.int16).int() & 0xFFFF | zeros << 16
     tiles = tile(F.pad(words, (0, -C % parts)), parts, gated)
     shared = tiles[:, :, ::8]
@@ -147,28 +170,29 @@ def pack_scales(scales: Tensor, zeros: Tensor | None, bits: int, parts: int, gat
     return tiles
 
 
-def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, bits: int, gated: bool) -> tuple[Tensor, Tensor]:
+def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, zero: int, gated: bool) -> tuple[Tensor, Tensor]:
     """scales_and_zeros -> scales fp32 [N, C] and zeros int32 [N, C]; the inverse of pack_scales()."""
     tiles = scales_and_zeros.repeat_interleave(16 // scales_and_zeros.shape[2], 2)
     words = untile(tiles, N, gated)[:, :C]
     if words.dtype == torch.float32:
-        return words, torch.full_like(words, 2 ** (bits - 1), dtype=torch.int32)
+        return words, torch.full_like(words, zero, dtype=torch.int32)
     return words.to(torch.int16).view(torch.float16).float(), words >> 16
 
 
-def group_inputs(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The layer's codes with the inputs of a group side by side, and all groups of one size, as the kernels need them.
+def group_inputs(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None,
+                 zero: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes with the inputs of a group side by side, and all groups of one size, as the kernels need them.
 
-    -> codes uint8 [N, K'], scales [N, C'], zeros int16 [N, C'] or None, and perm [K']: x[:, perm] are the inputs
-    in the order of the codes; None if they are in that order already. A group has K' / C' inputs.
+    codes uint8 [N, K], scales [N, C], zeros [N, C] or None for `zero` everywhere, g_idx: each input's group [K], or
+    None if they lie so already. -> codes [N, K'], scales [N, C'], zeros [N, C'] or None, and perm [K']: x[:, perm] are
+    the inputs in the order of the codes; None if they are in that order already. A group has K' / C' inputs.
 
     GPTQ's act-order gives each input a group (g_idx). A rank that holds some of the inputs has groups without an input,
     which are dropped, and groups that differ in size. Each of these is filled up to a multiple of 32 with weights of 0,
     and then counts as several groups of 32, so K' is larger than K."""
-    codes = unpack(layer.qweight, layer.codes.bits)
-    scales, zeros, g_idx = layer.scales.data, None if layer.zeros is None else layer.zeros.data, layer.g_idx
     if g_idx is None:
         return codes, scales, zeros, None
+    K = codes.shape[1]
     perm = g_idx.argsort(stable=True)
     counts = g_idx.bincount(minlength=scales.shape[1])  # [C]: the inputs of each group
     group = counts.nonzero().squeeze(1)
@@ -176,28 +200,122 @@ def group_inputs(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor | None,
     if len(group) == 1 or (sizes == sizes[0]).all() and sizes[0] % 32 == 0:
         codes = codes[:, perm]
     else:
-        codes, perm = fill_groups(codes, zeros, layer.codes.bits, g_idx, perm, counts)
+        codes, perm = fill_groups(codes, zeros, zero, g_idx, perm, counts)
         group = group.repeat_interleave((sizes + 31) // 32)
-    if len(perm) == layer.in_features and torch.equal(perm, torch.arange(len(perm), device=perm.device)):
+    if len(perm) == K and torch.equal(perm, torch.arange(K, device=perm.device)):
         perm = None
     return codes, scales[:, group], None if zeros is None else zeros[:, group], perm
 
 
-def fill_groups(codes: Tensor, zeros: Tensor | None, bits: int, g_idx: Tensor, perm: Tensor,
+def fill_groups(codes: Tensor, zeros: Tensor | None, zero: int, g_idx: Tensor, perm: Tensor,
                 counts: Tensor) -> tuple[Tensor, Tensor]:
     """For group_inputs(): codes [N, K'] and perm [K'] with each group filled up to a multiple of 32.
 
-    A filled place has the group's zero point for a code, which is a weight of 0; its input is the layer's first. Where
-    zeros is None the code is 2 ** (bits - 1): the middle of integers, and e4m3's -0."""
+    A filled place has the group's zero point for a code, which is a weight of 0; its input is the layer's first."""
     missing = -counts % 32  # [C]
     wide = torch.arange(len(counts), device=codes.device).repeat_interleave(counts + missing)  # [K']: the group of each
     before = (missing.cumsum(0) - missing)[g_idx[perm]]  # how many places are filled in the groups before
     at = torch.arange(len(perm), device=codes.device) + before
     if zeros is None:
-        filled = codes.new_full((len(codes), len(wide)), 2 ** (bits - 1))
+        filled = codes.new_full((len(codes), len(wide)), zero)
     else:
         filled = zeros.to(torch.uint8)[:, wide]
     filled[:, at] = codes[:, perm]
     wide_perm = perm.new_zeros(len(wide))
     wide_perm[at] = perm
     return filled, wide_perm
+
+
+class Packed(NamedTuple):
+    """A weight [N, K] as the kernels read it. K counts what fills groups up (see group_inputs()).
+
+    qweight and scales_and_zeros are drawn above. perm int64 [K] or None: which inputs the codes belong to. shifts
+    int32 [P]: for packed_gemm.py, the bits of a word at which the first codes of pairs start. semaphores int32: a 0 for
+    each tile whose programs share its sums; when a kernel is done, they are 0 again."""
+    qweight: Tensor
+    scales_and_zeros: Tensor
+    perm: Tensor | None
+    shifts: Tensor
+    semaphores: Tensor
+    N: int
+    K: int
+    kind: str
+    group_size: int
+    gated: bool
+
+    @property
+    def bits(self) -> int:
+        return KINDS[self.kind].bits
+
+    @property
+    def block(self) -> int:
+        return KINDS[self.kind].block
+
+    @property
+    def parts(self) -> int:
+        """Groups in a block, 1 if they are as large as a block or larger."""
+        return self.scales_and_zeros.shape[3]
+
+    @property
+    def chunks(self) -> int:
+        """C / parts."""
+        return self.scales_and_zeros.shape[1]
+
+    @property
+    def per_channel(self) -> bool:
+        """One group a row."""
+        return self.group_size >= self.K
+
+    @property
+    def fits_kernels(self) -> bool:
+        """The kernels want groups that are whole blocks, or blocks that are whole groups."""
+        return self.per_channel or self.parts > 1 or self.group_size % self.block == 0
+
+    @property
+    def constants(self) -> dict:
+        """What each kernel is compiled for."""
+        return dict(bits=self.bits, e4m3=self.kind == "fp8", per_channel=self.per_channel, parts=self.parts,
+                    scale_rows=self.scales_and_zeros.shape[2],
+                    group=2 ** 30 if self.per_channel else self.group_size)
+
+    def new_output(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x), self.N // 2 if self.gated else self.N)
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tensor | None = None, kind: str = "int4",
+         gated: bool = False) -> Packed:
+    """A weight w[n, k] = (number of codes[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
+
+    codes uint8 [N, K]: fp8's stand for e4m3's numbers. scales fp16 or fp32 [N, C]; zeros [N, C], below 256, want fp16
+    scales; None: 8 for int4, 128 for int8, 0 for fp8. g_idx: each input's group [K], None where K / C consecutive
+    inputs are one. gated: the first half of the rows is the gate, the second half up."""
+    codes, scales, zeros, perm = group_inputs(codes, scales, zeros, g_idx, KINDS[kind].zero)
+    return pack_words(to_mma_order(codes, kind), scales, zeros, perm, codes.shape[1], kind, gated)
+
+
+def pack_words(words: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, K: int, kind: str,
+               gated: bool) -> Packed:
+    """pack() of words int32 [N, W] as to_mma_order() makes them, and of what else group_inputs() gives."""
+    wanted = [torch.float16, torch.float32] if zeros is None else [torch.float16]
+    if scales.dtype not in wanted:
+        raise ValueError(f"scales are {scales.dtype}: want fp16 or, without zero points, fp32")
+    C, of = scales.shape[1], KINDS[kind]
+    if kind == "fp8":
+        scales = scales.float() * of.scale
+    group_size = K // C
+    parts = of.block // group_size if C > 1 and of.block % group_size == 0 else 1
+    qweight = tile(words, 16, gated)
+    scales_and_zeros = pack_scales(scales, zeros, of.zero, parts, gated)
+    first_bits = [places(s, 0, kind)[0][1] for s in range(of.pairs)]
+    shifts = torch.tensor(first_bits, dtype=torch.int32, device=words.device)
+    tiles = MAX_ROWS // MIN_BLOCK_M * len(qweight)
+    semaphores = torch.zeros(tiles, dtype=torch.int32, device=words.device)
+    return Packed(qweight, scales_and_zeros, perm, shifts, semaphores, len(words), K, kind, group_size, gated)
+
+
+def unpack(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """-> codes uint8 [N, K], in the order of perm, scales fp32 [N, C], zeros int32 [N, C]; the inverse of pack()."""
+    of, C = KINDS[packed.kind], packed.K // packed.group_size
+    codes = from_mma_order(untile(packed.qweight, packed.N, packed.gated), packed.kind, packed.K)
+    scales, zeros = unpack_scales(packed.scales_and_zeros, packed.N, C, of.zero, packed.gated)
+    return codes, scales / of.scale, zeros

@@ -19,9 +19,13 @@ row; C groups of a row, counted by PARTS; nb the row block of w that a row belon
 """
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from triton.runtime.jit import constexpr_function
 
-from fast.common import arrive, constexpr, gdc_launch_dependents, gdc_wait, jit, silu_gate, tl
+from fast.common import (arrive, constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, silu_gate, tl,
+                         triton)
+from fast.layout import MIN_BLOCK_M, Packed
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,12 @@ class GemmSizes:
     splits: int  # blocks in a step
     stages: int  # steps whose loads are under way
     sliced: bool  # some tiles are split along K
-    scaled: bool  # weights are multiplied by their scales, else sums are; see multiply()
+    scaled: bool  # weights are multiplied by their scales, else sums are; see multiply_step()
     full: bool  # K ends with a step: loads need no mask
 
 
 @constexpr_function
-def dequantize_asm(bits, half, scaled, wide, e4m3):
+def weights_asm(bits, half, scaled, wide, e4m3):
     """PTX that makes a pair of weights, fp16 (half) or bf16: $0 the pair, $1 a word of codes, $3 the bit at which the
     codes start, $5 a pair of -(offset + zero point), $7 a pair of scales.
 
@@ -93,7 +97,7 @@ def scale_of(group):
 
 
 @jit
-def dequantize(q, shift, group, xs, S: constexpr):
+def codes_to_weights(q, shift, group, xs, S: constexpr):
     """A step's words q [SPLITS, BN, 16] and groups [SPLITS, BN, PARTS] -> weights [SPLITS, BN, BLOCK] of xs's type:
     code - zero point, e4m3: 2^-8 times the code's number; with S.scaled, times the scale.
 
@@ -105,7 +109,7 @@ def dequantize(q, shift, group, xs, S: constexpr):
     shift [P] is loaded from memory, though it is constant: the compiler brings the words into the matrix unit's layout
     before they are dequantized only if every input of the dequantization was loaded. After it, they are larger."""
     P: constexpr = 16 // S.bits
-    ASM: constexpr = dequantize_asm(S.bits, xs.dtype == tl.float16, S.scaled, group.dtype == tl.float32, S.e4m3)
+    ASM: constexpr = weights_asm(S.bits, xs.dtype == tl.float16, S.scaled, group.dtype == tl.float32, S.e4m3)
     SPLITS: constexpr = S.splits
     BN: constexpr = S.block_n
     PARTS: constexpr = S.parts
@@ -130,7 +134,7 @@ def dequantize(q, shift, group, xs, S: constexpr):
 
 
 @jit
-def multiply(acc, w, xs, group, S: constexpr):
+def multiply_step(acc, w, xs, group, S: constexpr):
     """acc + w @ xs, the product scaled by its groups unless w is scaled. With one group a row, the kernel scales acc.
 
     Scaled weights are rounded to x's type, as dequantized weights are. A sum is scaled in fp32, but a block must not
@@ -177,7 +181,7 @@ def store_slice(acc, at, semaphores, nth, slice, slices):
 
 
 @jit
-def add_slices(acc, at, semaphores, nth, slices):
+def sum_tile_slices(acc, at, semaphores, nth, slices):
     """The sum of all slices, always in the same order, so that the same input gives the same bits."""
     # Not last_arriver(): with it ptxas gave the loop over K 166 registers instead of 150 (int4, 64 rows, sm_90).
     if slices > 1:
@@ -257,8 +261,8 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
         xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
         group = tl.load(scales_and_zeros + at_s + (chunk * S.scale_rows * S.parts)[:, None, None])
-        w = dequantize(q, shift, group, xs, S)
-        acc = multiply(acc, w, xs, group, S)
+        w = codes_to_weights(q, shift, group, xs, S)
+        acc = multiply_step(acc, w, xs, group, S)
     if SPLITS > 1:
         acc = tl.sum(acc, 0)
     if S.per_channel:
@@ -269,5 +273,51 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
         at = partial_sums + (nth * slices * BN + r[:, None]) * BM + c[None, :]
         if store_slice(acc, at, semaphores, nth, slice, slices) > 0:
             return
-        acc = add_slices(acc, at, semaphores, nth, slices)
+        acc = sum_tile_slices(acc, at, semaphores, nth, slices)
     epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED, S)
+
+
+def gemm(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None, choice: dict) -> Tensor:
+    """residual + x @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
+
+    x [M, K] with inputs in the codes' order, bias [N], residual [M, N] -> [M, N]. packed.gated: silu(gate) * up
+    [M, N / 2], without bias and residual. choice: the sizes named in tuning.py."""
+    M, block, parts = len(x), packed.block, packed.parts
+    block_n, block_m, splits, warps = choice["block_n"], choice["block_m"], choice["splits"], choice["warps"]
+    slices, occupancy = choice["slices"], choice["occupancy"]
+    # Beside a wide tile's sums there are no registers for a group's.
+    scaled = not packed.per_channel and (parts > 1 or block_m > MIN_BLOCK_M or bool(choice["scaled"]))
+    block_m = min(block_m, max(8, triton.next_power_of_2(M)))
+    tiles_m, tiles_n = triton.cdiv(M, block_m), triton.cdiv(len(packed.qweight) * 16, block_n)
+    # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an H200 190 us with one,
+    # 81 with four.
+    whole = 0
+    if occupancy and slices > 1:
+        # As in stream-K: full waves of tiles stay whole, the remainder is sliced. 512 rows of x and int4 weights
+        # [10240, 8192] took an H200 209 us with four slices of every tile, 175 us so.
+        wave = max(1, occupancy * gpu(x.device).multi_processor_count // tiles_m)  # tiles of w
+        whole = tiles_n // wave * wave
+    # Loads without a mask for K: up to 5% faster with 64 rows of x and more, up to 6% slower with 16 (H200).
+    full = block_m >= 64 and packed.K % (splits * block) == 0
+    sizes = GemmSizes(**packed.constants, block_n=block_n, block_m=block_m, splits=splits, stages=choice["stages"],
+                      sliced=slices > 1, scaled=scaled, full=full)
+    out = packed.new_output(x)
+    split_tiles = tiles_m * (tiles_n - whole)
+    partial_sums = x.new_empty(split_tiles * slices * block_n * block_m if slices > 1 else 0, dtype=torch.float32)
+    options = pdl_options(x.device) | register_limit(occupancy, warps, x.device)
+    packed_gemm[(tiles_m, whole + (tiles_n - whole) * slices)](
+        x, packed.qweight, packed.scales_and_zeros, packed.shifts, bias, residual, out, partial_sums,
+        packed.semaphores, M, packed.N, packed.K, packed.chunks, whole, slices, sizes, packed.gated,
+        "launch_pdl" in options, num_warps=warps, **options)
+    return out
+
+
+def register_limit(occupancy: int, warps: int, device: torch.device) -> dict:
+    """The launch option that lets `occupancy` programs share a multiprocessor's registers; {} where none is needed.
+
+    A thread gets a multiple of eight registers. With a limit of 102 it would get 104, and the last of ten programs
+    would not fit. 4 rows of int4 weights [12288, 4096] took an H200 5% less time with 96 (each way tuned; 16 products
+    0.4% less on average)."""
+    if occupancy * warps <= 8:  # a thread may have 255 registers, the most there are
+        return {}
+    return dict(maxnreg=gpu(device).regs_per_multiprocessor // (32 * warps * occupancy) // 8 * 8)

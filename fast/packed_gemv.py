@@ -15,7 +15,7 @@ next rounds come to shared memory:
 
 mma.m16n8k16 multiplies a warp's 16 rows by 16 inputs. x is the right operand, whose 8 columns are all the same.
 
-The matrix unit gets code + offset, with an offset of 64 or 1024 (see dequantize()). The offset and the zero point are
+The matrix unit gets code + offset, with an offset of 64 or 1024 (see code_to_half()). The offset and the zero point are
 taken away from a group's sum, which costs a few instructions for 16 rows:
 
     sum of (code - zero) x  =  sum of (code + offset) x  -  sum of offset x  -  zero * sum of x
@@ -30,14 +30,24 @@ slice of x, which rounds only numbers below 2^-28 of that length.
 Names: S the sizes (GemvSizes); PAIR blocks that a warp multiplies at once, of INPUTS inputs; PARTS groups in a block;
 CHAINS sums that the matrix unit makes of them side by side, each of BK inputs; KB blocks of a row; C groups of a row,
 counted by PARTS; an item is one round of one tile.
+
+This file, layout.py and common.py are all that another project needs:
+
+    packed = pack(codes, scales, zeros)    # uint8 [N, K], fp16 [N, C], [N, C], on the GPU
+    y = gemv(x, packed)                    # x [1, K] -> [1, N]
 """
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from fast.common import gdc_launch_dependents, gdc_wait, last_arriver, silu_gate
+from fast.common import gdc_launch_dependents, gdc_wait, gpu, last_arriver, pdl_options, silu_gate, triton
+from fast.layout import Packed
+
+RULE = dict(warps=4, depth=2, stages=3, programs=6, slices=1)  # sizes for any product; tuning.py says what they mean
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ INT4_TO_HALF = gl.constexpr("""{ .reg .b32 t, a0, a1, a2, a3; shr.u32 t, $8, 8;
 
 @gluon.constexpr_function
 def byte_asm(S):
-    """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See dequantize().
+    """As INT4_TO_HALF, for 8 bits: $0 to $3 are the weights of a word $4. See code_to_half().
 
     For e4m3 Hopper has a conversion, two instructions a word, and these five are faster: Llama-2-7B made 90% of int8's
     tokens/s so, and 97% with these (H200, two calls)."""
@@ -316,7 +326,7 @@ def load_sums(sums, at, S: gl.constexpr):
 
 
 @gluon.jit
-def dequantize(words, S: gl.constexpr):
+def code_to_half(words, S: gl.constexpr):
     """words [WARPS * PAIR, 16 rows, 16] -> code + offset as the left operand [CHAINS * WARPS, 16 rows, BK], in fp16.
 
     int4: AND 0x000f000f leaves a pair of codes, and OR 0x64006400 puts them into the mantissa of 1024, where fp16
@@ -359,7 +369,7 @@ def load_x(xs, at, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply(w, x, S: gl.constexpr):
+def sums_of_parts(w, x, S: gl.constexpr):
     """The parts' sums [PARTS * WARPS, 16 rows, 4]. Of the 8 columns, all equal, a lane holds 2 and keeps one."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
@@ -371,7 +381,7 @@ def multiply(w, x, S: gl.constexpr):
 
 
 @gluon.jit
-def scale(y, group, sums, at, S: gl.constexpr):
+def scale_sums(y, group, sums, at, S: gl.constexpr):
     """(y - sum of offset x - zero * sum of x) * scale, or y * scale of e4m3, summed over the parts: [WARPS, 16, 4]."""
     WARPS: gl.constexpr = S.warps
     PARTS: gl.constexpr = S.parts
@@ -407,7 +417,7 @@ def load_addends(bias, residual, n, N, last):
 
 
 @gluon.jit
-def add_slices(total, partial_sums, semaphore, SLICES: gl.constexpr):
+def sum_row_slices(total, partial_sums, semaphore, SLICES: gl.constexpr):
     """-> the sums of all slices of K and True, in the last program to come; zeros and False in the others."""
     ROWS: gl.constexpr = total.type.layout
     i = gl.arange(0, 16, layout=ROWS)
@@ -479,15 +489,49 @@ def packed_gemv(x, qweight, scales_and_zeros, perm, norm, bias, residual, out, p
         extra = load_addends(None if GATED else bias, None if GATED else residual, n, N, last_round)
 
         for d in gl.static_range(DEPTH):
-            w = dequantize(rings[d].index(item % STAGES).load(word_layout(S)), S)
+            w = code_to_half(rings[d].index(item % STAGES).load(word_layout(S)), S)
             at = turn * DEPTH + d
-            y = multiply(w, load_x(xs, at, S), S)
-            acc += scale(y, groups[0 if S.per_channel else d], sums, at, S)
+            y = sums_of_parts(w, load_x(xs, at, S), S)
+            acc += scale_sums(y, groups[0 if S.per_channel else d], sums, at, S)
         if last_round:
             total = gl.convert_layout(gl.sum(gl.sum(acc, 2), 0) * factor, ROWS, assert_trivial=True)
             acc = gl.zeros([WARPS, 16, 4], gl.float32, SUMS)
             complete = last_round  # True here; not the constant, as the variable must keep its type
             if S.slices > 1:
-                total, complete = add_slices(total, partial_sums + tile * (S.slices * 16), semaphores + tile, S.slices)
+                sums_at = partial_sums + tile * (S.slices * 16)
+                total, complete = sum_row_slices(total, sums_at, semaphores + tile, S.slices)
             if complete:
                 store_rows(out, total, extra, tile, n, N_OUT, GATED)
+
+
+def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
+         residual: Tensor | None = None, eps: float = 1e-5, choice: dict = RULE) -> Tensor:
+    """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
+
+    x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up [1, N / 2], without
+    bias and residual. choice: the sizes named in tuning.py. Wants compute capability 8.0."""
+    if not packed.fits_kernels:
+        raise ValueError(f"groups of {packed.group_size} codes: want a multiple of {packed.block}, or a part of it")
+    row_blocks, blocks = len(packed.qweight), triton.cdiv(packed.K, packed.block)
+    warps, depth = choice["warps"], choice["depth"]
+    # With slices each program prepares less of x: int4 [14336, 21504] took an H200 58.0 us with one, 49.1 with four.
+    # A norm needs all of x, and so there is one slice.
+    slices = 1 if norm is not None else choice["slices"]
+    rounds = triton.cdiv(blocks, warps * depth * slices)
+    slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
+    programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
+    constants = packed.constants
+    # Two neighbouring blocks that share a group are multiplied at once, and their sum is scaled: in FP8 with 128 x 128
+    # blocks Llama-2-7B made 471.7 tokens/s instead of 457.4, with a scale a row 508.8 instead of 496.3, and in int8
+    # 509.5 instead of 512.0 (H200, one call).
+    pair = 2 if packed.bits == 8 and depth % 2 == 0 and constants["group"] % (2 * packed.block) == 0 else 1
+    sizes = GemvSizes(**constants, pair=pair, warps=warps, depth=depth // pair, stages=choice["stages"], rounds=rounds,
+                      slices=slices, full=packed.K == rounds * slices * warps * depth * packed.block)
+    out = packed.new_output(x)
+    partial_sums = x.new_empty(row_blocks * slices * 16 if slices > 1 else 0, dtype=torch.float32)
+    pdl = pdl_options(x.device)
+    packed_gemv[(programs, slices)](
+        x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, partial_sums,
+        packed.semaphores, packed.N, packed.K, packed.chunks, eps, sizes, packed.gated, bool(pdl),
+        num_warps=warps, **pdl)
+    return out

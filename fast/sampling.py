@@ -1,29 +1,56 @@
 """
 Kernels of sampling and of speculative acceptance: no sort, and the host waits for nothing.
 
-choose()'s top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of the high
+The kernels read the settings from a tensor on the GPU: fp32 [4] with temperature, top-k, top-p and min-p. So a CUDA
+graph serves all settings. sample() launches its kernels always, and those that the settings do not want return at once:
+
+    histogram_kernel     twice, for top-k alone
+    choose_kernel        temperature and top-k: many programs for each row
+    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for each row
+
+Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of the high
 bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th largest logit itself.
 
         high byte      0 . . . . . . . h . . . 255        h: the high byte of the k-th largest, by sums from the right
                                        |
         low byte           0 . . . . . l . . . 255        of the logits with high byte h alone
 
-top-p, and distribution()'s top-k, without a sort: a search for the largest logit such that it and the larger ones have
-mass p, or are k in number, two bits a pass.
+Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that it and the larger
+ones have mass p, or are k in number, two bits a pass.
 
 A draw is an exponential race (the Gumbel-max trick): with exponential noise n of rate 1, argmax p / n is token i with
 probability p[i], and so is argmax log p - log n. The noise is made outside the kernels, by PyTorch's generator.
 
 Shapes: B sequences, R rows, V vocabulary, k drafted tokens, T = k + 1.
 """
-from dataclasses import astuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fast.common import constexpr, jit, last_arriver, tl, triton
+from fast.common import constexpr, jit, last_arriver, tl, triton, unknown_values
 from sampling import Sampling, probabilities
+
+KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Sampling
+
+
+def make_settings(sampling: Sampling, device: torch.device) -> Tensor | None:
+    """What the kernels read: fp32 [4]. None where a field that they do not know has another value than its default."""
+    if unknown_values(sampling, KNOWN_FIELDS):
+        return None
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    return torch.tensor([temperature, sampling.top_k, sampling.top_p, sampling.min_p], device=device)
+
+
+@jit
+def read_settings(settings, V):
+    """temperature (0: greedy), top_k (an integer, 0: off), top_p (1: off), min_p (0: off). Greedy, the rest is off."""
+    temperature = tl.load(settings)
+    top_k = tl.load(settings + 1)
+    top_p = tl.load(settings + 2)
+    min_p = tl.load(settings + 3)
+    greedy = temperature < 1e-5
+    top_k = tl.where(greedy | (top_k >= V), 0.0, top_k).to(tl.int32)
+    return tl.where(greedy, 0.0, temperature), top_k, tl.where(greedy, 1.0, top_p), tl.where(greedy, 0.0, min_p)
 
 
 @jit
@@ -42,10 +69,13 @@ def kth_largest(counts, k):
 
 
 @jit
-def histogram_kernel(logits, counts, top_k, V, LOW: constexpr, BV: constexpr):
+def histogram_kernel(logits, settings, counts, V, LOW: constexpr, BV: constexpr):
     """Program (row, block of BV logits): adds its block to counts [B, 2, 256], of high bytes or, LOW, of low bytes.
 
     LOW: the high bytes are counted, and only logits count whose high byte is that of the top_k-th largest."""
+    temperature, top_k, top_p, min_p = read_settings(settings, V)
+    if (top_k == 0) | (top_p < 1) | (min_p > 0):
+        return
     row = tl.program_id(0)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     key = sortable_key(tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=0))
@@ -84,12 +114,14 @@ def best_of_blocks(bests, blocks, V, BP: constexpr):
 
 
 @jit
-def choose_kernel(logits, noise, counts, semaphore, bests, tokens, logprobs, temperature, top_k, V,
-                  BV: constexpr, BP: constexpr):
+def choose_kernel(logits, noise, settings, counts, semaphore, bests, tokens, logprobs, V, BV: constexpr, BP: constexpr):
     """Program (row, block of BV logits): the best token of its block; a row's last program chooses among the bests.
 
     bests, fp32 [B, blocks, 4]: score, token (the bits of an int32), largest logit, sum of exp(logit - largest).
     BP: the number of blocks, rounded up to a power of two."""
+    temperature, top_k, top_p, min_p = read_settings(settings, V)
+    if (top_p < 1) | (min_p > 0):
+        return
     row = tl.program_id(0)
     block = tl.program_id(1)
     blocks = tl.num_programs(1)
@@ -98,7 +130,7 @@ def choose_kernel(logits, noise, counts, semaphore, bests, tokens, logprobs, tem
     raw = tl.load(logits + at, mask=v < V, other=float("-inf"))
     x = raw.to(tl.float32)
     score = x
-    if noise is not None:
+    if temperature > 0:
         score = x / temperature - tl.log(tl.load(noise + at, mask=v < V, other=1))
     if top_k > 0:
         score = tl.where(sortable_key(raw) >= kth_largest_key(counts + row * 512, top_k), score, float("-inf"))
@@ -117,23 +149,11 @@ def choose_kernel(logits, noise, counts, semaphore, bests, tokens, logprobs, tem
         tl.store(logprobs + row, chosen - logsumexp)
 
 
-def plain_sample(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """The plain twin of sample()."""
-    score = logits.float()
-    if 0 < top_k < logits.shape[-1]:
-        score = score.masked_fill(score < score.topk(top_k).values[..., -1:], -torch.inf)
-    if noise is not None:
-        score = score / temperature - noise.log()
-    tokens = score.argmax(-1)
-    return tokens, logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-
-
 @library.custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
-def sample(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """16-bit logits [B, V] -> tokens [B] and their log-probabilities [B] under the raw logits. top_k 0: all tokens.
+def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
+    """16-bit logits [B, V] -> tokens [B] and their log-probabilities [B] under the raw logits.
 
-    noise [B, V]: exponential, of rate 1; None: the likeliest token, whatever the temperature.
-    torch.topk alone takes 65 us for 32,000 logits on an H200."""
+    noise [B, V]: exponential, of rate 1. torch.topk alone takes 65 us for 32,000 logits on an H200."""
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
@@ -143,21 +163,23 @@ def sample(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int)
     counts, semaphore = zeros[:B * 512], zeros[B * 512:]
     bests = torch.empty(B * blocks * 4, device=logits.device)
     logits = logits.contiguous()
-    if top_k >= V:
-        top_k = 0
-    if top_k:
-        histogram_kernel[(B, blocks)](logits, counts, top_k, V, LOW=False, BV=block, num_warps=8)
-        histogram_kernel[(B, blocks)](logits, counts, top_k, V, LOW=True, BV=block, num_warps=8)
-    choose_kernel[(B, blocks)](logits, noise, counts, semaphore, bests, tokens, logprobs, temperature, top_k, V,
-                               BV=block, BP=triton.next_power_of_2(blocks), num_warps=8)
+    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=False, BV=block, num_warps=8)
+    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=True, BV=block, num_warps=8)
+    choose_kernel[(B, blocks)](logits, noise, settings, counts, semaphore, bests, tokens, logprobs, V, BV=block,
+                               BP=triton.next_power_of_2(blocks), num_warps=8)
+    launch_distribution(logits, noise, settings, None, logprobs, tokens)
     return tokens, logprobs
 
 
-sample.register_kernel("cpu")(plain_sample)
+@sample.register_kernel("cpu")
+def plain_sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain twin of sample()."""
+    probs, logsumexp, tokens = plain_distribute(logits, noise, settings)
+    return tokens, logits.float().gather(-1, tokens[:, None]).squeeze(-1) - logsumexp
 
 
 @sample.register_fake
-def _(logits, noise, temperature, top_k):
+def _(logits, noise, settings):
     return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
 
 
@@ -172,10 +194,10 @@ def load_block(at, inside, row, WHOLE: constexpr):
 
 
 @jit
-def threshold(logits, row, goal, peak, temperature, floor, V, MASS: constexpr, WHOLE: constexpr, BV: constexpr):
+def threshold(logits, row, goal, mass, peak, temperature, floor, V, WHOLE: constexpr, BV: constexpr):
     """The largest key such that the tokens of that key and of larger ones, none under `floor`, reach `goal`.
 
-    They reach it in number or, MASS, in the sum of exp((logit - peak) / temperature). A pass finds two bits of the
+    They reach it in number or, if `mass`, in the sum of exp((logit - peak) / temperature). A pass finds two bits of the
     key: it sums for three candidates at once."""
     key = floor * 0
     for step in range(8):
@@ -186,7 +208,9 @@ def threshold(logits, row, goal, peak, temperature, floor, V, MASS: constexpr, W
         for v0 in range(0, V, BV):
             v = v0 + tl.arange(0, BV)
             x = load_block(logits + v, v < V, row, WHOLE)
-            weight = tl.exp((x.to(tl.float32) - peak) / temperature) if MASS else 1.0
+            weight = tl.full((BV,), 1.0, tl.float32)
+            if mass:
+                weight = tl.exp((x.to(tl.float32) - peak) / temperature)
             found = tl.where(v < V, sortable_key(x), -1)
             found = tl.where(found >= floor, found, -1)
             one += tl.where(found >= key + quarter, weight, 0.0)
@@ -216,94 +240,115 @@ def peak_and_sum(logits, row, V, WHOLE: constexpr, BV: constexpr):
 
 
 @jit
-def kept_mass(logits, row, peak, temperature, floor, V, WHOLE: constexpr, BV: constexpr):
-    """The sum of exp((logit - peak) / temperature) over the tokens whose keys are `floor` or larger."""
+def kept_weight(x, peak, temperature, floor, least):
+    """exp((logit - peak) / temperature) of logits x whose key is `floor` or larger, if it is `least` or larger; else 0.
+
+    A token's probability is this, divided by the sum over all tokens; the likeliest has 1."""
+    weight = tl.exp((x.to(tl.float32) - peak) / temperature)
+    return tl.where((sortable_key(x) >= floor) & (weight >= least), weight, 0.0)
+
+
+@jit
+def kept_mass(logits, row, peak, temperature, floor, least, V, WHOLE: constexpr, BV: constexpr):
+    """The sum of kept_weight() over all tokens."""
     v = tl.arange(0, BV)
     kept = tl.zeros((BV,), tl.float32)
     for v0 in range(0, V, BV):
         x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
-        weight = tl.exp((x.to(tl.float32) - peak) / temperature)
-        kept += tl.where(sortable_key(x) >= floor, weight, 0.0)
+        kept += kept_weight(x, peak, temperature, floor, least)
     return tl.sum(kept, 0)
 
 
 @jit
-def distribution_kernel(logits, noise, probs, logsumexp, tokens, temperature, top_k, top_p, V,
-                        GREEDY: constexpr, WHOLE: constexpr, BV: constexpr):
-    """distribution() and draw() of a row, which one program has; WHOLE: it fits into a block of BV logits."""
+def distribution_kernel(logits, noise, settings, probs, totals, tokens, V,
+                        PROBS: constexpr, WHOLE: constexpr, BV: constexpr):
+    """A row's distribution and a token drawn from it. A program has a row; WHOLE: it fits into a block of BV logits.
+
+    PROBS: distribute(), and totals is the row's logsumexp. Otherwise this is the rest of sample(), which has nothing to
+    do without top-p and min-p, and totals is the token's log-probability."""
+    temperature, top_k, top_p, min_p = read_settings(settings, V)
+    if (top_p == 1) & (min_p == 0) & (not PROBS):
+        return
     r = tl.program_id(0)
     logits += r.to(tl.int64) * V
-    probs += r.to(tl.int64) * V
     v = tl.arange(0, BV)
     row = tl.load(logits + v, mask=v < V, other=float("-inf"))
     peak, raw_sum, likeliest = peak_and_sum(logits, row, V, WHOLE, BV)
-    tl.store(logsumexp + r, peak + tl.log(raw_sum))
+    logsumexp = peak + tl.log(raw_sum)
+    greedy = temperature == 0
+    temperature = tl.where(greedy, 1.0, temperature)
 
     floor = r * 0  # the least key that is kept
-    if top_k > 0:
-        floor = threshold(logits, row, top_k * 1.0, peak, 1.0, floor, V, False, WHOLE, BV)
-    total = peak * 0
-    for part in range(tl.where(top_p < 1, 2, 1)):  # the mass that top-k keeps, then what top-p keeps of that
-        if part == 1:
-            floor = threshold(logits, row, top_p * total, peak, temperature, floor, V, True, WHOLE, BV)
-        total = kept_mass(logits, row, peak, temperature, floor, V, WHOLE, BV)
+    total = peak * 0  # the mass that is kept
+    parts = tl.where(top_p < 1, 2, 1)
+    for part in range(parts):  # top-k, then top-p; with the last of them min-p
+        nucleus = part == 1
+        if nucleus | (top_k > 0):
+            goal = tl.where(nucleus, top_p * total, top_k * 1.0)
+            floor = threshold(logits, row, goal, nucleus, peak, temperature, floor, V, WHOLE, BV)
+        least = tl.where(part == parts - 1, min_p, 0.0)
+        total = kept_mass(logits, row, peak, temperature, floor, least, V, WHOLE, BV)
 
     best = tl.full((BV,), -1.0, tl.float32)
     token = tl.zeros((BV,), tl.int32)
     for v0 in range(0, V, BV):
         x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
-        if GREEDY:
-            p = tl.where(v0 + v == likeliest, 1.0, 0.0)
-        else:
-            p = tl.where(sortable_key(x) >= floor, tl.exp((x.to(tl.float32) - peak) / temperature) / total, 0.0)
+        p = kept_weight(x, peak, temperature, floor, min_p) / total
+        p = tl.where(greedy, tl.where(v0 + v == likeliest, 1.0, 0.0), p)
         score = p
         if noise is not None:
             score = p / tl.load(noise + r.to(tl.int64) * V + v0 + v, mask=v0 + v < V, other=1)
         score = tl.where(v0 + v < V, score, -1.0)
         token = tl.where(score > best, v0 + v, token)
         best = tl.maximum(score, best)
-        tl.store(probs + v0 + v, p, mask=v0 + v < V)
-    tl.store(tokens + r, tl.min(tl.where(best == tl.max(best, 0), token, V - 1), 0))
+        if PROBS:
+            tl.store(probs + r.to(tl.int64) * V + v0 + v, p, mask=v0 + v < V)
+    chosen = tl.min(tl.where(best == tl.max(best, 0), token, V - 1), 0)
+    tl.store(tokens + r, chosen)
+    if PROBS:
+        tl.store(totals + r, logsumexp)
+    else:
+        tl.store(totals + r, tl.load(logits + chosen).to(tl.float32) - logsumexp)
 
 
-def exponential(like: Tensor, sampling: Sampling) -> Tensor | None:
-    """Exponential noise of rate 1, fp32, in the shape of `like`; None where sampling is greedy."""
-    return None if sampling.greedy else torch.empty_like(like, dtype=torch.float32).exponential_()
+def launch_distribution(logits: Tensor, noise: Tensor | None, settings: Tensor, probs: Tensor | None, totals: Tensor,
+                        tokens: Tensor) -> None:
+    R, V = logits.shape
+    block = min(32768, triton.next_power_of_2(V))
+    distribution_kernel[(R,)](logits, noise, settings, probs, totals, tokens, V, PROBS=probs is not None,
+                              WHOLE=V <= block, BV=block, num_warps=max(4, block // 1024))
+
+
+def exponential(like: Tensor) -> Tensor:
+    """Exponential noise of rate 1, fp32, in the shape of `like`."""
+    return torch.empty_like(like, dtype=torch.float32).exponential_()
 
 
 @library.custom_op("llama_fast::distribute", mutates_args=(), device_types="cuda")
-def distribute(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int,
-               top_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """16-bit logits [R, V] -> sampling.distribution(), which is probs [R, V] and logsumexp [R], and tokens [R] drawn
-    from probs.
+def distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """16-bit logits [R, V] -> sampling.probabilities() [R, V], logsumexp [R] of the raw logits, and tokens [R] drawn
+    from the probabilities.
 
     noise [R, V]: exponential, of rate 1; None: tokens are the likeliest."""
     R, V = logits.shape
-    logits = logits.contiguous()
     probs = torch.empty(R, V, device=logits.device)
     logsumexp = torch.empty(R, device=logits.device)
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
-    block = min(32768, triton.next_power_of_2(V))
-    greedy = Sampling(temperature).greedy
-    if greedy:
-        temperature, top_k, top_p = 1.0, 0, 1.0
-    if top_k >= V:
-        top_k = 0
-    distribution_kernel[(R,)](logits, noise, probs, logsumexp, tokens, temperature, top_k, top_p, V, GREEDY=greedy,
-                              WHOLE=V <= block, BV=block, num_warps=max(4, block // 1024))
+    launch_distribution(logits.contiguous(), noise, settings, probs, logsumexp, tokens)
     return probs, logsumexp, tokens
 
 
 @distribute.register_kernel("cpu")
-def plain_distribute(logits: Tensor, noise: Tensor | None, temperature: float, top_k: int,
-                     top_p: float) -> tuple[Tensor, Tensor, Tensor]:
+def plain_distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of distribute()."""
-    probs = probabilities(logits.float(), Sampling(temperature, top_k, top_p))
-    return probs, logits.float().logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
+    temperature, top_k, top_p, min_p = settings.tolist()
+    logits = logits.float()
+    probs = probabilities(logits, Sampling(temperature, int(top_k), top_p, min_p))
+    return probs, logits.logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
 
 
 @distribute.register_fake
-def _(logits, noise, temperature, top_k, top_p):
+def _(logits, noise, settings):
     R = len(logits)
     return (logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(R, dtype=torch.float32),
             logits.new_empty(R, dtype=torch.int64))
@@ -320,7 +365,7 @@ def draw_rest(p, q, noise, has_q, V, BV: constexpr):
         v = v0 + tl.arange(0, BV)
         p_v = tl.load(p + v, mask=v < V, other=0)
         q_v = tl.load(q + v, mask=(v < V) & has_q, other=0)
-        noise_v = tl.load(noise + v, mask=v < V, other=1) if noise is not None else 1.0
+        noise_v = tl.load(noise + v, mask=v < V, other=1)
         score = tl.where(v < V, tl.maximum(p_v - q_v, 0) / noise_v, -1.0)
         score_p = tl.where(v < V, p_v / noise_v, -1.0)
         token = tl.where(score > best, v, token)
@@ -338,7 +383,8 @@ def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out
                   BT: constexpr, BV: constexpr):
     """speculative.accept() of a sequence, which one program has. Position i of 0 .. k holds drafted token i + 1.
 
-    logits, p, q [B, k + 1, V]; logsumexp, tokens, out, logprobs [B, k + 1]; uniform [B, k]; noise [B, V] or None."""
+    logits, p, q [B, k + 1, V]; logsumexp, tokens, out, logprobs [B, k + 1]; uniform [B, k]; noise [B, V].
+    Greedy, p is 1 for one token, and no noise changes what is drawn."""
     b = tl.program_id(0)
     i = tl.arange(0, BT)
     drafted = tl.load(tokens + b * (k + 1) + 1 + i, mask=i < k, other=0)
@@ -351,10 +397,7 @@ def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out
     tl.store(accepted + b, n)
 
     row = (b * (k + 1) + n).to(tl.int64) * V
-    row_noise = noise
-    if noise is not None:
-        row_noise = noise + b.to(tl.int64) * V
-    new = draw_rest(p + row, q + row, row_noise, n < count, V, BV)
+    new = draw_rest(p + row, q + row, noise + b.to(tl.int64) * V, n < count, V, BV)
     token = tl.where(i == n, new, drafted)
     at = b * (k + 1) + i
     tl.store(out + at, token, mask=i <= k)
@@ -362,34 +405,30 @@ def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out
     tl.store(logprobs + at, raw - tl.load(logsumexp + at, mask=i <= k, other=0), mask=i <= k)
 
 
-def fast_choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     """sampling.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their log-probabilities [B]."""
-    noise = exponential(logits, sampling)
-    if sampling.top_p < 1 and not sampling.greedy:
-        _, logsumexp, tokens = distribute(logits, noise, *astuple(sampling))
-        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1).float() - logsumexp
-    return sample(logits, noise, sampling.temperature, sampling.top_k)
+    return sample(logits, exponential(logits), settings)
 
 
-def fast_propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def fast_propose(logits: Tensor, vocab_size: int, settings: Tensor) -> tuple[Tensor, Tensor]:
     """speculative.propose() with the kernel: a draft's logits [B, T, any] -> tokens [B] and q [B, vocab_size]."""
     logits = logits[:, -1, :vocab_size]
-    q, _, tokens = distribute(logits, exponential(logits, sampling), *astuple(sampling))
+    q, _, tokens = distribute(logits, exponential(logits), settings)
     missing = vocab_size - q.shape[-1]
     return tokens, F.pad(q, (0, missing)) if missing else q
 
 
 def fast_accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
-                sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+                settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """speculative.accept(), its plain twin, in two launches and those of the random numbers; for CUDA tensors.
 
     16-bit logits [B, T, V], tokens [B, T], q [B, T, V], proposed [B] -> tokens [B, T], log-probabilities [B, T],
     accepted [B]."""
     B, T, V = logits.shape
     logits, q = logits.contiguous(), q.contiguous()
-    p, logsumexp, _ = distribute(logits.view(-1, V), None, *astuple(sampling))
+    p, logsumexp, _ = distribute(logits.view(-1, V), None, settings)
     uniform = torch.rand(B, T - 1, device=q.device)
-    noise = exponential(q[:, 0], sampling)
+    noise = exponential(q[:, 0])
     out = torch.empty_like(tokens)
     logprobs = logsumexp.new_empty(B, T)
     accepted = proposed.new_empty(B)

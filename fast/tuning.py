@@ -23,7 +23,7 @@ serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, 
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
 FP8 takes int8's choices: as many bytes come from memory.
-python -m fast.tune writes the file.
+python scripts/tune.py writes the file.
 """
 import functools
 import json
@@ -43,13 +43,13 @@ def table(name: str) -> dict:
     """tuned.json's choices for the GPU of this name. Where it has none that can be read, {}, and a line on stderr."""
     found = json.loads(PATH.read_text()).get(name)
     if found is None:
-        print(f"tuned.json has nothing for {name}: rules of thumb choose the kernels; python -m fast.tune finds the "
+        print(f"tuned.json has nothing for {name}: rules of thumb choose the kernels; python scripts/tune.py finds the "
               "fastest", file=sys.stderr)
         return {}
     if not all(isinstance(choice, dict) for shapes in found.values() for choices in shapes.values()
                for choice in choices):
-        print(f"tuned.json is in an old form for {name}: rules of thumb choose the kernels; python -m fast.tune writes "
-              "a new one", file=sys.stderr)
+        print(f"tuned.json is in an old form for {name}: rules of thumb choose the kernels; python scripts/tune.py "
+              "writes a new one", file=sys.stderr)
         return {}
     return found
 

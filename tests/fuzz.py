@@ -38,10 +38,11 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import checkpoint  # noqa: E402
-from cli.errors import report_errors  # noqa: E402
 import generate  # noqa: E402
+import guard  # noqa: E402
 import quantize  # noqa: E402
 import sampling  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
 from helpers import TINY, make, write  # noqa: E402
 
 SECONDS, MEMORY = 20, 2 ** 32  # of a trial: CPU time, and address space beyond what the parent has
@@ -63,7 +64,7 @@ KEYS = ["config_groups", "method", "quant_method", "dynamic", "ignore", "modules
         "bos_token", "chat_template", "add_bos_token", "added_tokens_decoder", "normalizer", "truncation"]
 NO_TOKEN = ["2", 99999, -1, 2.5, "</s>", True, [99999], [[1]], {}]
 NO_SAMPLING = dict(temperature=[True, -1, 101, "x", math.nan], top_k=[True, -5, 0.5, "x"],
-                   top_p=[True, 0, 1e-46, 2, math.nan, "x"])
+                   top_p=[True, 0, 1e-46, 2, math.nan, "x"], min_p=[True, -1, 1.5, math.nan, "x"])
 TEMPLATES = ["{{ 'a' * 10 ** 13 }}", "{{ 10 ** (10 ** 10) }}", "{{ [1] | slice(10 ** 10) | list }}",
              "{{ lipsum(n=10 ** 7) }}",
              "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
@@ -468,12 +469,12 @@ class Fuzzer:
 
 
 SABOTAGES = dict(  # checks switched off, to show that the judge finds it
-    links=lambda: setattr(checkpoint, "is_inside", lambda path: True),
-    files=lambda: setattr(checkpoint, "is_file", lambda path, most=None, inside=True: path.exists()),
+    links=lambda: setattr(guard, "is_inside", lambda path: True),
+    files=lambda: setattr(guard, "is_file", lambda path, most=None, inside=True: path.exists()),
     sampling=lambda: setattr(sampling.Sampling, "__post_init__", lambda self: None),
-    ends=lambda: setattr(checkpoint.Tokenizer, "stop_ids", lambda self, ids: {0}),
-    surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, tied: None),
-    panics=lambda: setattr(checkpoint, "silenced", nullcontext))
+    ends=lambda: setattr(guard, "vet_stops", lambda settings, vocab_size: None),
+    surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, checkpoint: None),
+    panics=lambda: setattr(guard, "silenced", nullcontext))
 
 
 def main() -> int:

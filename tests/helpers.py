@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
@@ -19,12 +20,13 @@ from torch import Tensor
 import formats
 import guard
 from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weights, load_model
-from formats import QuantizedReader, read_settings, shared_inputs
 from generate import Engine, generate
+from generate import load as load_vetted
 from model import Config, LayerConfig, Transformer
-from quantize import CODES, QuantizedLinear, check_groups, default_group, quantize_model, round_model, say_once
+from quantize import CODES, QuantizedLinear, check_quantize, quantize_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
+from tp import Team
 
 ROOT = Path(__file__).parents[1]
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
@@ -70,33 +72,12 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
-def load_checkpoint(directory: Path, device=CPU, dtype=F32, quantize: str | None = None, group_size: int | None = None,
-                    split=None) -> Transformer:
-    """A checkpoint, vetted and loaded: what generate.load() does of one."""
-    checkpoint, _ = guard.open_checkpoint(directory, tokenizer=False)
-    return load(checkpoint, device, dtype, quantize, group_size, split=split)
-
-
-def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
-         group_size: int | None = None, progress: bool = False, split=None) -> Transformer:
-    settings = read_settings(checkpoint)
-    group = default_group(quantize, group_size)
-    if quantize and settings:
-        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
-    if quantize:
-        check_groups(checkpoint, group)
-    if settings:
-        group = shared_inputs(settings)
-    shard = split(checkpoint.config, group) if split else None
-    replace_layers = QuantizedReader(settings, device, dtype, shard).replace_layers if settings else None
-    model = load_model(checkpoint, device, dtype, progress, replace_layers, shard)
-    if settings.get("activations"):
-        say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
-    if quantize:
-        round_model(model, quantize, group_size, shard)
-    if shard:
-        shard.parallelize(model)
-    return model
+def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
+                    group_size: int | None = None, split=None) -> Transformer:
+    """A checkpoint, vetted and loaded."""
+    opened, _ = guard.open_checkpoint(directory, tokenizer=False)
+    check_quantize(opened, formats.read_settings(opened), quantize, group_size)
+    return load_vetted(opened, device, dtype, quantize, group_size, split=split)
 
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
@@ -127,14 +108,14 @@ def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int
 
 
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
-               sampling: Sampling = GREEDY, mode: str = "eager") -> Speculator:
+               sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree) -> Speculator:
     """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
     target = Engine(model, length + SLACK, rows, sampling, mode)
     drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
     if draft:
         engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
         drafter = DraftModel(engine, model.config.vocab_size)
-    return Speculator(target, drafter, policy)
+    return Speculator(target, drafter, policy, agree)
 
 
 # Tokenizers

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from cli.chat import Chat  # noqa: E402
+from completion import Completion  # noqa: E402
 from generate import LLM  # noqa: E402
 
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
@@ -59,14 +60,14 @@ def main() -> int:
     parser.add_argument("--again", help=argparse.SUPPRESS)  # JSON: seeds or, of a chat, prompts' tokens and limits
     args = parser.parse_args()
     rows = 1 if args.how == "chat" else 3
-    llm = LLM(str(TINY), rows, quiet=True, max_seq_length=256, device=args.device, dtype=args.dtype, temperature=0,
-              **OPTIONS[args.how])
+    llm = LLM(str(TINY), max_batch_size=rows, max_seq_length=256, quiet=True, device=args.device, dtype=args.dtype,
+              temperature=0, **OPTIONS[args.how])
 
     def repeat(what) -> list:
         if args.how != "chat":
             return answers(llm, what, args.how)
         prompt_tokens, limit = what
-        completion = llm.completion("", prompt_tokens, limit, [])
+        completion = Completion("", prompt_tokens, llm.tokenizer, limit)
         for _ in llm.complete([completion]):
             pass
         return [completion.tokens]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from cli.chat import Chat
-from checkpoint import Tokenizer
+from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
 from helpers import ROOT, TEMPLATE, TINY
 
@@ -38,7 +38,7 @@ class Session:
     def __init__(self, monkeypatch, capsys, directory: Path, lines: list[str], length: int = 300,
                  on_prefill=lambda count: None, **options):
         llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True)
-        typed, self.widths, prefill = iter(lines), [], llm.generator.prefill
+        typed, self.widths, prefill = iter(lines), [], llm.engine.prefill
 
         def type_line(prompt: str = "") -> str:
             line = next(typed, None)
@@ -48,12 +48,12 @@ class Session:
                 raise KeyboardInterrupt
             return line
 
-        def watch(model, tokens, *rest):
-            self.widths.append(tokens.shape[1])
+        def watch(prompts, *rest):
+            self.widths.append(len(prompts[0]))
             on_prefill(len(self.widths))
-            return prefill(model, tokens, *rest)
+            return prefill(prompts, *rest)
 
-        llm.generator.prefill = watch
+        llm.engine.prefill = watch
         monkeypatch.setattr(builtins, "input", type_line)
         options = dict(max_new_tokens=12, stop=[], system=None, quiet=False) | options
         self.chat = Chat(llm, Namespace(**options))
@@ -140,12 +140,12 @@ def test_special_tokens_that_are_typed_are_text_with_a_template_and_without(sess
     for directory in (chatty, TINY):
         [answer] = session("Hello</s> fox<s>", directory=directory).answers
         assert 2 not in answer.prompt_tokens and answer.prompt_tokens.count(1) <= 1
-        assert "Hello</s> fox<s>" in Tokenizer(directory).decode(answer.prompt_tokens)
+        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(directory)).decode(answer.prompt_tokens)
 
 
 def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
     ended = session("Once upon a time", "dog", directory=TINY, stop=["little"])
-    assert ended.widths[1] > len(Tokenizer(TINY).encode("dog"))  # the text so far is read, too
+    assert ended.widths[1] > len(Tokenizer(Checkpoint(TINY)).encode_text("dog"))  # the text so far is read, too
 
 
 def test_reset_and_system(session):
@@ -285,3 +285,22 @@ def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
         time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
         screen.type("\x03")
     assert screen.ended() == 0 and "Traceback" not in screen.screen
+
+
+def test_lines_that_come_during_an_answer_are_one_turn(terminal, chatty, tmp_path):
+    """A terminal sends what is pasted then as if it were typed. A last line without an end waits for the user's."""
+    screen = terminal("generate.py", "--checkpoint", chatty, "--interactive", "--device", "cpu", "--temperature", "0",
+                      "--max-new-tokens", "150")
+    screen.read("> ")
+    screen.type("Hello fox\r")
+    screen.read(r"fox\r\n(?s:.*)\w+ \w+ ")
+    screen.type("one\ntwo\nthree\n")
+    screen.read(r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
+    screen.type("four\nfive")
+    screen.read("tokens/s(?s:.*)> four(?s:.*)five")
+    screen.type(" and six\r")
+    screen.read("tokens/s(?s:.*)> ")
+    screen.type(f"/save {tmp_path / 'chat.json'}\r")
+    screen.read("6 messages")
+    said = [message["content"] for message in json.loads((tmp_path / "chat.json").read_text())[::2]]
+    assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
 import argparse
 import builtins
+import inspect
 import json
 import os
 import re
@@ -8,6 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
@@ -15,11 +19,12 @@ from safetensors.torch import load_file, save_file
 
 import generate
 import quantize
-from cli import show
+from cli.options import Parser
+from cli.output import format_report, progress, show, speculation
 from helpers import DRAFT, ROOT, TEMPLATE, TINY, absent, interrupted, tiny
-from scripts import benchmark, download, evaluate, train_tiny
 
 
+COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))
 SHORT = "--max-new-tokens", "3", "--temperature", "0", "--json"
 
 
@@ -81,39 +86,30 @@ def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
     assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
 
 
-def test_greedy_batch_equals_solo(cli):
-    prompts = ["One day", "Tom and Sue went to the park to play", "The"]
-    options = ("--temperature", "0", "--max-new-tokens", "30", "--json")
-    solo = [json.loads(cli("--prompt", prompt, *options)[1])["samples"][0]["tokens"] for prompt in prompts]
-    batch = json.loads(cli(*(word for prompt in prompts for word in ("--prompt", prompt)), *options)[1])["samples"]
-    assert [sample["tokens"] for sample in batch] == solo
+@pytest.fixture
+def no_work(monkeypatch):
+    """Loading would fail."""
+    monkeypatch.setattr(generate, "load", lambda *_, **__: 1 / 0)
 
 
-def test_profile_writes_a_trace_and_no_partial_file(cli, tmp_path):
-    cli("--max-new-tokens", "3", "--profile", tmp_path / "trace.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-def test_profile_replaces_files_alone(cli, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
+def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
     (tmp_path / "trace.partial.json").write_text("kept")
-    code, out, err = cli("--max-new-tokens", "3", "--profile", tmp_path / "pipe")
-    assert code == 2 and not out and err.count("\n") == 1 and "want a file" in err
+    (tmp_path / "trace.json").write_text("old")
     cli("--max-new-tokens", "3", "--profile", tmp_path / "trace.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "trace.json", "trace.partial.json"]
-    assert (tmp_path / "trace.partial.json").read_text() == "kept" and (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.partial.json"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace.partial.json").read_text() == "kept"
 
 
-def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
-    monkeypatch.setattr("cli.TemporaryDirectory", refuse)  # as root, the tests could write where a user cannot
-    code, out, err = cli("--profile", tmp_path / "trace.json")
-    assert (code, out, err.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == []
-    assert f"--profile {tmp_path / 'trace.json'}: cannot write there, name another place: Permission denied" in err
+@pytest.mark.parametrize("name, said", [
+    ("pipe", ": want a file"), (".", ": want a file"), ("link", ": cannot write there, name another place: "),
+    ("none/file", ": cannot write there, name another place: No such file"), ("x" * 250, ": cannot write there, ")])
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, no_work, tmp_path, name, said):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "trace.json")
+    code, out, err = cli("--profile", tmp_path / name)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--profile " in err and said in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_chat_without_an_answer_has_a_trace_too(call, tmp_path, monkeypatch):
@@ -121,13 +117,6 @@ def test_a_chat_without_an_answer_has_a_trace_too(call, tmp_path, monkeypatch):
     args = "--interactive", "--profile", tmp_path / "trace.json", "--device", "cpu", "--quiet"
     code, out, err = call("generate.py", generate.main, *args)
     assert (code, out) == (0, "") and json.loads((tmp_path / "trace.json").read_text())
-
-
-def test_a_profile_behind_a_link_to_nowhere_is_refused_before_the_work(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
-    (tmp_path / "trace.json").symlink_to(tmp_path / "none" / "trace.json")
-    code, out, err = cli("--profile", tmp_path / "trace.json")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "cannot write there, name another place: " in err
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path, monkeypatch):
@@ -138,18 +127,6 @@ def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path
     assert f"--profile {tmp_path / 'trace.json'}: cannot be written: " in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["none/file", "x" * 250])
-def test_a_profile_that_no_directory_holds_is_refused_before_the_work(cli, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(generate, "load_checkpoint", lambda *_: 1 / 0)
-    code, out, err = cli("--profile", tmp_path / name)
-    assert (code, out, err.count("\n")) == (2, "", 1) and "cannot write there, name another place: " in err
-
-
-def test_a_profile_in_no_directory_is_refused(cli, tmp_path):
-    code, out, err = cli("--profile", tmp_path / "none" / "file")
-    assert (code, out) == (2, "") and "cannot write there, name another place: No such file or directory" in err
-
-
 def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     out = tmp_path / "a b"
     code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
@@ -158,25 +135,6 @@ def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
         f"{out}: {size:.2f}MB of weights, {before:.2f}MB before",
         f"next: python generate.py --checkpoint '{out}' --compile"]
     assert size < before / 2
-
-
-@pytest.mark.parametrize("main", [quantize.main, benchmark.main, download.main, evaluate.main, train_tiny.main],
-                         ids=lambda main: main.__module__)
-def test_help_names_the_default_of_each_option_that_has_one(main, monkeypatch):
-    parsers = []
-
-    def stop(parser):
-        parsers.append(parser)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cli.Parser.parse_args", stop)
-    with pytest.raises(KeyboardInterrupt):
-        main()
-    for option in parsers[0]._actions:
-        if {"--device", "--dtype", "--group-size", "--max-tokens", "--stride"} & set(option.option_strings):
-            assert "default: " in option.help, option.option_strings  # one that is found later on
-        elif option.nargs != 0 and option.default not in (None, "", [], argparse.SUPPRESS):
-            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
 
 
 @pytest.mark.parametrize("CXX, named", [
@@ -198,28 +156,10 @@ def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     assert outs == {cli("--max-new-tokens", "30", "--temperature", "0")[1]}
 
 
-@pytest.mark.parametrize("values", [
-    {"temperature": "hot"}, {"temperature": -1}, {"top_k": 50.5}, {"top_p": 0}, {"top_p": "all"}, {"temperature": 1e9},
-    {"top_k": True}, {"temperature": True}, {"top_k": -5}, {"top_p": 1e-46}, {"top_p": True}])
-def test_absurd_sampling_in_generation_config_is_one_line(cli, tmp_path, values):
-    directory = shutil.copytree(TINY, tmp_path / "absurd")
-    (directory / "generation_config.json").write_text(json.dumps(values))
-    code, out, err = cli("--checkpoint", directory)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert absent(f"generation_config.json: {[*values][0]} want from to", err) == []
-
-
 def test_a_full_disk_is_one_line():
     command = f"{sys.executable} {ROOT / 'generate.py'} --max-new-tokens 9 --quiet > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
-
-
-def test_prompt_file_from_another_system(cli, tmp_path):
-    """A byte order mark, CRLF, and characters that str.splitlines would cut at."""
-    (tmp_path / "prompts.txt").write_bytes("\ufeffOnce upon a time\r\nOne\u2028day\r\n".encode())
-    result = json.loads(cli("--prompt-file", tmp_path / "prompts.txt", "--max-new-tokens", "2", "--json")[1])
-    assert [sample["prompt"] for sample in result["samples"]] == ["Once upon a time", "One\u2028day"]
 
 
 def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
@@ -233,46 +173,24 @@ def test_chat_puts_the_prompt_into_the_template(cli, tmp_path):
 
 
 @pytest.mark.parametrize("args, said", [
-    (["--checkpoint", "no/such/dir"], "no/such/dir"),
-    (["--device", "tpu"], "--device tpu: want cpu, cuda, cuda:N or mps"),
-    (["--device", "cpu:"], "--device cpu:: want cpu"), (["--device", "cpu:x"], "--device cpu:x: want cpu"),
-    (["--device", "cuda:99"], "--device cuda:99"),
-    (["--dtype", "int3"], "int3"),
-    (["--chat"], "has no chat template"),
-    (["--temperature", "-1"], "-1 is not from 0 to 100"),
-    (["--temperature", "nan"], "nan is not from"),
-    (["--temperature", "warm"], "'warm'"),
-    (["--top-p", "0"], "0 is not from"),
-    (["--top-p", "1.5"], "1.5 is not from"),
-    (["--top-k", "-3"], "-3 is not from 0"),
-    (["--seed", "-1"], "-1 is not from 0"),
-    (["--num-samples", "0"], "0 is not from 1"),
-    (["--max-new-tokens", "0"], "0 is not from 1"),
+    (["--checkpoint", "no/such/dir"], "no/such/dir"), (["--dtype", "int3"], "int3"),
+    (["--device", "tpu"], "--device tpu: want cpu, cuda, cuda:N or mps"), (["--device", "cuda:99"], "--device cuda:99"),
+    (["--chat"], "has no chat template"), (["--interactive", "--chat"], "has no chat template"),
+    (["--temperature", "-1"], "-1 is not from 0 to 100"), (["--temperature", "nan"], "nan is not from"),
+    (["--temperature", "warm"], "'warm'"), (["--top-p", "0"], "0 is not from"), (["--min-p", "2"], "from 0 to 1"),
+    (["--num-samples", "0"], "0 is not from 1"), (["--num-samples", "99999"], "out of memory"),
     (["--max-new-tokens", "600"], "600 new ones exceed 512"),
-    (["--max-new-tokens", "20", "--max-seq-length", "16"], "20 new ones exceed 16"),
-    (["--max-seq-length", "4096"], "the model's context is 512"),
-    (["--prompt", "word " * 600], "exceed 512"),
-    (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-    (["--prompt-file", "/dev/null"], "want a regular file"),
-    (["--stop", ""], "--stop"),
-    (["--interactive", "--json"], "--interactive"),
-    (["--profile", "no/such/dir/trace.json"], "no/such/dir"),
-    (["--profile", "/tmp"], "--profile /tmp"),
-    (["--checkpoint", TINY / "model.safetensors"], f"want its directory, {TINY}"),
+    (["--max-new-tokens", "20", "--max-seq-length", "16"], "20 new ones exceed 16, --max-seq-length"),
+    (["--max-seq-length", "4096"], "--max-seq-length 4096: the model's context is 512"),
+    (["--prompt-file", "nowhere.txt"], "nowhere.txt"), (["--prompt-file", "/dev/null"], "want a regular file"),
+    (["--stop", ""], "--stop"), (["--checkpoint", TINY / "model.safetensors"], f"want its directory, {TINY}"),
     (["--prompt", "\udcff is not UTF-8"], "the text: 'utf-8' codec can't encode character '\\udcff'"),
-    (["--interactive", "--chat"], "has no chat template"),
-    (["--num-samples", "99999"], "out of memory"),
-    (["--frobnicate"], "--frobnicate"),
-    (["--draft-tokens", "4"], "go with --draft"),
+    (["--draft-tokens", "4"], "--draft-tokens and --draft-quantize go with --draft"),
     (["--draft", "prompt-lookup", "--draft-quantize", "int8"], "no weights"),
     (["--draft", DRAFT, "--draft-tokens", "0"], "'0' is none of 1 to 32, auto, hf and bass"),
-    (["--draft", DRAFT, "--draft-tokens", "33"], "'33' is none of 1 to 32"),
-    (["--draft", DRAFT, "--draft-tokens", "many"], "'many' is none of"),
-    (["--draft", DRAFT, "--num-samples", "99999"], "or no --draft, help"),
-    (["--time-budget", "0"], "--time-budget"),
-    (["--time-budget", "1e-6"], "the first token took"), (["--draft", ""], "--draft: want a checkpoint"),
-    (["--time-budget", "1", "--interactive"], "--interactive"),
-    (["--draft", DRAFT, "--time-budget", "1e-6"], "the first token took"),
+    (["--draft", DRAFT, "--num-samples", "99999"], "or no --draft, help"), (["--draft", ""], "--draft: want a checkp"),
+    (["--time-budget", "0"], "--time-budget"), (["--time-budget", "1e-6"], "the first token took"),
+    (["--interactive", "--json"], "--interactive"), (["--logprobs"], "--logprobs goes with --json"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(cli, args, said):
     code, out, err = cli(*args)
@@ -291,15 +209,6 @@ def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     assert (code, out) == (2, said) and "the logits are not finite" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys, terminal):
-    text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    completion = argparse.Namespace(finish_reason="stop", heading=text, prompt=text, visible=lambda: text)
-    show([completion])
-    assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
-
-
 @pytest.mark.parametrize("stream", ["<", ">", "2>"])
 def test_streams_may_be_closed(stream):
     command = f"{sys.executable} {ROOT / 'generate.py'} --max-new-tokens 5 {stream}&-"
@@ -313,12 +222,11 @@ def test_ctrl_c_is_quiet(tmp_path):
     assert interrupted(command) == (130, b"")
 
 
-@pytest.mark.parametrize("file", ["generate.py", "quantize.py", *(f"scripts/{name}.py" for name in (
-    "benchmark", "download", "evaluate", "train_tiny"))])
-def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, file):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     """A module that sleeps stands for it."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    assert interrupted([sys.executable, ROOT / file], tmp_path) == (-signal.SIGINT, b"")
+    assert interrupted([sys.executable, ROOT / f"{name.replace('.', '/')}.py"], tmp_path) == (-signal.SIGINT, b"")
 
 
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
@@ -390,7 +298,7 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     def burst(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(generate, "load_checkpoint", burst)
+    monkeypatch.setattr(generate, "load", burst)
     code, out, err = cli("--max-new-tokens", "9")
     assert (code, out, err.count("\n")) == (2, "", 1) and "GiB of cache" in err
 
@@ -414,6 +322,7 @@ def test_train_tiny_writes_a_pair_that_generates(cli, tmp_path):
     (["--batch", "-2"], "--batch"), (["--lr", "nan"], "--lr"), (["--steps", "0"], "--steps"),
     (["--eval", "none"], "none: "), (["--out", "stories.txt"], "stories.txt"), (["--out", "full"], "mine")])
 def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call, tmp_path, monkeypatch, more, said):
+    from scripts import train_tiny
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_tiny, "train_pair", lambda *_: 1 / 0)
     (tmp_path / "stories.txt").write_text("Once upon a time " * 20)
@@ -431,20 +340,18 @@ def prompts_of(result: tuple[int, str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("args, stdin, prompts", [
-    ([], "One day\n", ["One day"]), ([], "One\nday\n\n", ["One\nday\n"]), ([], "", ["Once upon a time"]),
-    ([], " \n", ["Once upon a time"]), (["-p", "Tom"], "One day", ["Tom"]), (["-p", "-"], "One day\n", ["One day"]),
-    (["-p", "Tom", "--prompt", "-"], "One\nday", ["Tom", "One\nday"]),
+    ([], "One\nday\n\n", ["One\nday\n"]), ([], " \n", ["Once upon a time"]), (["-p", "Tom"], "One day", ["Tom"]),
+    (["-p", "Tom", "--prompt", "-"], "One\nday\n", ["Tom", "One\nday"]),
     (["--prompt-file", "-"], "One day\n\nTom\n", ["One day", "Tom"]),
-    (["--prompt-file", "-", "--whole"], "One day\n\nTom\n", ["One day\n\nTom"])])
-def test_prompts_from_stdin(call, args, stdin, prompts):
+    (["--prompt-file", "-", "--whole"], "One day\n\nTom\n", ["One day\n\nTom"]),
+    (["-p", "A", "--prompt-file", "prompts"], "", ["A", "One\u2028day", "Tom"]),
+    (["--prompt-file", "prompts", "--whole"], "", ["One\u2028day\n\nTom"])])
+def test_prompts_from_options_stdin_and_files(call, tmp_path, monkeypatch, args, stdin, prompts):
+    """The file is from another system: a byte order mark, CRLF, and a character that str.splitlines would cut at."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts").write_bytes("\ufeffOne\u2028day\r\n\r\nTom\r\n".encode())
     run = call("generate.py", generate.main, *args, *SHORT, "--device", "cpu", stdin=stdin)
     assert prompts_of(run) == prompts
-
-
-@pytest.mark.parametrize("args, prompts", [([], ["One day", "Tom"]), (["--whole"], ["One day\n\nTom"])])
-def test_prompts_from_a_file(cli, tmp_path, args, prompts):
-    (tmp_path / "prompts").write_text("\ufeffOne day\n\nTom\n", encoding="utf-8")
-    assert prompts_of(cli("--prompt-file", tmp_path / "prompts", *args, *SHORT)) == prompts
 
 
 @pytest.mark.parametrize("args, stdin, said", [
@@ -474,7 +381,7 @@ def test_a_text_without_end_is_refused(tmp_path, source):
 
 
 def test_running_out_of_memory_where_nobody_expects_it_is_one_line(cli, monkeypatch):
-    monkeypatch.setattr(generate, "read_prompts", lambda args: bytearray(2 ** 62))
+    monkeypatch.setattr("cli.generate.read_prompts", lambda args: bytearray(2 ** 62))
     code, out, err = cli()
     assert (code, out, err) == (2, "", "generate.py: out of memory\n")
 
@@ -485,11 +392,6 @@ def test_after_a_second_of_waiting_it_says_that_stdin_is_read():
     assert "reading the prompt from stdin" in process.stderr.readline()
     out, err = process.communicate("One day\r\n", timeout=60)
     assert out.startswith("One day") and "\r" not in out and "tokens/s" in err
-
-
-@pytest.mark.parametrize("name, dtype", [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
-def test_short_names_of_types(cli, name, dtype):
-    assert json.loads(cli("--dtype", name, *SHORT)[1])["dtype"] == dtype
 
 
 def test_a_bare_prompt_and_a_chat_template_point_at_chat_which_takes_a_system_message(cli, tmp_path):
@@ -503,13 +405,101 @@ def test_a_bare_prompt_and_a_chat_template_point_at_chat_which_takes_a_system_me
     assert "--chat" not in cli("--checkpoint", directory, "-p", "Hi", *SHORT, "--quiet")[2]
 
 
-def test_help_has_its_options_in_groups_and_says_every_default(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--help"])
-    with pytest.raises(SystemExit):
-        generate.generate_args("", "")
-    text = capsys.readouterr().out
+def test_a_text_stands_whole_under_its_heading_and_a_terminal_gets_no_control_characters(monkeypatch, capsys):
+    text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
+    completion = argparse.Namespace(finish_reason="stop", prompt="", visible=lambda: " " + text)
+    for terminal, shown in ((True, "a]0;titleb\tc\nd2Je\u00e9\u65e5"), (False, text)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        show([(text, completion), ("", completion)])
+        assert capsys.readouterr().out == f"{shown}{shown}\n {shown}\n"
+
+
+def test_logprobs_are_those_of_the_tokens(cli):
+    args = "--prompt", "One day", "--max-new-tokens", "7", "--temperature", "0", "--json"
+    (plain, with_them) = (json.loads(cli(*args, *more)[1])["samples"][0] for more in ([], ["--logprobs"]))
+    assert with_them.keys() - plain.keys() == {"logprobs"} and len(with_them["logprobs"]) == 7
+    assert sum(with_them["logprobs"]) / 7 == plain["mean_logprob"] and max(with_them["logprobs"]) <= 0
+
+
+def test_min_p_of_one_leaves_the_likeliest_token(cli):
+    args = "--prompt", "One day", "--max-new-tokens", "20", "--quiet"
+    assert cli(*args, "--min-p", "1", "--seed", "3")[1] == cli(*args, "--temperature", "0")[1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_compiling_is_said_once_and_on_a_terminal_with_the_seconds(monkeypatch, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(KeyboardInterrupt), progress():
+        time.sleep(2.2)
+        raise KeyboardInterrupt
+    said = "compiling ...\rcompiling ... 1 s\rcompiling ... 2 s\r\n" if terminal else "compiling ...\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("more, said", [([], 1), (["--quiet"], 0)])
+def test_the_command_says_that_it_compiles(cli, monkeypatch, more, said):
+    monkeypatch.setattr(generate.Engine, "compile", lambda engine, use_fast: 1 / 0)
+    monkeypatch.setattr("cli.errors.is_expected", lambda error: isinstance(error, ZeroDivisionError))
+    assert cli("--compile", *more)[2].count("compiling ...\n") == said
+
+
+def test_a_panic_of_a_library_is_one_line(call):
+    class PanicException(BaseException):
+        pass
+
+    def panic():
+        raise PanicException("no such token\n" + 9 * "x")
+
+    assert call("generate.py", panic) == (2, "", "generate.py: no such token xxxxxxxxx\n")
+
+
+def test_the_report_has_the_drafts_part_in_lines_of_its_own_and_no_line_over_80_columns():
+    counts = dict(steps=3, drafted=12, accepted=9, row_steps=3)
+    result = dict(load_s=123.456, compile_s=123.4, first_token_s=12.3, decode_tokens_per_s=12345.6, bandwidth_gb_s=4321,
+                  bandwidth_utilization=0.987, peak_memory_bytes=1e11, speculation=speculation(counts))
+    lines = format_report(result).splitlines()
+    assert lines[1].split() == "123.46 123.4 12.300 12345.6 4321.0 99% 93.13".split() and max(map(len, lines)) <= 80
+    assert [line.split() for line in lines[2:]] == [["accepted", "tokens", "a", "step"], ["75%", "4.00"]]
+
+
+@pytest.fixture
+def help_of(monkeypatch):
+    """What --help prints on a terminal of 80 columns, and the parser."""
+    def run(main: Callable[[], None]) -> tuple[str, Parser]:
+        parsers = []
+
+        def stop(parser: Parser):
+            parsers.append(parser)
+            raise KeyboardInterrupt
+
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(Parser, "parse_args", stop)
+        with pytest.raises(KeyboardInterrupt):
+            main()
+        return parsers[0].format_help(), parsers[0]
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_has_no_developers_notes_and_names_each_default(name, help_of):
+    text, parser = help_of(import_module(name).main)
+    assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
+    later = "--device", "--dtype", "--group-size", "--max-tokens", "--stride"  # found later on
+    for option in parser._actions:
+        if {*later}.intersection(option.option_strings):
+            assert "default: " in option.help, option.option_strings
+        elif option.nargs != 0 and option.default not in (None, "", [], argparse.SUPPRESS, generate.TINY):
+            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
+
+
+def test_generates_help_has_groups_a_default_for_each_option_and_those_of_llm(help_of):
+    text, parser = help_of(generate.main)
     for group in ("model", "speed", "quantization", "speculation", "prompt", "generation", "output"):
         assert f"\n{group}:\n" in text
     entries = re.split(r"\n  (?=-)", text.partition("\nmodel:")[2])[1:]
     for entry in (" ".join(entry.split()) for entry in entries):
         assert "default" in entry or entry.startswith("--stop"), entry
+    keywords = inspect.signature(generate.LLM).parameters
+    options = {action.dest: action.default for action in parser._actions}
+    assert keywords.keys() - options.keys() == {"max_batch_size", "load"}  # a call's prompts say as much
+    assert {name for name in keywords.keys() & options.keys() if keywords[name].default != options[name]} == {"stop"}

@@ -11,10 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import CPU, F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal
+from helpers import CPU, F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal, write
+from model import Config
 from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
 
@@ -89,6 +91,36 @@ def test_ranks_hold_the_same_weights(tmp_path, monkeypatch, setting):
             assert weight_of(mine.attn.wo).equal(weight_of(all_of.attn.wo)[:, q])
             assert weight_of(mine.ffn.w_gate_up).equal(weight_of(all_of.ffn.w_gate_up)[torch.cat([ffn, F + ffn])])
             assert weight_of(mine.ffn.w_down).equal(weight_of(all_of.ffn.w_down)[:, ffn])
+
+
+@pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
+def test_the_table_of_weights_says_what_is_quantized_and_shared_whatever_its_name(tmp_path, monkeypatch, form):
+    """Here "mlp.second" is, which ends in no ".weight", and the attention's output is not."""
+    plain = checkpoint.hf_weights
+
+    def table(config: Config) -> dict[str, checkpoint.Weight]:
+        made = {}
+        for name, weight in plain(config).items():
+            if weight.ours.endswith("attn.wo.weight"):
+                weight = weight._replace(quantized=False)
+            made[name.replace("down_proj.weight", "second")] = weight
+        return made
+
+    for module in ("checkpoint", "formats", "guard", "helpers", "quantize", "tp"):
+        monkeypatch.setattr(f"{module}.hf_weights", table)
+    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other rank
+    theirs = make(tmp_path / "in")
+    made = write(tmp_path / "in", tmp_path / "out", 4, 32, False, form=form)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    whole, *ranks = (load_checkpoint(tmp_path / "out", CPU, F32, split=split)
+                     for split in (None, *(partial(Shard, rank=rank, ranks=2) for rank in (0, 1))))
+    second = "model.layers.1.mlp.second"
+    assert second in theirs and second not in held and any(name.startswith(second + ".") for name in held)
+    assert quantized_layers(whole).keys() == quantized_layers(made).keys() and len(quantized_layers(made)) == 2 * 3
+    for layer, of_both, *of_each in zip(made.layers, whole.layers, *(rank.layers for rank in ranks)):
+        for half, name in (("attn", "wo"), ("ffn", "w_down")):
+            want, got, *parts = (weight_of(getattr(getattr(one, half), name)) for one in (layer, of_both, *of_each))
+            assert got.equal(want) and torch.cat(parts, dim=1).equal(want)
 
 
 def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint import load_model
+from checkpoint import Checkpoint, load_model
 from helpers import CPU, DEVICES, GOLDEN, error
 from model import Config, LayerConfig, Rope, Transformer, rope_tables
 
@@ -29,14 +29,14 @@ def test_eight_families_have_golden_values():
 
 
 def test_logits_equal_transformers(family):
-    model = load_model(family, CPU, torch.float32)
+    model = load_model(Checkpoint(family), CPU, torch.float32)
     for tokens, logits in zip(*golden(family)):
         model.setup(max_seq_len=64, batch_size=1)
         assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
 
 
 def test_token_by_token_equals_one_chunk(family):
-    model = load_model(family, CPU, torch.float32)
+    model = load_model(Checkpoint(family), CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
     model.setup(max_seq_len=64, batch_size=1)
     steps = [model(token[None, None], torch.tensor([[i]])) for i, token in enumerate(tokens)]
@@ -44,7 +44,7 @@ def test_token_by_token_equals_one_chunk(family):
 
 
 def test_without_a_cache_as_with_one(family):
-    model = load_model(family, CPU, torch.float32)
+    model = load_model(Checkpoint(family), CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
     model.setup(max_seq_len=64)
     assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
@@ -52,7 +52,7 @@ def test_without_a_cache_as_with_one(family):
 
 def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
     """A padded prefill, then a step of 3 tokens at positions of each row's own, over slots full of rubbish."""
-    model = load_model(family, CPU, torch.float32)
+    model = load_model(Checkpoint(family), CPU, torch.float32)
     all_tokens, all_logits = golden(family)
     lengths = torch.tensor([17, 2, 9])
     model.setup(max_seq_len=64, batch_size=3)
@@ -71,7 +71,7 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
 
 
 def test_slots_in_use_suffice(family):
-    model = load_model(family, CPU, torch.float32)
+    model = load_model(Checkpoint(family), CPU, torch.float32)
     tokens, logits = (rows[0] for rows in golden(family))
     model.setup(max_seq_len=128, batch_size=1)
     out = model(tokens[None], torch.arange(len(tokens))[None], slots=model.slots[:len(tokens)])
@@ -79,7 +79,7 @@ def test_slots_in_use_suffice(family):
 
 
 def test_repeated_rows_continue_as_their_source():
-    model = load_model(FAMILIES[0], CPU, torch.float32)
+    model = load_model(Checkpoint(FAMILIES[0]), CPU, torch.float32)
     all_tokens, all_logits = golden(FAMILIES[0])
     model.setup(max_seq_len=64, batch_size=4)
     prompts = torch.stack([all_tokens[0][:5], all_tokens[2][:5]])
@@ -92,7 +92,7 @@ def test_repeated_rows_continue_as_their_source():
 
 
 def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
-    model = load_model(FAMILIES[0], CPU, torch.bfloat16)
+    model = load_model(Checkpoint(FAMILIES[0]), CPU, torch.bfloat16)
     model.setup(max_seq_len=128, batch_size=1)
     assert model.table(0).cos.dtype == model.table(0).sin.dtype == torch.float32
     E = model.config.head_dim

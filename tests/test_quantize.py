@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import cli.quantize
 import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
@@ -586,8 +587,8 @@ def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, monkeypat
 
 def test_a_disk_without_room_is_said_before_the_work(tmp_path, monkeypatch):
     make(tmp_path / "in")
-    monkeypatch.setattr(quantize.shutil, "disk_usage", lambda path: Namespace(free=1000))
-    monkeypatch.setattr(quantize, "load_model", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Namespace(free=1000))
+    monkeypatch.setattr(cli.quantize, "load_model", None)
     assert "are free there" in refusal(run, monkeypatch, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
 
 

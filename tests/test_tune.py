@@ -1,4 +1,4 @@
-"""fast/tune.py with made-up times: what it finds is what kernel_for() then takes."""
+"""scripts/tune.py with made-up times: what it finds is what kernel_for() then takes."""
 import json
 import signal
 import sys
@@ -14,9 +14,12 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import UserError
-from fast import common, tune, tuning
+from fast import common, tuning
 from fast.tuning import LIBRARY, kernel_for
-from helpers import interrupted
+from helpers import ROOT, interrupted
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import tune  # noqa: E402
 
 GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
 CPU = torch.device("cpu")
@@ -48,7 +51,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune, "KEPT", 1)
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return cost(self.shapes[name], rows, choice)
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
@@ -66,7 +69,7 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
     def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         chained.append(name)
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return sum(cost((K, N), 1, kernel_for(format, N, K, 1, CPU)) for N, K in self.shapes.values())
 
     monkeypatch.setattr(tune.Tuner, "chain", chain)
@@ -106,7 +109,7 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeyp
     made, said = tuner("512x256", "int4"), []
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         times[rows, *choice.values()] = times.get((rows, *choice.values()), 0) + 1
         return 2 + (choice == LIBRARY)
 
@@ -127,7 +130,7 @@ def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
     first, second = [choice for choice in tune.candidates("int4", 24, 512, 256) if choice["kernel"] == "gemm"][:2]
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return 100 if choice == first else second_takes.get(rows, 103) if choice == second else 200
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
@@ -145,7 +148,7 @@ def test_one_bad_time_does_not_end_a_choice(tuner, monkeypatch):
     stays = tune.PACKED_FEW[3]
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return (300 if spend == 2 and rows == 24 else 100) if choice == stays else 99.5 if rows > 16 else 200
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
@@ -164,7 +167,7 @@ def test_weights_are_scaled_for_a_gain_of_2_percent_only(tuner, monkeypatch, gai
     assert (plain["scaled"], scaled["scaled"]) == (0, 1)
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return 100 - (3 if rows <= 32 else gain) if choice == scaled else 100 if choice == plain else 200
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
@@ -181,7 +184,7 @@ def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
     library = {270: 90, 271: 90, 272: 100.5, 273: 102, 447: 99.5, 448: 90, 449: 94}
 
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         if choice == LIBRARY:
             return library.get(rows, 150)
         return (100 if choice == first else 95 if choice == second and rows > 448 else 200) * (2 if rows == 290 else 1)
@@ -195,13 +198,13 @@ def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
     made.several_rows([512, 320, 448], bar)
     assert made.table["512x256"] == [
         entry(256, second), entry(269, first), entry(272, LIBRARY), entry(320, first), entry(360, LIBRARY),
-        entry(447, first), entry(448, LIBRARY), entry(449, LIBRARY), entry(512, second)]
+        entry(384, LIBRARY), entry(447, first), entry(448, LIBRARY), entry(449, LIBRARY), entry(512, second)]
     assert said[0].endswith("320: 100.0 (100.00), 448: 90.0 (90.00), 512: 95.0 (95.00)")
 
 
 def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
     def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         return 1 if choice == LIBRARY else 2
 
     monkeypatch.setattr(tune.Tuner, "time", timed)
@@ -240,9 +243,35 @@ def test_the_table_is_replaced_as_a_whole(tuner, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
 
 
+def served(entries: list[dict], rows: int) -> dict | None:
+    """The choice for so many rows, as kernel_for() finds it."""
+    return next((tune.without_rows(entry) for entry in entries if rows <= entry["rows"]), None)
+
+
+def test_pruned_entries_choose_the_same():
+    a, b = tune.PACKED_GEMV[0], tune.PACKED_FEW[0]
+    entries = [entry(rows, choice) for rows, choice in
+               [(1, a), (2, b), (4, b), (8, a), (16, b), (32, b), (48, b), (50, LIBRARY), (64, LIBRARY)]]
+    pruned = tune.prune(entries)
+    assert pruned == [entries[i] for i in (0, 2, 3, 6, 8)] and tune.prune(pruned) == pruned and tune.prune([]) == []
+    assert [served(pruned, rows) for rows in range(70)] == [served(entries, rows) for rows in range(70)]
+
+
+def test_what_is_cut_out_of_pruned_entries_leaves_the_rest():
+    entries = [entry(1, tune.PACKED_GEMV[0]), entry(64, tune.PACKED_FEW[0]), entry(100, LIBRARY)]
+    again = {*range(9, 17), *range(17, 33), *range(65, 97)}
+    left = tune.cut(entries, again)
+    assert [entry["rows"] for entry in left] == [1, 8, 64, 100] and tune.cut(entries, {500}) == entries
+    assert all(served(left, rows) == served(entries, rows) for rows in {*range(1, 101)} - again)
+    assert tune.cut(left, {*range(1, 101)}) == []
+
+
 def test_tuned_json_is_as_the_tuner_writes_it():
     text = tuning.PATH.read_text()
-    assert tune.to_json(json.loads(text)) + "\n" == text
+    tables = json.loads(text)
+    assert tune.to_json(tables) + "\n" == text
+    for shapes in (shapes for formats in tables.values() for shapes in formats.values()):
+        assert all(tune.prune(entries) == entries for entries in shapes.values())
     assert tune.to_json({"GPU": {"int4": {}}}) == '{\n "GPU": {\n  "int4": {}\n }\n}'
 
 
@@ -259,7 +288,7 @@ def test_a_choice_of_an_old_tuned_json_is_not_taken(tmp_path, monkeypatch, capsy
     kernel_for.cache_clear()
     said = capsys.readouterr().err
     assert taken == ["gemv", "gemm"]
-    assert said.count("\n") == 1 and "in an old form" in said and "python -m fast.tune" in said
+    assert said.count("\n") == 1 and "in an old form" in said and "python scripts/tune.py" in said
 
 
 @pytest.mark.parametrize("what, formats, made", [
@@ -288,7 +317,7 @@ def test_kernels_are_compiled_on_the_device_that_was_asked_for(monkeypatch):
         did.append((name, x.shape))
         raise MemoryError
 
-    tuner = SimpleNamespace(shapes=dict(down=(256, 64)), layers=[{}], choose=lambda *choice: did.append(choice))
+    tuner = SimpleNamespace(shapes=dict(down=(256, 64)), layers=[{}], take=lambda *choice: did.append(choice))
     tuner.run = run
     monkeypatch.setattr(tune, "small_tuner", lambda *unit: tuner)
     tune.compile_kernel("small", "int4", CPU, "down", 3, LIBRARY)
@@ -328,4 +357,4 @@ def test_a_whole_layer_is_timed(monkeypatch):
 def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path):
     """A module that sleeps stands for it."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    assert interrupted([sys.executable, "-m", "fast.tune"], tmp_path) == (-signal.SIGINT, b"")
+    assert interrupted([sys.executable, ROOT / "scripts" / "tune.py"], tmp_path) == (-signal.SIGINT, b"")

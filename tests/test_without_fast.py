@@ -11,7 +11,6 @@ import torch
 
 from helpers import ROOT, ended, told, torchrun
 
-GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 POLICIES = ["draft 4", "draft auto", "draft hf", "draft bass", "prompt-lookup"]
 GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--temperature", 0, "--quiet")
 
@@ -133,10 +132,10 @@ def test_two_gpus_give_the_text_of_one(tree):
 
 
 @pytest.mark.gpu(alone=True)
-@pytest.mark.skipif("H200" not in GPU, reason=f"the bounds are an H200's, this is {GPU}")
-def test_plain_pytorch_is_fast_and_soon_ready(tree):
-    """Llama-2-7B's shape, compiled."""
-    done = in_tree(tree, [sys.executable, "scripts/benchmark.py", "llama-2-7b", "--runs", "3", "--cold-start"], 550)
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
-    assert line["tokens_per_s"] >= 215 and line["compile_cold_s"] <= 20 and line["share_of_read"] is None, line
+def test_compiled_plain_pytorch_is_at_least_twice_as_fast_as_eager(tree):
+    """Llama-2-7B's shape; both in one call, so that the machine does not count."""
+    command = [sys.executable, "scripts/benchmark.py", "llama-2-7b", "--runs", "3"]
+    compiled, eager = (in_tree(tree, [*command, *options], 550) for options in ([], ["--no-compile"]))
+    assert compiled.returncode == eager.returncode == 0, compiled.stderr + eager.stderr
+    compiled, eager = (json.loads(done.stdout) for done in (compiled, eager))
+    assert compiled["tokens_per_s"] >= 2 * eager["tokens_per_s"] and compiled["share_of_read"] is None

@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Tokenizer, hf_weights
-from generate import Generator
-from helpers import TINY, quantized_layers, run
-from model import Transformer
-from quantize import load_checkpoint
-from sampling import Sampling
-from speculative import Draft
-from tp import Team, all_gather, all_reduce, join, part_of, splitter
+from checkpoint import hf_weights
 from cli.ranks import run as run_rank
+from generate import Engine
+from guard import find_device
+from helpers import TINY, load_checkpoint, open_tokenizer, quantized_layers, run, speculator
+from model import Transformer
+from sampling import Sampling
+from tp import Team, all_gather, all_reduce, join, part_of, splitter
 
 SUMS, REPLAYS, VOCABULARIES = 100, 50, (2047, 2049, 49153)
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
@@ -31,7 +30,7 @@ def load(team: Team, device: torch.device, checkpoint: str, dtype: str = "float3
 
 def prompts() -> list[list[int]]:
     """Of 17, 1 and 9 tokens."""
-    story = Tokenizer(TINY).encode("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
+    story = open_tokenizer(TINY).encode_text("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
     return [story[:n] for n in (17, 1, 9)]
 
 
@@ -48,7 +47,7 @@ def weights(team: Team, device: torch.device, checkpoint: str, **how) -> dict[st
     """By Hugging Face's names: what a quantized layer's codes stand for, and its scales."""
     model, found = load(team, device, checkpoint, **how), {}
     layers = {name.removesuffix(".linear"): layer for name, layer in quantized_layers(model).items()}
-    for name, (ours, row, (N, *_)) in hf_weights(model.config).items():
+    for name, (ours, row, (N, *_), *_) in hf_weights(model.config).items():
         layer = layers.get(ours.removesuffix(".weight"))
         if layer is not None:
             found[name] = layer.dequantize(torch.float64)[row:row + N], layer.scales.data[row:row + N]
@@ -61,12 +60,15 @@ def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None 
     model, smaller = load(team, device, checkpoint, **how), None
     if draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
-    generator = Generator(model, 17 + new, Sampling(temperature), prompts=3, mode=mode,
-                          draft=Draft(smaller, policy) if draft else None, team=team)
+    rows, sampling = len(prompts()), Sampling(temperature)
+    runner = engine = Engine(model, 17 + new, rows, sampling, mode)
+    if draft:
+        runner = speculator(model, 17 + new, smaller, policy, rows, sampling, mode, team.agree)
+        engine = runner.target
+    if mode != "eager":
+        engine.warm_up(rows, runner if draft else None, team.ranks == 1)
     torch.manual_seed(5)
-    rows = run(generator, prompts(), new)
-    counts = dict(generator.speculator.counts) if draft else {}
-    return dict(rows=rows, counts=counts, kernels=generator.kernels)
+    return dict(rows=run(runner, prompts(), new), counts=dict(runner.counts) if draft else {}, kernels=engine.kernels)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
@@ -176,7 +178,8 @@ def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
 
 def main() -> None:
     kind, cases, out = sys.argv[1:]
-    (device, team), results = join(kind), {}
+    (name, team), results = join(kind), {}
+    device = find_device(name)
     for name, (function, args) in json.loads(Path(cases).read_text()).items():
         torch._dynamo.reset()
         try:

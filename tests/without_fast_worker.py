@@ -19,9 +19,9 @@ from safetensors.torch import load_file  # noqa: E402
 
 import generate  # noqa: E402
 import quantize  # noqa: E402
-from checkpoint import load_model  # noqa: E402
+from checkpoint import Checkpoint, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from generate import Generator  # noqa: E402
+from generate import Engine  # noqa: E402
 from helpers import GOLDEN, GREEDY, error, run  # noqa: E402
 from scripts import benchmark, evaluate  # noqa: E402
 
@@ -65,12 +65,13 @@ def golden(family: Path, device: torch.device) -> dict:
     """How far the logits are from transformers', and whether the greedy tokens of a ragged batch are the same."""
     values = load_file(family / "golden.safetensors")
     rows, lengths = [values[f"tokens.{i}"] for i in range(3)], (13, 1, 6)
-    model, errors = load_model(family, device, torch.float32), []
+    model, errors = load_model(Checkpoint(family), device, torch.float32), []
     for i, row in enumerate(rows):
         model.setup(64, 1)
         logits = model(row[None].to(device), torch.arange(len(row), device=device)[None])[0]
         errors.append(error(logits.cpu(), values[f"logits.{i}"]))
-    out = run(Generator(model, 13 + 24, GREEDY, prompts=3), [row[:n].tolist() for row, n in zip(rows, lengths)], 24)
+    engine = Engine(model, 13 + 24, batch_size=3, sampling=GREEDY)
+    out = run(engine, [row[:n].tolist() for row, n in zip(rows, lengths)], 24)
     return dict(error=max(errors), same=out == [row[n:].tolist() for row, n in zip(rows, lengths)])
 
 

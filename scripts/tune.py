@@ -1,16 +1,21 @@
 """
 Find the fastest kernel for each weight shape, format and number of rows on this GPU, and write it into tuned.json.
 
-    python -m fast.tune llama-2-7b llama-3.1-8b
-    python -m fast.tune llama-2-70b/4                                       # the first rank's part of four
-    python -m fast.tune 14336x21504 --formats int4                          # one product, N x K
-    python -m fast.tune llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
+    python scripts/tune.py llama-2-7b llama-3.1-8b
+    python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
+    python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
+    python scripts/tune.py llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
 
 One row of x: the best sizes of a layer's kernels depend on each other, as a kernel's first loads share the GPU with the
 end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each
 product is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the
 GPU's cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
 """
+import signal
+
+if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import functools
 import json
 import multiprocessing
@@ -25,26 +30,28 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpoint import UserError
-from cli.errors import report_errors
-from cli.options import Parser
-from guard import find_device
-from fast import common, tuning
-from fast.attention import update_and_attend
-from fast.decoder import fused_linear
-from fast.packed_linear import MAX_ROWS, MIN_BLOCK_M, PackedLinear
-from model import Config
-from quantize import CODES, QuantizedLinear, pack
-from tp import Shard
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from checkpoint import UserError  # noqa: E402
+from cli.errors import report_errors  # noqa: E402
+from cli.options import Parser  # noqa: E402
+from fast import common, tuning  # noqa: E402
+from fast.attention import update_and_attend  # noqa: E402
+from fast.decoder import fused_linear  # noqa: E402
+from fast.layout import MAX_ROWS, MIN_BLOCK_M  # noqa: E402
+from fast.packed_linear import PackedLinear  # noqa: E402
+from guard import find_device  # noqa: E402
+from model import Config  # noqa: E402
+from quantize import INT4, INT8, QuantizedLinear, pack  # noqa: E402
 from shapes import SHAPES  # noqa: E402
+from tp import Shard  # noqa: E402
 
-FORMATS = {"16-bit": None, "int8": (8, -1), "int4": (4, 128), "int4-64": (4, 64), "int4-32": (4, 32)}  # bits, group
+# codes and group size of a format
+FORMATS = {"16-bit": None, "int8": (INT8, -1), "int4": (INT4, 128), "int4-64": (INT4, 64), "int4-32": (INT4, 32)}
 ROWS = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
 KEPT = 1.01  # a choice of fewer rows is kept while it takes no more than that many times the best time
 MANY = 256  # rows; beyond, cuBLAS comes near the kernels, and each number of rows has the faster of the two
@@ -120,11 +127,15 @@ def make_linear(N: int, K: int, format: str, gated: bool, device: torch.device) 
     if format == "16-bit":
         linear = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
         return linear.requires_grad_(False)
-    bits, group = FORMATS[format]
+    codes, group = FORMATS[format]
     C = 1 if group == -1 else K // group
-    codes = torch.randint(2 ** bits, (N, K), device=device, dtype=torch.uint8)
-    layer = QuantizedLinear(pack(codes, bits), torch.rand(N, C, device=device).half() / K ** 0.5, None, CODES[f"int{bits}"])
-    return PackedLinear(layer, gated)
+    random = torch.randint(2 ** codes.bits, (N, K), device=device, dtype=torch.uint8)
+    scales = torch.rand(N, C, device=device).half() / K ** 0.5
+    return PackedLinear(QuantizedLinear(pack(random, codes.bits), scales, None, codes), gated)
+
+
+def group_size(format: str) -> int:
+    return 1 if format == "16-bit" else FORMATS[format][1]
 
 
 def copies(size: int) -> int:
@@ -151,7 +162,7 @@ def config_of(what: str, format: str) -> Config | None:
     name, _, ranks = what.partition("/")
     if not ranks:
         return SHAPES.get(name)
-    return Shard(SHAPES[name], (FORMATS[format] or (16, 1))[1], 0, int(ranks)).config
+    return Shard(SHAPES[name], group_size(format), 0, int(ranks)).config
 
 
 def shapes_of(what: str, format: str) -> dict[str, tuple[int, int]]:
@@ -173,7 +184,7 @@ class Tuner:
         self.config = config_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
-        self.bits = (FORMATS[format] or (16, 0))[0]
+        self.bits = 16 if format == "16-bit" else FORMATS[format][0].bits
         self.layers = [{name: fused_linear(make_linear(*shape, format, name == "gate_up", device))
                         for name, shape in self.shapes.items()}
                        for _ in range(1 if few_outputs else LAYERS)]
@@ -190,7 +201,7 @@ class Tuner:
         self.table[f"{N}x{K}"] = sorted(found, key=lambda choice: choice["rows"])
         tuning.kernel_for.cache_clear()
 
-    def choose(self, name: str, rows: int, choice: dict) -> None:
+    def take(self, name: str, rows: int, choice: dict) -> None:
         """From now on, this choice for the product with up to so many rows."""
         N, K = self.shapes[name]
         more = [entry for entry in self.table.get(f"{N}x{K}", []) if entry["rows"] > rows]
@@ -203,7 +214,7 @@ class Tuner:
 
     def time(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         """us of one product."""
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         N, K = self.shapes[name]
         layers = self.layers[:copies(N * K * self.bits // 8)]
         x = torch.randn(rows, K, device=self.device, dtype=torch.bfloat16)
@@ -212,7 +223,7 @@ class Tuner:
 
     def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         """us of a layer with one row, that choice for one of its products: all four, and attention to 300 tokens."""
-        self.choose(name, rows, choice)
+        self.take(name, rows, choice)
         config, device = self.config, self.device
         heads, E = config.n_kv_head, config.head_dim
         x = torch.randn(1, config.dim, device=device, dtype=torch.bfloat16)
@@ -266,14 +277,13 @@ class Tuner:
         for name in [*self.shapes] * 2 if self.config else self.shapes:
             found = candidates(self.format, 1, *self.shapes[name])
             us, choice = self.best(name, [1] * 3, found, bar, self.chain if self.config else self.time)
-            self.choose(name, 1, choice)
+            self.take(name, 1, choice)
         if self.config:
             bar.write(f"{self.format}: {us:.1f} us a layer with one row")
 
     def several_rows(self, rows: list[int], bar: tqdm) -> None:
         for name, (N, K) in self.shapes.items():
-            entries = self.table.get(f"{N}x{K}", [])
-            entries = [entry for entry in entries if not any(entry["rows"] in alike(M) for M in rows)]
+            entries = cut(self.table.get(f"{N}x{K}", []), {few for M in rows for few in alike(M)})
             report = []
             if entries and entries[0]["rows"] == 1:
                 report.append((1, self.time(name, 1, without_rows(entries[0])), self.cublas(N, K, 1)))
@@ -341,6 +351,21 @@ def without_rows(entry: dict) -> dict:
     return {key: value for key, value in entry.items() if key != "rows"}
 
 
+def cut(entries: list[dict], rows: set[int]) -> list[dict]:
+    """The entries without these numbers of rows. An entry that serves others too goes on to do that, in pieces."""
+    found, before = [], 0
+    for entry in entries:
+        kept = [M for M in range(before + 1, entry["rows"] + 1) if M not in rows]
+        found += [entry | dict(rows=M) for M in kept if M + 1 not in kept]
+        before = entry["rows"]
+    return found
+
+
+def prune(entries: list[dict]) -> list[dict]:
+    """The entries without those that say what the next one says: the next one serves fewer rows, too."""
+    return [entry for entry, after in zip(entries, [*entries[1:], {}]) if without_rows(entry) != without_rows(after)]
+
+
 @functools.cache
 def small_tuner(what: str, format: str, device: torch.device) -> Tuner:
     return Tuner(what, format, device, few_outputs=True)
@@ -350,7 +375,7 @@ def small_tuner(what: str, format: str, device: torch.device) -> Tuner:
 def compile_kernel(what: str, format: str, device: torch.device, name: str, rows: int, choice: dict) -> None:
     """In a process of its own: Triton keeps what it compiles on disk, by a layer's K and not by its N."""
     tuner = small_tuner(what, format, device)
-    tuner.choose(name, rows, choice)
+    tuner.take(name, rows, choice)
     x = torch.zeros(rows, tuner.shapes[name][1], device=device, dtype=torch.bfloat16)
     with torch.cuda.device(device), suppress(common.triton.runtime.errors.OutOfResources):  # Triton launches there
         tuner.run(tuner.layers[0], name, x, x.new_zeros(rows, 256))
@@ -384,7 +409,9 @@ def to_json(value, indent: int = 1) -> str:
 
 def write(path: Path, name: str) -> None:
     """Put this GPU's table into the file, in the place of what that has for it."""
-    tables = json.loads(path.read_text()) | {name: tuning.table(name)}
+    pruned = {format: {shape: prune(entries) for shape, entries in shapes.items()}
+              for format, shapes in tuning.table(name).items()}
+    tables = json.loads(path.read_text()) | {name: pruned}
     partial = path.with_stem(path.stem + ".partial")  # interrupted, the file stays whole
     partial.write_text(to_json(tables) + "\n")
     partial.replace(path)
@@ -418,7 +445,7 @@ def main() -> None:
         raise UserError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
     units = []
     for what, format in product(args.what, args.formats):
-        group = (FORMATS[format] or (16, 1))[1]
+        group = group_size(format)
         if group > 0 and any(K % group for _, K in shapes_of(what, format).values()):
             print(f"{what}: groups of {group} do not divide K", file=sys.stderr)
         else:
