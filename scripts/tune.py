@@ -1,15 +1,18 @@
 """
-Find the fastest kernel for each weight shape, format and number of rows on this GPU, and write it into tuned.json.
+Find the fastest kernel for each weight shape, format and number of rows on this
+GPU, and write it into tuned.json.
 
     python scripts/tune.py llama-2-7b llama-3.1-8b
-    python scripts/tune.py llama-2-70b/4                                       # the first rank's part of four
-    python scripts/tune.py 14336x21504 --formats int4                          # one product, N x K
-    python scripts/tune.py llama-2-7b --check --rows 3,28,112                  # is its choice right in between?
+    python scripts/tune.py llama-2-70b/4                      # a rank of four
+    python scripts/tune.py 14336x21504 --formats int4         # a product, N x K
+    python scripts/tune.py llama-2-7b --check --rows 3,28,112 # in between?
 
-One row of x: the best sizes of a layer's kernels depend on each other, as a kernel's first loads share the GPU with the
-end of the kernel before. They are searched in turn, in a chain of whole layers with attention. Several rows: each
-product is timed alone, and cuBLAS is one of the candidates (for int8 and int4 after dequantizing). No weight is in the
-GPU's cache: a CUDA graph reads each weight once, and the cache is cleared before the graph is replayed.
+One row of x: the best sizes of a layer's kernels depend on each other, as a
+kernel's first loads share the GPU with the end of the kernel before. They are
+searched in turn, in a chain of whole layers with attention. Several rows: each
+product is timed alone, and cuBLAS is one of the candidates (for int8 and int4
+after dequantizing). No weight is in the GPU's cache: a CUDA graph reads each
+weight once, and the cache is cleared before the graph is replayed.
 """
 import signal
 
