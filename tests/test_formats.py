@@ -15,7 +15,7 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import CPU, F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal, write
+from helpers import F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal, write
 from model import Config
 from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
