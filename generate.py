@@ -1,7 +1,7 @@
 """
 Generate text with a Llama-family checkpoint.
 
-    python generate.py
+    python generate.py  # the bundled model tells a story
     python generate.py --prompt "One day, a fox" --num-samples 3 --compile
     python generate.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --compile \\
         --interactive

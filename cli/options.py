@@ -58,7 +58,8 @@ def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
 
 MODEL = dict(  # keywords of generate.LLM: what their value is called, and their help
     checkpoint=("DIR", "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: the bundled model)"),
-    max_seq_length=("N", "prompt and new tokens at most (default: the model's context; in a chat at most 8192)"),
+    max_seq_length=("N", "prompt and new tokens at most (default: the model's context; in a chat at most 8192)"))
+DEVICE = dict(
     device=(None, "cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)"),
     dtype=("TYPE", "float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on a CPU)"))
 SPEED = dict(
@@ -97,7 +98,7 @@ def add_keywords(group, keywords: dict[str, tuple[str | None, str]]) -> None:
 def generate_parser(description: str) -> Parser:
     parser = Parser(description)
     group = parser.add_argument_group
-    add_keywords(group("model"), MODEL)
+    add_keywords(group("model"), MODEL | DEVICE)
     add_keywords(group("speed"), SPEED)
     add_keywords(group("quantization", "e.g. --compile --quantize int4 --group-size 128"), QUANTIZATION)
     add_keywords(group("speculation", "e.g. --draft checkpoints/tiny-draft --draft-tokens 4"), SPECULATION)

@@ -17,14 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
-from cli.options import Parser, within
+from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, write_checkpoint
-from guard import (CHOICES, GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text,
-                   user_errors)
+from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
 from quantize import INT4, INT8, quantize_model
 
 
@@ -42,10 +40,7 @@ def parse_args() -> argparse.Namespace:
     add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
     add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
     add("--head", action="store_true", help="quantize the output head too")
-    add("--device", help="cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)")
-    add("--dtype", choices=CHOICES["dtype"], metavar="TYPE",
-        help="to compute in: float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on "
-             "a CPU)")
+    add_keywords(parser, DEVICE)  # to compute on, and in
     args = parser.parse_args()
     if args.gptq != bool(args.calibration) or (args.act_order or args.calibration_tokens) and not args.gptq:
         parser.error("--gptq and --calibration go together, --act-order and --calibration-tokens with both")
@@ -92,6 +87,7 @@ def check_place(source: Checkpoint, out: Path, bits: int) -> None:
 
 def size_of(checkpoint: Checkpoint) -> str:
     """Of the files that hold its tensors."""
+    from tqdm import tqdm
     return tqdm.format_sizeof(sum(path.stat().st_size for path in set(checkpoint.files().values())), "B")
 
 

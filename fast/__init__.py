@@ -62,40 +62,37 @@ def optimize(model: nn.Module) -> Fast | None:
         return Fast(row_decoder(model))
     if device.type != "cuda":
         return None
+    from fast.common import triton
+    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not nvidia or model.embed.weight.itemsize != 2:
+        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit activations",
+              file=sys.stderr)
+        return None
+    return use_kernels(model)
 
+
+def use_kernels(model: nn.Module) -> Fast | None:
+    """optimize() for a GPU that has what the kernels want."""
     try:
         from fast import decoder, sampling
     except (ImportError, AttributeError) as error:  # of Triton: its names come and go
         print(f"plain PyTorch decodes: the kernels cannot be imported: {error}", file=sys.stderr)
         return None
-    if reason := why_plain(model):
-        print(f"plain PyTorch decodes: {reason}", file=sys.stderr)
+    if unknown := decoder.unknown_fields(model):
+        print(f"plain PyTorch decodes: fast/ does not know {', '.join(unknown)}", file=sys.stderr)
         return None
-    if halves := decoder.plain_halves(model):
-        each = ", ".join(f"{n} with {reason}" for reason, n in halves.items())
-        print(f"of {2 * len(model.layers)} halves of layers plain PyTorch runs {each}", file=sys.stderr)
+    plain = decoder.plain_halves(model)
+    total = 2 * len(model.layers)
+    if plain:
+        reasons = ", ".join(f"{n} with {reason}" for reason, n in plain.items())
+        print(f"plain PyTorch runs {plain.total()} of {total} halves of layers: {reasons}", file=sys.stderr)
+    if plain.total() == total:
+        return None
     found = decoder.install_kernels(model)
     if not found.kernels:
         return Fast(found)
-    settings = partial(sampling.make_settings, device=device)
+    settings = partial(sampling.make_settings, device=model.embed.weight.device)
     return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept)
-
-
-def why_plain(model: nn.Module) -> str | None:
-    """Why a model on a CUDA GPU gets no kernels at all; None: it gets some."""
-    from fast import decoder
-    from fast.common import triton
-    weight = model.embed.weight
-    if not triton or not torch.version.cuda or torch.cuda.get_device_capability(weight.device) < (8, 0):
-        return "kernels want Triton and compute capability 8.0"
-    if weight.itemsize != 2:
-        return f"kernels want 16-bit activations, not {str(weight.dtype).removeprefix('torch.')}"
-    if unknown := decoder.unknown_fields(model):
-        return f"fast/ does not know {', '.join(unknown)}"
-    halves = decoder.plain_halves(model)
-    if halves.total() == 2 * len(model.layers):
-        return "it runs layers with " + " and with ".join(halves)
-    return None
 
 
 def read_bandwidth(model: nn.Module) -> float | None:

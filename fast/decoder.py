@@ -128,7 +128,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attn: Attention, table: RopeTable, window: int | None):
         super().__init__()
-        self.attn, self.table, self.window = attn, table, window
+        self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
         self.norms = getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None)
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
@@ -139,7 +139,7 @@ class FusedAttention(nn.Module):
 
     def attend(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Decode and verification: qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
-        attn, cache, T = self.attn, self.attn.cache, positions.shape[1]
+        attn, cache, T = self.attn, self.cache, positions.shape[1]
         qkv = qkv.unflatten(0, (-1, T))  # [B, T, (H + 2K) E]
         if not self.kernel:
             rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
@@ -156,9 +156,8 @@ class FusedAttention(nn.Module):
     def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
         """model.Attention.attend() with a kernel in the place of the masked product alone."""
         q, k, v = self.attn.rotate(qkv, cos, sin)
-        cache = self.attn.cache
-        cache.write(k, v, rows, positions)
-        return attend(q, positions, cache.k, cache.v, self.semaphore, self.window or 0).flatten(2)
+        self.cache.write(k, v, rows, positions)
+        return attend(q, positions, self.cache.k, self.cache.v, self.semaphore, self.window or 0).flatten(2)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""

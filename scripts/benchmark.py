@@ -7,7 +7,7 @@ device, or of a checkpoint.
     python scripts/benchmark.py llama-2-7b --quantize int4 --group-size 128
     python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
-    python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4 --batch 8
+    python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4
 
 Each configuration is one JSON object on one line of stdout; the progress bar is
 on stderr. What is compared is measured in the same run: the GPU's read

@@ -137,8 +137,10 @@ def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> No
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     ours = dict(model.named_parameters())
-    weights = {name: ours[parameter].detach()[row:row + shape[0]].bfloat16().cpu().contiguous()
-               for name, (parameter, row, shape) in hf_weights(model.config).items()}
+    weights = {}
+    for name, place in hf_weights(model.config).items():
+        rows = ours[place.ours].detach()[place.row:place.row + place.shape[0]]
+        weights[name] = rows.bfloat16().cpu().contiguous()
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "tokenizer.model").write_bytes(tokenizer)
     generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)

@@ -13,18 +13,19 @@ import torch
 from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
-from checkpoint import Tokenizer, UserError, load_model
+from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
 from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, subprocess_python
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
+TEXT = ROOT / "checkpoints" / "stories.txt"
 TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
 
 
 def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
     """Nats of ids[first:] in float64: each token alone, after its part of the first window that predicts it."""
-    model = load_model(directory, CPU, torch.float64)
+    model = load_model(Checkpoint(directory), CPU, torch.float64)
     model.setup(context)
     nats = 0.0
     for at in range(first, len(ids)):
@@ -38,7 +39,7 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
 
 
 def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
-    model = load_model(directory, CPU, F32)
+    model = load_model(Checkpoint(directory), CPU, F32)
     return evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
 
 
@@ -77,7 +78,7 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
             sentence_iterator=iter([STORY] * 20), model_prefix=str(directory / "tokenizer"), vocab_size=330,
             model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=kind == "pieces-space", minloglevel=2, hard_vocab_limit=False)
-    return Tokenizer(directory)
+    return Tokenizer(Checkpoint(directory))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
@@ -101,18 +102,18 @@ def test_a_cut_text_is_the_longest_that_its_tokens_hold_and_ends_with_a_whole_ch
     for text in TEXTS:
         for limit in range(1, 30):
             cut = evaluate.beginning(tokenizer, text, limit)
-            assert text.startswith(cut) and len(tokenizer.encode(cut)) <= limit + 1
-            assert cut == text or len(tokenizer.encode(text[:len(cut) + 1])) > limit + 1
+            assert text.startswith(cut) and len(tokenizer.encode_text(cut)) <= limit + 1
+            assert cut == text or len(tokenizer.encode_text(text[:len(cut) + 1])) > limit + 1
         assert evaluate.beginning(tokenizer, text, 10 ** 6) == text
 
 
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
 def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, size, words):
     tokenizer = checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
-    model = load_model(GOLDEN / "llama2", CPU, F32)
+    model = load_model(Checkpoint(GOLDEN / "llama2"), CPU, F32)
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
-    llm = Namespace(tokenizer=tokenizer, model=model, load=lambda: None, device=CPU, dtype=F32)
+    llm = Namespace(tokenizer=tokenizer, model=model, _load=lambda *sizes: None, device=CPU, dtype=F32)
     line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2))
     assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
     assert line["bits_per_byte"] == pytest.approx(math.log2(600))
@@ -127,11 +128,6 @@ def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
     assert evaluate.parse_spec(spec) == dict(zip(("model", "checkpoint", "quantize", "group_size"), (spec, *want)))
 
 
-def test_a_text_without_spaces_has_no_word_perplexity_that_a_float_holds():
-    assert evaluate.perplexity(2 * math.log(3), 2) == pytest.approx(3)
-    assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None
-
-
 @pytest.mark.parametrize("text, says", [
     ("Once upon a time, there was a little girl named Lily. She loved to play in the park.", True),
     ("OnceuponatimetherewasalittlegirlnamedLily. Shelovedtoplayinthepark.", False),
@@ -141,6 +137,7 @@ def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
     llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
     line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32))
     nats = line["bits_per_byte"] * math.log(2) * line["bytes"]
+    assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None  # more than a float holds
     assert line["word_perplexity"] == (pytest.approx(math.exp(nats / line["words"])) if says else None)
     assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]))
     cells = evaluate.comparison_table([line]).splitlines()[-1].split(" | ")
@@ -158,7 +155,8 @@ def test_the_json_line_says_what_was_measured(tmp_path, call):
     done = run("--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
-    ids = Tokenizer(TINY).encode(STORY)
+    tokenizer = Tokenizer(Checkpoint(TINY))
+    ids = tokenizer.encode_text(STORY)
     nats = naive(TINY, ids, 1, 16, 5)
     counts = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5)
     assert counts.items() <= line.items()
@@ -171,13 +169,13 @@ def test_the_json_line_says_what_was_measured(tmp_path, call):
 
     cut = json.loads(call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", text, "--max-tokens", 9,
                           "--json", "--device", "cpu")[1])
-    assert cut["tokens"] == 9 and cut["bytes"] == len(Tokenizer(TINY).decode(ids[:10]).encode())
+    assert cut["tokens"] == 9 and cut["bytes"] == len(tokenizer.decode(ids[:10]).encode())
     assert (cut["context"], cut["stride"]) == (512, 256)
 
 
 def test_a_comparison_is_a_table_whose_first_row_is_the_reference(call, monkeypatch):
     monkeypatch.chdir(ROOT)
-    options = ["--checkpoint", "checkpoints/tiny", "--text", "README.md", "--max-tokens", 300, "--compare",
+    options = ["--checkpoint", "checkpoints/tiny", "--text", TEXT, "--max-tokens", 300, "--compare",
                "checkpoints/tiny:int8", "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft"]
     ended, table, errors = call("evaluate.py", evaluate.main, *options, "--device", "cpu")
     code, lines, more_errors = call("evaluate.py", evaluate.main, *options, "--json", "--device", "cpu")
@@ -200,20 +198,18 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference(call, monkeypa
     assert rows[0].split(" | ")[2] == "-"
 
 
-@pytest.mark.parametrize("problem, code, words", [(UserError("broken weights"), 2, "broken weights"),
-                                                  (KeyboardInterrupt(), 130, "")])
-def test_a_comparison_that_ends_early_shows_what_it_has(call, monkeypatch, problem, code, words):
+def test_a_comparison_that_fails_shows_what_it_has(call, monkeypatch):
     measure = evaluate.evaluate
 
     def measure_one(spec, *args):
         if spec["quantize"]:
-            raise problem
+            raise UserError("broken weights")
         return measure(spec, *args)
 
     monkeypatch.setattr(evaluate, "evaluate", measure_one)
-    ended, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md",
-                           "--max-tokens", 40, "--compare", f"{TINY}:int8", "--device", "cpu")
-    assert ended == code and out.count("\n") == 3 and f"| {TINY} |" in out and words in err and "Traceback" not in err
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT, "--max-tokens", 40,
+                          "--compare", f"{TINY}:int8", "--device", "cpu")
+    assert code == 2 and out.count("\n") == 3 and f"| {TINY} |" in out and "broken weights" in err
 
 
 def test_ctrl_c_leaves_the_table_of_what_was_measured():
@@ -226,7 +222,7 @@ import evaluate
 measure = evaluate.evaluate
 evaluate.evaluate = lambda spec, *rest: (os.kill(os.getpid(), signal.SIGINT) if spec["quantize"] else
                                          measure(spec, *rest))
-sys.argv = ["evaluate.py", "--checkpoint", {str(TINY)!r}, "--text", "README.md", "--max-tokens", "40",
+sys.argv = ["evaluate.py", "--checkpoint", {str(TINY)!r}, "--text", {str(TEXT)!r}, "--max-tokens", "40",
             "--compare", {str(TINY) + ":int8"!r}, "--device", "cpu"]
 evaluate.run(evaluate.main)
 """
@@ -236,17 +232,18 @@ evaluate.run(evaluate.main)
 
 def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("formats.read_settings", lambda directory: dict(bits=4))
+    monkeypatch.setattr("formats.read_settings", lambda checkpoint: dict(bits=4))
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: 1 / 0)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", "README.md",
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT,
                           "--compare", f"{TINY}:int4", "--device", "cpu")
     assert code == 2 and not out and err.count("\n") == 1 and f"int4: {TINY}" in err and "already" in err
 
 
-def test_a_text_of_no_token_but_the_first_is_refused():
-    """SentencePiece may drop white space."""
-    with pytest.raises(UserError, match="2 tokens"):
-        evaluate.encode(Namespace(encode=lambda text: [1]), "\n")
+def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
+    """SentencePiece may drop white space; a character of two tokens may be all there is."""
+    for tokenizer, text in [(Namespace(encode_text=lambda text: [1]), "\n"), (checkpoint(tmp_path / "bytes", "bytes"), "é")]:
+        with pytest.raises(UserError, match="2 tokens"):
+            evaluate.encode(tokenizer, text)
 
 
 @pytest.mark.parametrize("args, words", [
@@ -255,13 +252,11 @@ def test_a_text_of_no_token_but_the_first_is_refused():
     (["--context", 8, "--stride", 9], ["--stride 9", "8"]), (["--stride", 0], ["--stride"]),
     (["--group-size", 64], ["--group-size", "--quantize"]), (["--compare", "nowhere:int8"], ["nowhere", "directory"]),
     (["--compare"], ["--compare"]), (["--max-tokens", 0], ["--max-tokens"]),
-    (["--limit", 5], ["--limit", "--tasks"]), (["--few-shot", 0], ["--few-shot", "--tasks"]),
-    (["--task-path", "."], ["--task-path", "--tasks"]), (["--tasks", "piqa", "--context", 9], ["--context", "--text"]),
-    (["--tasks", "piqa", "--max-tokens", 9], ["--max-tokens", "--text"]),
-    (["--tasks", "piqa", "--stride", 9], ["--stride", "--text"])])
+    (["--limit", 5], ["--limit", "--tasks"]),
+    (["--tasks", "piqa", "--context", 9], ["--context", "--text"])])
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
-    text = () if {"--text", "--tasks"} & {*args} else ("--text", "README.md")
+    text = () if {"--text", "--tasks"} & {*args} else ("--text", TEXT)
     code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, *text, *args, "--device", "cpu")
     assert code == 2 and not out and err.count("\n") == 1, err
     assert all(word in err for word in words), err
@@ -269,11 +264,6 @@ def test_mistakes_are_one_line(call, monkeypatch, args, words):
 
 def test_groups_that_do_not_fit_are_refused_before_any_work(call, monkeypatch):
     monkeypatch.setattr(evaluate, "evaluate", None)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", ROOT / "README.md", "--compare",
+    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT, "--compare",
                           f"{TINY}:int4-g48", "--device", "cpu")
     assert code == 2 and not out and "group size 48 does not divide the 256 inputs" in err
-
-
-def test_a_single_token_that_nothing_predicts_is_too_short(tmp_path):
-    with pytest.raises(UserError, match="2 tokens"):
-        evaluate.encode(checkpoint(tmp_path / "bytes", "bytes"), "é")

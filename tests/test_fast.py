@@ -1,5 +1,7 @@
 """The modules that fast/ swaps in against those that they replace."""
-from pathlib import Path
+import subprocess
+import sys
+from dataclasses import field, make_dataclass, replace
 
 import pytest
 import torch
@@ -7,19 +9,16 @@ import torch.nn.functional as F
 from torch import library, nn
 from torch._dynamo.utils import counters
 
-from fast import optimize
+from fast import optimize, use_kernels
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
-from fast.decoder import fusible, install_kernels
+from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
+from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
-from generate import Generator
-from helpers import error
-from quantize import QuantizedLinear, load_checkpoint
-from sampling import Sampling, choose
-from speculative import accept, propose
-
-GOLDEN = Path(__file__).parent / "golden"
-TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from generate import Engine, generate
+from helpers import DEVICES, F32, GOLDEN, GREEDY, ROOT, TINY, error, load_checkpoint, run, tiny
+from model import Config, KVCache, LayerConfig, Rope, Transformer
+from quantize import QuantizedLinear
+from sampling import Sampling
 
 
 @pytest.mark.parametrize("dtype, tolerance, bias", [(torch.float32, 1e-6, True), (torch.bfloat16, 4e-3, False)])
@@ -67,62 +66,215 @@ def test_the_decoder_of_a_cpu_has_the_same_weights():
         torch.testing.assert_close(found(x), ref)
 
 
-@torch.no_grad()
 def test_optimize_on_a_cpu_replaces_quantized_layers_and_keeps_the_functions():
-    model = load_checkpoint(TINY, torch.device("cpu"), torch.float32, "int8")
+    model = load_checkpoint(TINY, quantize="int8")
     model.setup(20, 1)
     tokens, positions = torch.randint(model.config.vocab_size, (1, 3)), torch.arange(3)[None]
     ref = model(tokens, positions)
     fast = optimize(model)
     assert not any(isinstance(module, QuantizedLinear) for module in [*model.modules(), *fast.decoder.modules()])
-    assert not fast.kernels and (fast.choose, fast.propose, fast.accept) == (choose, propose, accept)
+    assert not fast.kernels and not any((fast.settings, fast.choose, fast.propose, fast.accept))
     assert error(fast.decoder(tokens, positions), ref) < 1e-5
 
 
 def test_optimize_leaves_other_devices_alone():
-    model = load_checkpoint(TINY, torch.device("cpu"), torch.float32).to("meta")
-    assert optimize(model) is None
+    assert optimize(tiny().to("meta")) is None
 
 
-def test_layers_that_are_quantized_apart_are_not_fused():
-    model = load_checkpoint(TINY, torch.device("cpu"), torch.float32)
-    assert fusible(model)
-    model.layers[1].attn.wqkv = SeparateLinears([model.layers[1].attn.wqkv])
-    assert not fusible(model)
+def test_importing_a_file_loads_no_other():
+    code = "import sys, fast.layout; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'fast'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["fast", "fast.layout"]
+
+
+# What fast/ does not know
+
+
+def with_field(values, name: str, default, **changes):
+    """The same values in a dataclass that has one more field, as after a change of model.py or sampling.py."""
+    kind = make_dataclass(type(values).__name__, [(name, object, field(default=default))], bases=(type(values),),
+                          frozen=True)
+    return kind(**vars(values), **changes)
+
+
+def test_a_field_that_fast_does_not_know_counts_where_it_has_a_value():
+    model = tiny()
+    config, [layer, *others] = model.config, model.config.layers
+    model.config = with_field(config, "cap", None)
+    assert unknown_fields(model) == []
+    model.config = with_field(config, "cap", None, cap=30.0)
+    assert unknown_fields(model) == ["Config.cap=30.0"]
+    layers = with_field(layer, "sinks", ()), *others
+    model.config = replace(config, layers=layers)
+    assert unknown_fields(model) == []
+    layers = with_field(layer, "sinks", (), sinks=(1, 2)), *others
+    model.config = replace(config, layers=layers)
+    assert unknown_fields(model) == ["LayerConfig.sinks=(1, 2)"]
+
+
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys):
+    model = tiny()
+    model.setup(20, 1)
+    config = model.config
+    model.config = with_field(config, "cap", None, cap=30.0)
+    assert use_kernels(model) is None
+    assert capsys.readouterr().err == "plain PyTorch decodes: fast/ does not know Config.cap=30.0\n"
+    model.config = with_field(config, "cap", None)
+    assert use_kernels(model).kernels and capsys.readouterr().err == ""
+
+
+def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone():
+    model = tiny()
+    model.setup(20, 1)
+    fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
+    expected = torch.tensor([0.7, 50, 0.9, 0.1])
+    assert fast.settings(sampling).equal(expected)
+    assert fast.settings(with_field(sampling, "typical", None)).equal(expected)
+    assert fast.settings(with_field(sampling, "typical", None, typical=0.5)) is None
+    assert fast.kernels and isinstance(model.layers[0].attn, FusedAttention)
 
 
 def test_kernels_are_installed_once():
-    model = load_checkpoint(TINY, torch.device("cpu"), torch.float32)
+    model = tiny()
     model.setup(20, 1)
     install_kernels(model)
     with pytest.raises(ValueError, match="load it again"):
         install_kernels(model)
 
 
+# The halves of a layer
+
+
+class Experts(nn.Module):
+    """A feed-forward part that fast/ does not know. It has a layer of the same name as FeedForward's."""
+
+    def __init__(self, ffn: nn.Module):
+        super().__init__()
+        self.w_gate_up, self.w_down = ffn.w_gate_up, ffn.w_down
+
+    def forward(self, x):
+        assert x.dim() == 3
+        gate, up = self.w_gate_up(x).chunk(2, dim=-1)
+        return self.w_down(gate * up.tanh())
+
+
+class OtherCache(KVCache):
+    """A cache that fast/ does not know, which holds half of each number."""
+
+    def write(self, k, v, rows, positions):
+        super().write(k / 2, v / 2, rows, positions)
+
+    def read(self, rows, n):
+        return tuple(2 * cache for cache in super().read(rows, n))
+
+
+def give_experts(model):
+    model.layers[1].ffn = Experts(model.layers[1].ffn)
+
+
+def give_another_cache(model):
+    model.layers[1].attn.cache.__class__ = OtherCache
+
+
+def quantize_apart(model):
+    attn = model.layers[1].attn
+    attn.wqkv = SeparateLinears([attn.wqkv])
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("change, reason, which", [
+    (give_experts, "Experts in the place of FeedForward", "ffn"),
+    (give_another_cache, "OtherCache in the place of KVCache", "attn"),
+    (quantize_apart, "q, k and v are quantized apart, or in codes that no kernel knows", "attn")])
+@torch.no_grad()
+def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, quantize):
+    plain, fast = (load_checkpoint(TINY, quantize=quantize) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(64, 2)
+        change(model)
+    assert plain_halves(fast) == {reason: 1}
+    decoder = install_kernels(fast)
+    found = [(isinstance(block.attn, FusedAttention), isinstance(block.ffn, FusedFeedForward)) for block in fast.layers]
+    expected = [[True, True] for _ in fast.layers]
+    expected[1][which == "ffn"] = False
+    assert found == [tuple(row) for row in expected] and decoder.kernels == (which == "ffn")
+    assert sum(isinstance(module, PackedLinear) and module.gated for module in fast.modules()) == (
+        0 if quantize is None else len(fast.layers) - (which == "ffn"))
+    compare(plain, fast, decoder, 1e-5)
+
+
+def test_where_no_half_can_be_replaced_none_is(capsys):
+    model = tiny()
+    model.setup(20, 1)
+    for block in model.layers:
+        block.ffn, block.attn.cache = Experts(block.ffn), None
+    reasons = ("NoneType in the place of KVCache", "Experts in the place of FeedForward")
+    assert plain_halves(model) == dict.fromkeys(reasons, len(model.layers))
+    assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
+
+
+@torch.no_grad()
+def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance: float) -> None:
+    """Prefill, then tokens one at a time and three at once, ragged."""
+    device, B = plain.embed.weight.device, len(plain.rows)
+    prompt = torch.randint(plain.config.vocab_size, (B, 17), device=device)
+    last, positions = torch.tensor([16, 3, 9], device=device)[:B], torch.arange(17, device=device)[None]
+    ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots, last)
+    at = last[:, None] + 1
+    for n in (0, 1, 1, 3, 1, 3, 20):  # 20 are more than the decode kernel of attention takes
+        if n:
+            tokens = torch.randint(plain.config.vocab_size, (B, n), device=device)
+            where = at + torch.arange(n, device=device)
+            ref, out = plain(tokens, where), decoder(tokens, where, fast.slots)
+            at += n
+        assert out.shape == ref.shape
+        assert error(out, ref) < tolerance
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir()))
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
-    """Prefill, then tokens one at a time and three at once, ragged, over a dirty cache."""
-    dtype = torch.float32 if device == "cpu" else torch.float16
+    """Over a dirty cache."""
+    dtype = F32 if device == "cpu" else torch.float16
     plain, fast = (load_checkpoint(GOLDEN / family, torch.device(device), dtype) for _ in range(2))
     for model in (plain, fast):
         model.setup(64, 3)
         for layer in model.layers:
-            layer.attn.k_cache.fill_(3)
-            layer.attn.v_cache.fill_(-2)
-    decoder, vocabulary = install_kernels(fast), plain.config.vocab_size
-    prompt = torch.randint(vocabulary, (3, 17), device=device)
-    last, positions = torch.tensor([16, 3, 9], device=device), torch.arange(17, device=device)[None]
-    ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots[:0], last)
-    at = last[:, None] + 1
-    for n in (0, 1, 1, 3, 1, 3):
-        if n:
-            tokens, where = torch.randint(vocabulary, (3, n), device=device), at + torch.arange(n, device=device)
-            ref, out = plain(tokens, where), decoder(tokens, where)
-            at += n
-        assert out.shape == ref.shape
-        assert error(out, ref) < (1e-5 if device == "cpu" else 5e-3)
+            layer.attn.cache.k.fill_(3)
+            layer.attn.cache.v.fill_(-2)
+    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 5e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_each_layer_has_its_own_window_and_rope(device):
+    dtype = F32 if device == "cpu" else torch.float16
+    layers = LayerConfig(5), LayerConfig(rope=None), LayerConfig(rope=Rope(3.0)), LayerConfig(9, Rope(1e6))
+    config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm=True)
+    with torch.device(device):
+        plain, fast = Transformer(config).to(dtype), Transformer(config).to(dtype)
+    plain.embed.weight.normal_()
+    for block in plain.layers:
+        block.attn.wqkv.weight.mul_(4)  # so that positions matter
+    fast.load_state_dict(plain.state_dict())
+    for model in (plain, fast):
+        model.requires_grad_(False).setup(64, 3)
+    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_hidden_states_are_kept_where_they_are_asked_for(device):
+    """Those of prefill and of decode."""
+    dtype = F32 if device == "cpu" else torch.float16
+    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
+    n = plain.config.n_layer
+    for model in (plain, fast):
+        model.setup(64, 3, features=(n, 0, 1))
+    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 5e-3)
+    assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
+    assert error(fast.features, plain.features) < (1e-5 if device == "cpu" else 5e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,7 +295,7 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, device):
     for T in (3, 200):
         prompt, at = torch.randint(plain.config.vocab_size, (2, T), device=device), torch.arange(T, device=device)[None]
         last = torch.tensor([T - 1, T // 2], device=device)
-        ref, out = plain(prompt, at, last=last), fast(prompt, at, fast.slots[:0], last)
+        ref, out = plain(prompt, at, last=last), fast(prompt, at, fast.slots, last)
         assert error(out, ref) < (1e-5 if device == "cpu" else 3e-2)
     at = last[:, None] + 1
     for n in (1, 3, 1):
@@ -156,7 +308,7 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, device):
 
 @torch.no_grad()
 def test_one_prefill_serves_many_samples():
-    plain, fast = (load_checkpoint(GOLDEN / "llama3.1", torch.device("cpu"), torch.float32) for _ in range(2))
+    plain, fast = (load_checkpoint(GOLDEN / "llama3.1") for _ in range(2))
     for model in (plain, fast):
         model.setup(12, 6)
     decoder, vocabulary = install_kernels(fast), plain.config.vocab_size
@@ -169,12 +321,14 @@ def test_one_prefill_serves_many_samples():
 
 
 @pytest.mark.gpu
-def test_one_graph_for_all_prompts_lengths_and_conversations():
-    model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
+def test_one_graph_for_all_prompts_lengths_conversations_and_settings():
     counters.clear()
-    generator = Generator(model, 500, Sampling(0.8, 50), prompts=2, mode="fast")
-    for prompts, start in ([[1], [2]], 0), ([[5] * 300, [6]], 0), ([[7, 8], [9]], 100), ([[5] * 17, [1] * 40], 3):
-        assert len(list(generator.generate(prompts, 12, start))) == 12
+    engine = Engine(load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16), 500, 2, Sampling(0.8, 50), "fast")
+    samplings = Sampling(0.8, 50), Sampling(0.0), Sampling(1.1, 7, 0.9), Sampling(0.7, min_p=0.05)
+    prompts = ([[1], [2]], 0), ([[5] * 300, [6]], 0), ([[7, 8], [9]], 100), ([[5] * 17, [1] * 40], 3)
+    for (rows, start), sampling in zip(prompts, samplings):
+        engine.set_sampling(sampling)
+        assert len(list(generate(engine, rows, 12, start))) == 12
     assert counters["stats"]["unique_graphs"] == 2  # a layer's, for prefill, and decode
 
 
@@ -185,9 +339,8 @@ def test_kernels_change_greedy_tokens_at_ties_only():
     prompts = [[1, 5 + i, 300 + 7 * i] for i in range(4)]
     for mode in ("compile", "fast"):
         model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
-        generator = Generator(model, 80, Sampling(0.0), prompts=4, mode=mode)
-        rows.append([[token for [(token, _)] in row] for row in zip(*generator.generate(prompts, 64))])
-    exact = load_checkpoint(TINY, torch.device("cuda"), torch.float32)
+        rows.append(run(Engine(model, 80, 4, GREEDY, mode), prompts, 64))
+    exact = tiny("cuda")
     exact.setup(80)
     for prompt, plain, fast in zip(prompts, *rows):
         same = next((i for i, (a, b) in enumerate(zip(plain, fast)) if a != b), None)

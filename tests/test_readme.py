@@ -1,30 +1,42 @@
-"""The README is true today."""
+"""README.md and BENCHMARKS.md are true today."""
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import cli.options
+import cli.quantize
 import generate
-from cli.options import generate_args
-from cli.quantize import parse_args
 from scripts import benchmark, evaluate
 
 ROOT = Path(generate.__file__).parent
-README = (ROOT / "README.md").read_text()
-
-
-BENCHMARKS = (ROOT / "BENCHMARKS.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")
 PARSERS = {"scripts/benchmark.py": benchmark.parse_args, "scripts/evaluate.py": evaluate.parse_args,
-           "quantize.py": parse_args, "generate.py": lambda: generate_args("")}
+           "quantize.py": cli.quantize.parse_args, "generate.py": lambda: cli.options.generate_args("")}
 
 
-def commands() -> list[str]:
-    """Of BENCHMARKS.md, without "python". In a table the first code of a row follows the command that was named last,
-    in the table's header or before it."""
+def parse(command: str, monkeypatch) -> None:
+    """UserError for a command that its script does not understand."""
+    script, *words = shlex.split(command, comments=True)
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
+    monkeypatch.setattr("sys.argv", [script, *words])
+    if script in PARSERS:
+        PARSERS[script]()
+
+
+def readme_commands() -> list[str]:
+    lines = re.findall(r"^(?:echo .*\| )?(?:python|torchrun .*?\d) ((?:scripts/)?\w+\.py.*)$", README, re.M)
+    return [re.sub(r" > [\w.-]+", "", line) for line in lines]
+
+
+def benchmark_commands() -> list[str]:
+    """Without "python". In a table the first code of a row follows the command that was named last, in the table's
+    header or before it."""
     found, begun = [], ""
-    for line in BENCHMARKS.splitlines():
-        command = re.search(r"python ((?:-m fast\.tune|(?:scripts/)?\w+\.py)\b[^`]*)", line)
+    for line in BENCHMARKS.replace("`python generate.py --temperature 0\n", "`python generate.py --temperature 0 ").splitlines():
+        command = re.search(r"python ((?:scripts/)?\w+\.py\b[^`]*)", line)
         row = re.match(r"\|.*?`(?!python)(.+?)`", line)
         if command:
             begun = command[1].strip()
@@ -34,26 +46,29 @@ def commands() -> list[str]:
     return found
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere():
-    assert README.count("\n") <= 200
+def test_the_pages_are_short_and_their_links_lead_somewhere():
+    assert README.count("\n") <= 200 and BENCHMARKS.count("\n") <= 230
     for target in re.findall(r"\]\(([^)#]+)\)", README + BENCHMARKS):
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
 def test_scripts_named_exist():
-    for script in re.findall(r"python ((?:scripts/)?\w+\.py)", README + BENCHMARKS):
+    for script in re.findall(r"python ((?:scripts/|tests/)?\w+\.py)", README + BENCHMARKS):
         assert (ROOT / script).exists(), script
 
 
 def test_options_named_exist(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["generate.py", "--help"])
-    try:
-        generate.generate_args("", "")
-    except SystemExit:
-        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    with pytest.raises(SystemExit):
+        cli.options.generate_args("")
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert set(re.findall(r"`(--[a-z-]+)", README)) <= known
-    for command in re.findall(r"^python generate\.py (.*?)(?:  #.*)?$", README, re.M):
-        assert set(re.findall(r"--[a-z-]+", command)) <= known
+
+
+def test_the_lines_of_a_sampler_of_ones_own_are_those_of_sampling_py():
+    [box] = [block for block in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "min_p: float" in block]
+    source = (ROOT / "sampling.py").read_text(encoding="utf-8")
+    assert all(part.strip("\n") in source for part in box.split("\n\n"))
 
 
 def test_the_bundled_pair_stays_small_and_shares_its_tokenizer():
@@ -63,15 +78,22 @@ def test_the_bundled_pair_stays_small_and_shares_its_tokenizer():
     assert tiny.read_bytes() == draft.read_bytes()
 
 
-def test_benchmarks_has_commands():
-    assert len(commands()) > 40
+def test_the_pages_have_commands():
+    assert len(readme_commands()) >= 15 and len(benchmark_commands()) >= 30
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_benchmarks_is_understood_and_has_no_placeholder(command, monkeypatch):
-    script, *words = shlex.split(command)
+@pytest.mark.parametrize("command", readme_commands() + benchmark_commands())
+def test_a_command_is_understood_and_has_no_placeholder(command, monkeypatch):
     assert not {"A", "B", "C", "DIR", "FILE", "TEXT"} & set(re.findall(r"\w+", command))
-    if script in PARSERS:
-        monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
-        monkeypatch.setattr("sys.argv", [script, *words])
-        PARSERS[script]()
+    parse(command, monkeypatch)
+
+
+@pytest.mark.parametrize("script", ["generate.py", "quantize.py", *sorted(
+    f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())])
+def test_help_fits_a_terminal(script):
+    """Of descriptions: argparse wraps the options."""
+    source = (ROOT / script).read_text(encoding="utf-8")
+    if script == "quantize.py":
+        source = (ROOT / "cli" / script).read_text(encoding="utf-8")
+    said = re.search(r'^"""\n(.*?)"""', source, re.S)[1]
+    assert all(len(line) <= 80 for line in said.replace("\\\\", "\\").splitlines()), script

@@ -1,19 +1,23 @@
 """Sampling in plain PyTorch against its definition, and the kernels against it."""
 import math
 from contextlib import suppress
+from dataclasses import astuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, plain_sample, sample
+from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, make_settings, sample
 from guard import check_options
-from helpers import error
+from helpers import DEVICES, error
 from sampling import Sampling, choose, draw, probabilities
 from speculative import accept, propose
 
 
-def reference_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Spelt out: scale, keep the k likeliest, keep the likeliest until they make up p, normalise."""
+def reference_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float,
+                            min_p: float = 0.0) -> list[float]:
+    """Spelt out: scale, keep the k likeliest, of these the likeliest until they make up p, of these the ones with at
+    least min_p times the largest probability; normalise."""
     weights = [torch.tensor(x / temperature, dtype=torch.double).exp().item() for x in logits]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k or None]
     total, kept, mass = sum(weights[i] for i in order), [], 0.0
@@ -22,22 +26,29 @@ def reference_probabilities(logits: list[float], temperature: float, top_k: int,
             break
         kept.append(i)
         mass += weights[i] / total
+    kept = [i for i in kept if weights[i] >= min_p * weights[order[0]]]
     return [weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in range(len(weights))]
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, 0, 1.0), (0.3, 0, 1.0), (2.0, 3, 1.0), (0.8, 0, 0.5), (0.8, 5, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6),
-    (1.0, 99, 1.0)])
-def test_probabilities_equal_the_spelt_out_ones(temperature, top_k, top_p):
+VALUES = [(1.0,), (0.3,), (2.0, 3), (0.8, 0, 0.5), (0.8, 5, 0.7), (1.0, 1), (1.0, 0, 1e-5), (1.0, 99),
+          (0.7, 0, 1.0, 0.1), (2.0, 0, 1.0, 1.0), (1.5, 9, 0.9, 0.2),
+          (1.2, 4, 1.0, 0.3)]  # temperature, top_k, top_p, min_p
+
+
+@pytest.mark.parametrize("values", VALUES, ids=str)
+def test_probabilities_equal_the_spelt_out_ones(values):
+    """In plain PyTorch, and fast/'s plain twin, which reads its settings from a tensor."""
     logits = torch.randn(4, 17) * 2
-    out = probabilities(logits, Sampling(temperature, top_k, top_p))
-    for row, ref in zip(out, logits.tolist()):
-        assert error(row, torch.tensor(reference_probabilities(ref, temperature, top_k, top_p))) < 1e-5
+    sampling = Sampling(*values)
+    expected = torch.tensor([reference_probabilities(row, *astuple(sampling)) for row in logits.tolist()])
+    probs, logsumexp, tokens = distribute(logits, None, make_settings(sampling, logits.device))
+    assert error(probabilities(logits, sampling), expected) < 1e-5 and error(probs, expected) < 1e-5
+    assert error(logsumexp, logits.double().exp().sum(-1).log()) < 1e-5 and tokens.equal(expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name, good, bad", [
     ("temperature", [0, 0.5, 100], [-0.1, 100.5, math.nan]), ("top_k", [0, 7, 10 ** 12], [-1, 0.5]),
-    ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan])])
+    ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan]), ("min_p", [0, 0.05, 1], [-0.1, 1.5, math.nan])])
 def test_files_and_options_have_the_same_limits(name, good, bad):
     def takes(function, **values) -> bool:
         with suppress(ValueError):
@@ -48,6 +59,12 @@ def test_files_and_options_have_the_same_limits(name, good, bad):
     for value in good + bad:
         assert takes(Sampling, **{name: value}) == takes(check_options, options={name: value}) == (value in good)
     assert not takes(Sampling, **{name: True}) and not takes(Sampling, **{name: "1"})  # files alone have types
+
+
+def test_min_p_is_relative_to_the_likeliest_token_and_greedy_is_certain():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for sampling, expected in (Sampling(1.0, min_p=0.4), [0.625, 0.375, 0, 0]), (Sampling(0.0), [1, 0, 0, 0]):
+        torch.testing.assert_close(probabilities(logits, sampling), torch.tensor(expected, dtype=torch.float32))
 
 
 def test_choose_draws_from_the_probabilities():
@@ -64,58 +81,82 @@ def test_temperature_zero_is_argmax():
     assert choose(logits, Sampling(temperature=0))[0].equal(logits.argmax(-1))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("V", [40, 4096, 32000, 128256, 151936])
-@pytest.mark.parametrize("top_k", [0, 1, 50, 200])
-def test_sample(V, top_k):
-    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
-    logits[0, :30] = logits[0].max()  # ties of the best, and at the edge of top_k
-    noise = torch.empty(5, V, device="cuda").exponential_()
-    tokens, logprobs = sample(logits, noise, 0.7, top_k)
-    expected, expected_logprobs = plain_sample(logits, noise, 0.7, top_k)
-    assert tokens.equal(expected) and torch.allclose(logprobs, expected_logprobs, atol=1e-4)
-    tokens, logprobs = sample(logits, None, 0.0, 0)
-    assert tokens.equal(logits.float().argmax(-1)) and tokens[0] < 30
-    assert torch.allclose(logprobs, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=1e-4)
+SAMPLINGS = [Sampling(0.0), Sampling(0.0, 3, 0.5, 0.5), Sampling(0.8), Sampling(0.7, 3), Sampling(0.7, 1),
+             Sampling(0.7, 200), Sampling(1.0, 10 ** 12), Sampling(1.0, 0, 0.5), Sampling(0.2, 0, 0.95),
+             Sampling(0.8, 50, 0.9), Sampling(0.8, 0, 1.0, 0.1), Sampling(1.2, 0, 0.9, 0.05),
+             Sampling(1.3, 20, 0.9, 0.05), Sampling(2.0, 0, 1.0, 1.0)]
 
 
-def test_fast_choose_draws_what_choose_draws():
-    logits = torch.randn(64, 500)
-    for sampling in (Sampling(0.0), Sampling(0.8), Sampling(1.3, 20)):
-        draws = []
-        for function in (choose, fast_choose):
-            torch.manual_seed(3)
-            draws.append(function(logits, sampling))
-        assert draws[0][0].equal(draws[1][0]) and torch.allclose(draws[0][1], draws[1][1], atol=1e-6)
+def exact_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[R, V] in float64. Of equally likely tokens all stay or none."""
+    if sampling.greedy:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    p = (logits.double() / sampling.temperature).softmax(-1)
+    ordered = p.sort(dim=-1, descending=True).values
+    if 0 < sampling.top_k < p.shape[-1]:
+        p = p * (p >= ordered[:, sampling.top_k - 1, None])
+        p = p / p.sum(-1, keepdim=True)
+        ordered = p.sort(dim=-1, descending=True).values
+    if sampling.top_p < 1:
+        count = (ordered.cumsum(-1) - ordered < sampling.top_p).sum(-1, keepdim=True)
+        p = p * (p >= ordered.gather(-1, count - 1))
+    p = p * (p >= sampling.min_p * ordered[:, :1])
+    return p / p.sum(-1, keepdim=True)
 
 
-SAMPLINGS = [Sampling(0.2, 0, 0.95), Sampling(1.0, 0, 0.5), Sampling(0.8, 50, 0.9), Sampling(0.7, 3), Sampling(0.0)]
+def some_logits(V: int, device: str) -> torch.Tensor:
+    """[5, V], 16-bit; in the first row 30 tokens are the likeliest, more than some of the top-k."""
+    logits = 3 * torch.randn(5, V, device=device, dtype=torch.bfloat16)
+    logits[0, :30] = logits[0].max()
+    return logits
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("V", [40, 2048, 32000, 128256, 151936])
+@pytest.mark.parametrize("device, V", [("cpu", 40), ("cpu", 5000), *(
+    pytest.param("cuda", V, marks=pytest.mark.gpu) for V in (40, 2048, 4096, 32000, 128256, 151936))])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_distribute(V, sampling):
-    logits = 3 * torch.randn(5, V, device="cuda", dtype=torch.bfloat16)
-    logits[0, :30] = logits[0].max()  # ties
-    noise = exponential(logits, sampling)
-    probs, totals, tokens = distribute(logits, noise, sampling.temperature, sampling.top_k, sampling.top_p)
-    expected, expected_totals = probabilities(logits.float(), sampling), logits.float().logsumexp(-1)
-    assert error(probs, expected) < 1e-5 and torch.allclose(totals, expected_totals, atol=1e-4)
-    assert tokens.equal((expected if noise is None else expected / noise).argmax(-1))
+def test_the_sampling_kernels(device, V, sampling):
+    """Their plain twins on a CPU. What they read is one tensor, which is overwritten."""
+    logits = some_logits(V, device)
+    settings = torch.full((4,), torch.nan, device=device)
+    settings.copy_(make_settings(sampling, logits.device))
+    noise = exponential(logits)
+    expected = exact_probabilities(logits, sampling)
+    logsumexp = logits.double().logsumexp(-1)
+    probs, totals, tokens = distribute(logits, noise, settings)
+    assert error(probs, expected) < 1e-5 and error(totals, logsumexp) < 1e-6
+    assert tokens.equal((expected / noise.double()).argmax(-1))
+    chosen, logprobs = sample(logits, noise, settings)
+    assert chosen.equal(tokens)
+    ref = logits.double().gather(-1, chosen[:, None])[:, 0] - logsumexp
+    torch.testing.assert_close(logprobs.double(), ref, rtol=0, atol=1e-4)
+    _, _, likeliest = distribute(logits, None, settings)
+    assert likeliest.equal(logits.float().argmax(-1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_fast_choose_draws_what_choose_draws(device, sampling):
+    """With the same seed; greedy too, where choose() draws no noise."""
+    logits = torch.randn(64, 500, device=device).bfloat16()
+    torch.manual_seed(3)
+    tokens, logprobs = choose(logits, sampling)
+    torch.manual_seed(3)
+    chosen, found = fast_choose(logits, make_settings(sampling, logits.device))
+    assert chosen.equal(tokens) and torch.allclose(found, logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("draft_vocab", [300, 500, 700])
-def test_fast_propose_equals_propose(draft_vocab, sampling):
+def test_fast_propose_equals_propose(draft_vocab, sampling, device):
     """A draft with fewer tokens than the target's 500, with as many, and with more."""
-    logits, outs = torch.randn(9, 2, draft_vocab), []
-    for function in (fast_propose, propose):
+    logits, outs = torch.randn(9, 2, draft_vocab, device=device).bfloat16(), []
+    for function, last in (fast_propose, make_settings(sampling, logits.device)), (propose, sampling):
         torch.manual_seed(3)
-        outs.append(function(logits, 500, sampling))
+        outs.append(function(logits, 500, last))
     (tokens, q), (expected, expected_q) = outs
     assert q.shape == (9, 500) and torch.allclose(q, expected_q, atol=1e-6)
-    if draft_vocab >= 500:  # else propose() draws its noise for tokens that the draft lacks, too
+    if draft_vocab >= 500 or sampling.greedy:  # else propose() draws its noise for tokens that the draft lacks, too
         assert tokens.equal(expected)
 
 
@@ -124,6 +165,7 @@ def test_fast_propose_equals_propose(draft_vocab, sampling):
 def test_fast_accept_equals_accept(sampling):
     """Drafts near the target and far from it, of which fewer may count than there are; the same random numbers."""
     B, k, V, seen = 6, 4, 5000, set()
+    settings = make_settings(sampling, torch.device("cuda"))
     for trial in range(30):
         logits = 2 * torch.randn(B, k + 1, V, device="cuda", dtype=torch.bfloat16)
         q = probabilities((logits + (trial % 3) * torch.randn_like(logits)).float(), sampling)
@@ -131,12 +173,27 @@ def test_fast_accept_equals_accept(sampling):
         tokens = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
         proposed = torch.randint(k + 1, (B,), device="cuda")
         outs = []
-        for function in (fast_accept, accept):
+        for function, last in (fast_accept, settings), (accept, sampling):
             torch.manual_seed(trial)
-            outs.append(function(logits, tokens, q, proposed, sampling))
+            outs.append(function(logits, tokens, q, proposed, last))
         (out, logprobs, accepted), (expected, expected_logprobs, expected_accepted) = outs
         text = torch.arange(k + 1, device="cuda") <= accepted[:, None]
         assert accepted.equal(expected_accepted) and out[text].equal(expected[text])
         assert torch.allclose(logprobs[text], expected_logprobs[text], atol=1e-3)
         seen |= set(accepted.tolist())
     assert seen == set(range(k + 1))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_settings():
+    """Captured once, with greedy settings; then others are copied into the tensor."""
+    logits, noise = some_logits(32000, "cuda"), torch.empty(5, 32000, device="cuda").exponential_()
+    settings = make_settings(SAMPLINGS[0], logits.device)
+    sample(logits, noise, settings)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen, _ = sample(logits, noise, settings)
+    for sampling in SAMPLINGS:
+        settings.copy_(make_settings(sampling, logits.device))
+        graph.replay()
+        assert chosen.equal((exact_probabilities(logits, sampling) / noise.double()).argmax(-1)), sampling

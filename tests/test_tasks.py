@@ -119,7 +119,7 @@ def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=manager))
     told = []
     harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=lambda value: told.append(value) or "rank 0's")
-    monkeypatch.setattr(harness.llm, "load", lambda: None)
+    monkeypatch.setattr(harness.llm, "_load", lambda *sizes: None)
     args = SimpleNamespace(task_path=None, tasks="task", few_shot=None, limit=None)
     line = evaluate.evaluate_tasks({}, harness.llm, args)
     assert told == [{"task": {"acc": 0.5}} if rank == 0 else {}] and line["tasks"] == "rank 0's"
