@@ -22,10 +22,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpoint import Checkpoint, config_from_hf, hf_weights, load_model
-from guard import find_checkpoint, read_text, vet, vet_config
-from helpers import (CPU, F32, LLAMA, ROOT, absent, load_checkpoint, open_tokenizer, put, refusal, with_json,
-                     with_model)
+from checkpoint import UserError, config_from_hf, hf_weights
+from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
+from helpers import CPU, LLAMA, ROOT, absent, load_checkpoint, open_tokenizer, put, refusal, with_json, with_model
 
 ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=64)
@@ -222,6 +221,24 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint.safe_open", opened)
     load(tmp_path)
     assert opened.call_count == 2
+
+
+def test_each_json_file_is_read_once_by_whom_it_is_vetted_and_once_more(tmp_path, monkeypatch):
+    with_json(tmp_path, dict(vocab_size=260))
+    put(tmp_path / "generation_config.json", {})
+    save(tmp_path, make(tmp_path, vocab_size=260), shards=2)
+    read, plain = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *how, **of: read.append(path.name) or plain(path, *how, **of))
+    opened, _ = open_checkpoint(tmp_path)
+    opened.files()
+    names = ["config.json", "generation_config.json", INDEX, "tokenizer_config.json"]
+    assert {name: read.count(name) for name in names} == dict.fromkeys(names, 2)
+
+
+def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
+    error = UserError("`max_seq_length`=900: the context is 512;\nsee `draft`")
+    assert str(error) == "max_seq_length=900: the context is 512; see draft"
+    assert error.command_line() == "--max-seq-length 900: the context is 512; see --draft"
 
 
 def test_a_header_of_over_16_mib_is_refused(tmp_path):

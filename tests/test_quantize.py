@@ -19,10 +19,10 @@ import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
-from helpers import (CPU, F32, ROOT, TINY, absent, change, error, load_checkpoint, make, open_tokenizer, quantized_layers,
-                     refusal, tiny, write)
-from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
+from helpers import (CPU, F32, ROOT, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
+                     quantized_layers, refusal, tiny, write)
 from model import Transformer
+from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")

@@ -192,6 +192,21 @@ def test_an_end_that_is_a_usual_piece_changes_no_prompt(tmp_path, make_tokenizer
         assert ids == messages or ending.decode(ids) == text
 
 
+def test_a_character_that_marks_special_tokens_is_refused_in_messages_alone(tmp_path):
+    tokenizer = with_json(tmp_path, chat_template=CHATML)
+    assert "U+10FFFD" in refusal(tokenizer.encode_chat, said("a \U0010fffd"))
+    assert tokenizer.decode(tokenizer.encode_text("a \U0010fffd")) == "a \U0010fffd"
+
+
+@pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
+def test_special_tokens_are_text_in_a_chat_without_a_template(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path)
+    ids = tokenizer.encode_typed("<s>hi</s>")
+    assert ids[:1] == tokenizer.encode_text("") and not {*ids[1:]} & {*tokenizer.reserved.values()}
+    assert tokenizer.decode(ids) == "<s>hi</s>"
+    assert tokenizer.encode_typed("hi there") == tokenizer.encode_text("hi there")
+
+
 def test_messages_that_are_no_json_are_refused(tmp_path):
     tokenizer, deep = with_json(tmp_path, chat_template=CHATML), []
     for _ in range(10 ** 5):
