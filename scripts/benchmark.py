@@ -45,7 +45,7 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Checkpoint, UserError, hf_weights  # noqa: E402
-from cli.options import MODEL, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
+from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
@@ -143,7 +143,7 @@ def parse_args() -> Namespace:
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
     add_keywords(parser, QUANTIZATION)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
-    add_keywords(parser, {name: MODEL[name] for name in ("device", "dtype")})
+    add_keywords(parser, DEVICE)
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas"]

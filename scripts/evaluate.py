@@ -46,7 +46,7 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError  # noqa: E402
-from cli.options import MODEL, Parser, add_keywords, within  # noqa: E402
+from cli.options import DEVICE, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
@@ -166,7 +166,7 @@ def parse_args() -> Namespace:
         help="read as much of the text as N tokens of --checkpoint hold (default: all of it)")
     add("--context", type=within(int, 1), metavar="C", help="tokens of a window (default: 2048, or what the model has)")
     add("--stride", type=within(int, 1), metavar="S", help="tokens from window to window (default: half of --context)")
-    add_keywords(parser, {name: MODEL[name] for name in ("device", "dtype")})
+    add_keywords(parser, DEVICE)
     add("--json", action="store_true", help="a JSON line for each model, and no table")
     args = parser.parse_args()
     if args.group_size is not None and not args.quantize:
