@@ -53,7 +53,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         probs = probs.masked_fill(probs < ordered.masked_fill(cut, 1).amin(-1, keepdim=True), 0)
     if sampling.min_p > 0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0)
-    return probs / probs.sum(-1, keepdim=True)
+    if sampling.top_p < 1 or sampling.min_p > 0:
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
 def draw(probs: Tensor, sampling: Sampling) -> Tensor:
