@@ -57,17 +57,16 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.hf = self.read_json("config.json")
-        self.generation = self.read_json("generation_config.json", {})
-        self.index = self.read_json(INDEX, {})
+        self.hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.generation = self.read_json("generation_config.json")
+        self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
         self.weights = hf_weights(self.config)
 
-    def read_json(self, name: str, default: dict | None = None) -> dict:
+    def read_json(self, name: str) -> dict:
+        """{} where the file is not there."""
         path = self.directory / name
-        if default is not None and not path.exists():
-            return default
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def files(self) -> dict[str, Path]:
         """The safetensors file that holds each tensor."""
@@ -84,6 +83,7 @@ class Checkpoint:
 # config.json
 
 
+LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"  # as RopeScaling's fields
 SUPPORTED = dict(  # key -> the only value that is read here
     hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
 
@@ -114,11 +114,7 @@ def config_from_hf(hf: dict) -> Config:
     kind, rope = hf["model_type"], rope_settings(hf)
     scaling = None
     if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_context=rope["original_max_position_embeddings"])
+        scaling = RopeScaling(*[rope[key] for key in LLAMA3])
     window = hf.get("sliding_window") if kind == "mistral" else None
     layer = LayerConfig(window or None, Rope(rope["rope_theta"], scaling))
     n_head = hf["num_attention_heads"]
@@ -157,24 +153,19 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another."""
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
-    layer = {
-        "self_attn.q_proj.weight": Weight("attn.wqkv.weight", 0, (q, D), "q", None, True),
-        "self_attn.k_proj.weight": Weight("attn.wqkv.weight", q, (kv, D), "kv", None, True),
-        "self_attn.v_proj.weight": Weight("attn.wqkv.weight", q + kv, (kv, D), "kv", None, True),
-        "self_attn.o_proj.weight": Weight("attn.wo.weight", 0, (D, q), None, "q", True),
-        "mlp.gate_proj.weight": Weight("ffn.w_gate_up.weight", 0, (F, D), "ffn", None, True),
-        "mlp.up_proj.weight": Weight("ffn.w_gate_up.weight", F, (F, D), "ffn", None, True),
-        "mlp.down_proj.weight": Weight("ffn.w_down.weight", 0, (D, F), None, "ffn", True),
-        "input_layernorm.weight": Weight("attn_norm.weight", 0, (D,)),
-        "post_attention_layernorm.weight": Weight("ffn_norm.weight", 0, (D,)),
+    sizes = {"q": q, "kv": kv, "ffn": F, None: D}
+    matrices = {  # theirs -> ours, its first row there, what ranks share rows and columns by
+        "self_attn.q_proj": ("attn.wqkv", 0, "q", None),
+        "self_attn.k_proj": ("attn.wqkv", q, "kv", None),
+        "self_attn.v_proj": ("attn.wqkv", q + kv, "kv", None),
+        "self_attn.o_proj": ("attn.wo", 0, None, "q"),
+        "mlp.gate_proj": ("ffn.w_gate_up", 0, "ffn", None),
+        "mlp.up_proj": ("ffn.w_gate_up", F, "ffn", None),
+        "mlp.down_proj": ("ffn.w_down", 0, None, "ffn"),
     }
-    if config.qkv_bias:
-        layer["self_attn.q_proj.bias"] = Weight("attn.wqkv.bias", 0, (q,), "q")
-        layer["self_attn.k_proj.bias"] = Weight("attn.wqkv.bias", q, (kv,), "kv")
-        layer["self_attn.v_proj.bias"] = Weight("attn.wqkv.bias", q + kv, (kv,), "kv")
+    norms = {"input_layernorm": ("attn_norm", D), "post_attention_layernorm": ("ffn_norm", D)}
     if config.qk_norm:
-        layer["self_attn.q_norm.weight"] = Weight("attn.q_norm.weight", 0, (E,))
-        layer["self_attn.k_norm.weight"] = Weight("attn.k_norm.weight", 0, (E,))
+        norms |= {"self_attn.q_norm": ("attn.q_norm", E), "self_attn.k_norm": ("attn.k_norm", E)}
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
         "model.norm.weight": Weight("norm.weight", 0, (D,)),
@@ -182,8 +173,14 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
     for i in range(config.n_layer):
-        for name, weight in layer.items():
-            table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
+        layer = f"layers.{i}"
+        for name, (ours, row, rows, columns) in matrices.items():
+            shape = sizes[rows], sizes[columns]
+            table[f"model.{layer}.{name}.weight"] = Weight(f"{layer}.{ours}.weight", row, shape, rows, columns, True)
+            if config.qkv_bias and ours == "attn.wqkv":
+                table[f"model.{layer}.{name}.bias"] = Weight(f"{layer}.{ours}.bias", row, shape[:1], rows)
+        for name, (ours, size) in norms.items():
+            table[f"model.{layer}.{name}.weight"] = Weight(f"{layer}.{ours}.weight", 0, (size,))
     return table
 
 
@@ -229,7 +226,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            empty = torch.empty(parameter.shape, device=device, dtype=dtype)
+            empty = torch.empty_like(parameter, device=device, dtype=dtype)
             parameters[name] = nn.Parameter(empty, requires_grad=False)
     places = hf_weights(model.config)
     names = [name for name, place in places.items() if place.ours in parameters]
@@ -264,7 +261,7 @@ class Tokenizer:
     render(template, values): makes the text of a chat."""
 
     def __init__(self, checkpoint: Checkpoint, render: Callable[[str, dict], str] | None = None):
-        settings = checkpoint.read_json("tokenizer_config.json", {})
+        settings = checkpoint.read_json("tokenizer_config.json")
         self.render_template = render or render_plainly
         self.vocab_size = checkpoint.config.vocab_size
         self.special_tokens = read_special(settings)
@@ -280,21 +277,17 @@ class Tokenizer:
             self.backend = SentencePiece(checkpoint.directory / "tokenizer.model", settings)
             self.add_bos = True
         self.token, self.decode = self.backend.token, self.backend.decode  # decode() leaves special tokens out
-        self.stops = self.read_stops(checkpoint)
+
+        ends = *CHAT_ENDS, self.special_tokens.get("eos_token")
+        self.stops = {self.backend.id(text) for text in ends if text}
+        self.stops.update(read_ends(checkpoint.hf), read_ends(checkpoint.generation))
+        self.stops.discard(None)
+
         # What a user's text must not give. An end may be no special token; one character is what any text has.
-        ends = {self.token(i): i for i in self.stops}
-        self.reserved = self.backend.special | {text: i for text, i in ends.items() if len(text or "") > 1}
+        texts = {self.token(i): i for i in self.stops}
+        self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
         self.marks = dict(zip(self.reserved, map(chr, MARKS)))
         self.meant = {mark: text for text, mark in self.marks.items()}
-
-    def read_stops(self, checkpoint: Checkpoint) -> set[int]:
-        stops = {self.backend.id(text) for text in CHAT_ENDS}
-        if self.special_tokens.get("eos_token"):
-            stops.add(self.backend.id(self.special_tokens["eos_token"]))
-        for settings in (checkpoint.hf, checkpoint.generation):
-            ids = settings.get("eos_token_id")
-            stops.update(ids if isinstance(ids, list) else [ids])
-        return stops - {None}
 
     def encode_text(self, text: str) -> list[int]:
         """A special token that is written in the text is one. The beginning of sequence is added by tokenizer.json's
@@ -327,7 +320,7 @@ class Tokenizer:
                 raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
             return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
         if isinstance(value, dict):
-            return {self.mark(key): self.mark(item) for key, item in value.items()}
+            return dict(self.mark(list(value.items())))
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value
@@ -362,11 +355,20 @@ def any_of(texts: Iterable[str]) -> str:
     return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
 
 
+def read_ends(settings: dict) -> list[int | None]:
+    """eos_token_id of a JSON file: a token, a list of tokens, or nothing."""
+    ids = settings.get("eos_token_id")
+    return ids if isinstance(ids, list) else [ids]
+
+
 def read_special(settings: dict) -> dict[str, str]:
     """bos_token, eos_token and the like, which chat templates insert."""
-    special = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {key: value for key, value in special.items() if isinstance(value, str)}
-    return texts | {key: value.get("content") for key, value in special.items() if isinstance(value, dict)}
+    special = {}
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            special[key] = text
+    return special
 
 
 def read_template(directory: Path, settings: dict) -> str | None:
@@ -383,8 +385,8 @@ def render_plainly(template: str, values: dict) -> str:
     """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
     guard.render() does."""
     import json
-    from datetime import datetime
     from functools import partial
+    from time import strftime
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -393,7 +395,7 @@ def render_plainly(template: str, values: dict) -> str:
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
-    env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
     return env.from_string(template).render(values)
 
 
@@ -437,9 +439,10 @@ class SentencePiece:
         return self.processor.id_to_piece(i) if i < self.size else None
 
     def encode(self, text: str, post_process: bool = False, plain: bool = False) -> list[int]:
+        special = {} if plain else self.special
         ids = []
-        for part in [text] if plain else re.split(f"({any_of(self.special)})", text):
-            ids += [self.special[part]] if part in self.special and not plain else self.processor.encode(part)
+        for part in re.split(f"({any_of(special)})", text):
+            ids += [special[part]] if part in special else self.processor.encode(part)
         return ids
 
     def decode(self, ids: list[int]) -> str:

@@ -24,8 +24,8 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 from safetensors import safe_open
 
-from checkpoint import (INDEX, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
-                        count_parameters, hf_weights, render_plainly, rope_settings)
+from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
+                        count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS
 from sampling import Sampling
@@ -49,8 +49,7 @@ def user_errors(source: Path | str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of the tokenizers library; no Exception
-        if not isinstance(error, Exception) and not panic:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of the tokenizers library
             raise
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
         reason = getattr(error, "strerror", None) or error  # an OSError's own words name the file once more
@@ -158,6 +157,7 @@ def read_json(path: Path) -> dict:
         content = json.loads(read_text(path))
         if not isinstance(content, dict):
             raise ValueError(f"want a JSON object, found {type(content).__name__}")
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half of a character
         return content
 
 
@@ -165,11 +165,10 @@ def read_json(path: Path) -> dict:
 
 
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-NUMBERS = dict(  # keys of config.json -> type and largest value; all are above 0
-    hidden_size=(int, 1e9), num_attention_heads=(int, 1e9), num_hidden_layers=(int, 1e4), intermediate_size=(int, 1e9),
-    vocab_size=(int, 2 ** 24), max_position_embeddings=(int, 1e9), rms_norm_eps=(float, 1))
-OPTIONAL = dict(num_key_value_heads=(int, 1e9), head_dim=(int, 1e9))
-LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
+NUMBERS = dict.fromkeys(["hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"], SIZE)
+NUMBERS |= dict(num_hidden_layers=(int, 1e4), vocab_size=(int, 2 ** 24), rms_norm_eps=(float, 1))
+OPTIONAL = dict.fromkeys(["num_key_value_heads", "head_dim", "sliding_window"], SIZE)
 
 
 def typed(of: dict, key: str, *kinds: type):
@@ -192,16 +191,16 @@ def check_numbers(of: dict, table: dict[str, tuple[type, float]]) -> None:
 def vet(directory: Path, tokenizer: bool = True) -> None:
     """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it."""
     path = directory / "config.json"
-    if not is_file(path, MOST_JSON):
+    if not is_file(path):
         raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
     hf = read_json(path)
     with user_errors(path):
         vet_config(hf)
-        vet_stops(hf, hf["vocab_size"])
+        vet_stops(read_ends(hf), hf["vocab_size"])
     path = directory / "generation_config.json"
     generation = read_json(path)
     with user_errors(path):
-        vet_stops(generation, hf["vocab_size"])
+        vet_stops(read_ends(generation), hf["vocab_size"])
         Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
     if tokenizer:
         vet_tokenizer(directory)
@@ -211,25 +210,21 @@ def vet(directory: Path, tokenizer: bool = True) -> None:
 def vet_config(hf: dict) -> None:
     typed(hf, "rope_parameters", dict)
     typed(hf, "rope_scaling", dict)
-    check_supported(hf)
-    check_numbers(hf, NUMBERS)
-    check_numbers(hf, {key: limits for key, limits in OPTIONAL.items() if hf.get(key) is not None})
     typed(hf, "tie_word_embeddings", bool)
-    if hf["model_type"] == "mistral" and hf.get("sliding_window"):
-        check_numbers(hf, dict(sliding_window=(int, 1e9)))
+    check_supported(hf)
+    check_numbers(hf, NUMBERS | {key: limits for key, limits in OPTIONAL.items() if hf.get(key) is not None})
     rope = rope_settings(hf)
     check_numbers(rope, dict(rope_theta=(float, 1e12)))
     if rope["rope_type"] == "llama3":
         check_numbers(rope, dict.fromkeys(LLAMA3, (float, 1e9)))
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
             raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
-    dim, heads = hf["hidden_size"], hf["num_attention_heads"]
-    kv_heads = hf.get("num_key_value_heads") or heads
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    if dim % heads and not hf.get("head_dim"):
-        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
     config = config_from_hf(hf)
+    heads = config.n_head
+    if heads % config.n_kv_head:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={config.n_kv_head}")
+    if config.dim % heads and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={config.dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
     weights = count_parameters(config)
@@ -241,10 +236,9 @@ def is_token(i, vocab_size: int) -> bool:
     return type(i) is int and 0 <= i < vocab_size
 
 
-def vet_stops(settings: dict, vocab_size: int) -> None:
-    """eos_token_id: a token, a list of tokens, or null. For what is no token the text would not end."""
-    ids = settings.get("eos_token_id")
-    for i in ids if isinstance(ids, list) else [ids]:
+def vet_stops(ids: list, vocab_size: int) -> None:
+    """Ends that are tokens or null. For what is no token the text would not end."""
+    for i in ids:
         if i is not None and not is_token(i, vocab_size):
             raise ValueError(f"eos_token_id={i!r}: want a token, from 0 to {vocab_size - 1}")
 
@@ -254,45 +248,46 @@ def vet_tokenizer(directory: Path) -> None:
     settings = read_json(path)
     with user_errors(path):
         typed(settings, "add_bos_token", bool)
-        texts = []
         for key, value in settings.items():
-            if key.endswith("_token") and isinstance(value, (str, dict)):
-                texts.append(value if isinstance(value, str) else typed(value, "content", str))
+            if key.endswith("_token") and isinstance(value, dict):
+                typed(value, "content", str)
         templates = typed(settings, "chat_template", str, list)
         for template in templates if isinstance(templates, list) else []:
-            texts += typed(template, "name", str), typed(template, "template", str)
+            typed(template, "name", str)
+            typed(template, "template", str)
         for i, token in (typed(settings, "added_tokens_decoder", dict) or {}).items():
             int(i)
             if not typed(token, "content", str):
                 raise ValueError("added_tokens_decoder: a token without content")
-            texts.append(token["content"])
-        for text in filter(None, texts):
-            text.encode()  # raises for half of a character
-    names = [name for name in ("tokenizer.json", "tokenizer.model") if is_file(directory / name, MOST_TOKENIZER)]
-    if not names:
-        raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+    tokenizer_file(directory)
     template = directory / "chat_template.jinja"
     if is_file(template, MOST_JSON):
         read_text(template)
 
 
+def tokenizer_file(directory: Path) -> Path:
+    paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
+    there = [path for path in paths if is_file(path, MOST_TOKENIZER)]
+    if not there:
+        raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+    return there[0]
+
+
 def vet_weights(directory: Path) -> None:
     """The index, and each file's header."""
-    index = directory / INDEX
-    places = {}
-    if is_file(index, MOST_JSON):
-        with user_errors(index):
-            files = typed(read_json(index), "weight_map", dict) or {}
-            for name in files:
-                places.setdefault(typed(files, name, str), set()).add(name)
-            for file in places:
-                path = PurePosixPath(file or "/")
-                if path.is_absolute() or ".." in path.parts:
-                    raise ValueError(f"names the file {file}, which is outside of the checkpoint's directory")
-    elif is_file(directory / WHOLE):
-        places = {WHOLE: set()}
-    for file, names in places.items():
-        path = directory / file
+    path = directory / INDEX
+    index = read_json(path)
+    places = {}  # a file -> the tensors that the index says are in it
+    with user_errors(path):
+        files = typed(index, "weight_map", dict) or {}
+        for name in files:
+            file = PurePosixPath(typed(files, name, str) or "/")
+            if file.is_absolute() or ".." in file.parts:
+                raise ValueError(f"names the file {file}, which is outside of the checkpoint's directory")
+            places.setdefault(directory / file, set()).add(name)
+    if not index and is_file(directory / WHOLE):
+        places = {directory / WHOLE: set()}
+    for path, names in places.items():
         is_file(path)
         with user_errors(path):
             with open(path, "rb") as opened:
@@ -309,22 +304,20 @@ class VettedTokenizer(Tokenizer):
     """Whatever its libraries raise is a UserError, and what they write to stderr by themselves goes nowhere."""
 
     def __init__(self, checkpoint: Checkpoint):
-        names = [name for name in ("tokenizer.json", "tokenizer.model") if (checkpoint.directory / name).exists()]
-        self.path = checkpoint.directory / names[0]
+        self.path = tokenizer_file(checkpoint.directory)
         with user_errors(self.path), silenced():
             super().__init__(checkpoint, render)
-            if names[0] == "tokenizer.json":
+            if self.path.suffix == ".json":
                 # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
                 tokens = [*range(self.backend.tokenizer.get_vocab_size())]
                 self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
         with user_errors(checkpoint.directory / "tokenizer_config.json"):
             end = self.special_tokens.get("eos_token")
-            vet_stops(dict(eos_token_id=self.backend.id(end) if end else None), self.vocab_size)
+            vet_stops([self.backend.id(end) if end else None], self.vocab_size)
+            if any(len(token) > 1000 for token in self.reserved):
+                raise ValueError("a special token has more than 1000 characters: this is no such token")
         if self.add_bos and self.bos is not None:
             self.check([self.bos])
-        if any(len(token) > 1000 for token in self.reserved):
-            raise UserError(f"{checkpoint.directory}: a special token has more than 1000 characters: this is no such "
-                            "token")
         self.token, self.decode = self.vetted(self.token), self.vetted(self.decode)
 
     def vetted(self, function: Callable) -> Callable:
@@ -355,9 +348,8 @@ class VettedTokenizer(Tokenizer):
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         with user_errors("the messages"):
-            json.dumps(messages)
-            marked = self.mark(messages)
-        return self.encode_marked(self.render(marked))
+            json.dumps(messages)  # raises for what is too deep, or no JSON
+            return super().encode_chat(messages)
 
 
 @contextmanager
@@ -471,14 +463,14 @@ def find_device(name: str | torch.device | None) -> torch.device:
         cpu=1)
     if name is None:
         name = next(kind for kind, count in counts.items() if count)
-    name = str(name)
-    kind, _, index = name.partition(":")
-    if kind not in counts or not re.fullmatch(r"\w+(:(0|[1-9]\d{0,3}))?", name, re.ASCII):
+    found = re.fullmatch(r"(cpu|cuda|mps)(?::(0|[1-9]\d{0,3}))?", str(name), re.ASCII)
+    if not found:
         raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps")
-    if int(index or 0) >= counts[kind]:
+    kind, index = found[1], int(found[2] or 0)
+    if index >= counts[kind]:
         raise UserError(f"`device`={name}: PyTorch finds {counts[kind] or 'none'} of those; `device`=cpu works")
     if kind == "cuda":
-        torch.cuda.set_device(int(index or 0))
+        torch.cuda.set_device(index)
     return torch.device(name)
 
 
