@@ -105,10 +105,11 @@ def hub_answer(error: Exception) -> str:
 
 def near_checkpoints(path: Path) -> list[str]:
     """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the nearest first."""
-    parents = [parent for parent in (path.parent, Path("checkpoints")) if os.path.isdir(parent)]
-    found = sorted({file.parent for parent in parents for file in parent.glob("*/config.json")})
-    near = get_close_matches(path.name.lower(), {place.name.lower() for place in found}, cutoff=0.5)
-    return [str(place) for name in near for place in found if place.name.lower() == name]
+    found = {}
+    for parent in (Path("checkpoints"), path.parent):
+        if os.path.isdir(parent):
+            found |= {file.parent.name.lower(): str(file.parent) for file in parent.glob("*/config.json")}
+    return [found[name] for name in get_close_matches(path.name.lower(), found, cutoff=0.5)]
 
 
 # Files
@@ -116,11 +117,9 @@ def near_checkpoints(path: Path) -> list[str]:
 
 def is_inside(path: Path) -> bool:
     """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among the blobs beside."""
-    home = path.parent.resolve()
-    places = [home]
-    if home.parent.name == "snapshots":
-        places.append(home.parent.parent / "blobs")
-    return any(path.resolve().is_relative_to(place) for place in places)
+    home, target = path.parent.resolve(), path.resolve()
+    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    return in_blobs or target.is_relative_to(home)
 
 
 def is_file(path: Path, most: int | None = None, inside: bool = True) -> bool:
@@ -196,11 +195,11 @@ def vet(directory: Path, tokenizer: bool = True) -> None:
     hf = read_json(path)
     with user_errors(path):
         vet_config(hf)
-        vet_stops(read_ends(hf), hf["vocab_size"])
+        vet_tokens("eos_token_id", read_ends(hf), hf["vocab_size"])
     path = directory / "generation_config.json"
     generation = read_json(path)
     with user_errors(path):
-        vet_stops(read_ends(generation), hf["vocab_size"])
+        vet_tokens("eos_token_id", read_ends(generation), hf["vocab_size"])
         Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
     if tokenizer:
         vet_tokenizer(directory)
@@ -232,15 +231,12 @@ def vet_config(hf: dict) -> None:
         raise ValueError(f"{weights:.0e} weights: want {MOST_WEIGHTS:.0e} at most; a size is wrong")
 
 
-def is_token(i, vocab_size: int) -> bool:
-    return type(i) is int and 0 <= i < vocab_size
-
-
-def vet_stops(ids: list, vocab_size: int) -> None:
-    """Ends that are tokens or null. For what is no token the text would not end."""
+def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
+    """None is none. An end that is no token would end no text."""
     for i in ids:
-        if i is not None and not is_token(i, vocab_size):
-            raise ValueError(f"eos_token_id={i!r}: want a token, from 0 to {vocab_size - 1}")
+        if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
+            raise ValueError(f"{key}={i!r}: want a token, from 0 to {vocab_size - 1}, as config.json has a vocab_size of "
+                             f"{vocab_size}")
 
 
 def vet_tokenizer(directory: Path) -> None:
@@ -312,13 +308,15 @@ class VettedTokenizer(Tokenizer):
                 tokens = [*range(self.backend.tokenizer.get_vocab_size())]
                 self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
         with user_errors(checkpoint.directory / "tokenizer_config.json"):
-            end = self.special_tokens.get("eos_token")
-            vet_stops([self.backend.id(end) if end else None], self.vocab_size)
+            if end := self.special_tokens.get("eos_token"):
+                vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
+            if self.add_bos:
+                vet_tokens("bos_token_id", [self.bos], self.vocab_size)
             if any(len(token) > 1000 for token in self.reserved):
                 raise ValueError("a special token has more than 1000 characters: this is no such token")
-        if self.add_bos and self.bos is not None:
-            self.check([self.bos])
         self.token, self.decode = self.vetted(self.token), self.vetted(self.decode)
+        for name in ("encode_text", "encode_typed", "encode_chat"):
+            setattr(self, name, self.vetted_encoder(getattr(self, name)))
 
     def vetted(self, function: Callable) -> Callable:
         def call(of):
@@ -327,29 +325,18 @@ class VettedTokenizer(Tokenizer):
 
         return call
 
-    def check(self, ids: list[int]) -> list[int]:
-        for i in ids:
-            if not is_token(i, self.vocab_size):
-                raise UserError(f"the tokenizer, or config.json's bos_token_id, gives token {i!r}; config.json has a "
-                                f"vocab_size of {self.vocab_size}")
-        return ids
+    def vetted_encoder(self, encode: Callable) -> Callable:
+        """encode: of a text, or of a chat's messages."""
+        def call(of):
+            with user_errors("the text"):
+                # Raises for half of a character, which a command line gives that is not UTF-8, and for what is no JSON.
+                json.dumps(of, ensure_ascii=False).encode()
+            with user_errors(self.path), silenced():
+                ids = encode(of)
+                vet_tokens("token", ids, self.vocab_size)
+            return ids
 
-    def safely(self, encode: Callable, text: str) -> list[int]:
-        with user_errors("the text"):
-            text.encode()  # raises UnicodeEncodeError, which says where the text of a command line is not UTF-8
-        with user_errors(self.path), silenced():
-            return self.check(encode(text))
-
-    def encode_text(self, text: str) -> list[int]:
-        return self.safely(super().encode_text, text)
-
-    def encode_marked(self, text: str) -> list[int]:
-        return self.safely(super().encode_marked, text)
-
-    def encode_chat(self, messages: list[dict]) -> list[int]:
-        with user_errors("the messages"):
-            json.dumps(messages)  # raises for what is too deep, or no JSON
-            return super().encode_chat(messages)
+        return call
 
 
 @contextmanager
@@ -565,18 +552,19 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     time_budget=(float, 1e-9, math.inf))
 CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
 OTHERS = "checkpoint", "device", "compile", "no_kernels", "draft", "draft_tokens", "load", "quiet", "stop"
-POLICIES = "auto", "hf", "bass"
+DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
 def check_options(options: dict) -> None:
     """UserError for a value out of its limits, and for options that contradict each other. None: it is not given."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        kind, low, high = LIMITS.get(name, (None, 0, 0))
-        if kind and type(value) not in (int, kind):
-            raise UserError(f"`{name}`={value!r:.60}: invalid {kind.__name__} value")
-        if kind and not low <= value <= high:
-            raise UserError(f"`{name}`={value} is not from {low} to {high}")
+        if name in LIMITS:
+            kind, low, high = LIMITS[name]
+            if type(value) not in (int, kind):
+                raise UserError(f"`{name}`={value!r:.60}: invalid {kind.__name__} value")
+            if not low <= value <= high:
+                raise UserError(f"`{name}`={value} is not from {low} to {high}")
         if name in CHOICES and dtype_name(value) not in CHOICES[name]:
             raise UserError(f"`{name}`={value!r:.60}: want one of {', '.join(CHOICES[name])}")
     stop = given.get("stop", [])
@@ -597,8 +585,7 @@ def check_draft_options(draft: str | None, tokens: int | str | None, quantize: s
         raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
     if draft == "prompt-lookup" and quantize:
         raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
-    count = str(tokens) if type(tokens) in (int, str) else ""
-    if tokens is not None and tokens not in POLICIES and not (count.isdecimal() and 1 <= int(count) <= 32):
+    if tokens is not None and str(tokens) not in DRAFT_TOKENS:
         raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
 
 
@@ -610,12 +597,11 @@ def check_model(options: dict, config: Config) -> None:
 
 def check_call(given: dict, names: Iterable[str]) -> None:
     """UserError for a keyword of a call that is none of these names."""
-    for name in given:
-        if name not in names and name in {*LIMITS, *CHOICES, *OTHERS}:
+    for name in set(given).difference(names):
+        if name in {*LIMITS, *CHOICES, *OTHERS}:
             raise UserError(f"{name}: an option of LLM(...), not of a call")
-        if name not in names:
-            near = get_close_matches(name, names, 1)
-            raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
+        near = get_close_matches(name, names, 1)
+        raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
 
 
 def check_messages(messages) -> None:

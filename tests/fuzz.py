@@ -472,7 +472,7 @@ SABOTAGES = dict(  # checks switched off, to show that the judge finds it
     links=lambda: setattr(guard, "is_inside", lambda path: True),
     files=lambda: setattr(guard, "is_file", lambda path, most=None, inside=True: path.exists()),
     sampling=lambda: setattr(sampling.Sampling, "__post_init__", lambda self: None),
-    ends=lambda: setattr(guard, "vet_stops", lambda settings, vocab_size: None),
+    ends=lambda: setattr(guard, "vet_tokens", lambda key, ids, vocab_size: None),
     surplus=lambda: setattr(checkpoint, "refuse_surplus", lambda files, checkpoint: None),
     panics=lambda: setattr(guard, "silenced", nullcontext))
 
