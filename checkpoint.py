@@ -83,7 +83,8 @@ class Checkpoint:
 # config.json
 
 
-LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"  # as RopeScaling's fields
+# In the order of RopeScaling's fields:
+LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 SUPPORTED = dict(  # key -> the only value that is read here
     hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
 
@@ -176,7 +177,8 @@ def hf_weights(config: Config) -> dict[str, Weight]:
         layer = f"layers.{i}"
         for name, (ours, row, rows, columns) in matrices.items():
             shape = sizes[rows], sizes[columns]
-            table[f"model.{layer}.{name}.weight"] = Weight(f"{layer}.{ours}.weight", row, shape, rows, columns, True)
+            place = Weight(f"{layer}.{ours}.weight", row, shape, rows, columns, quantized=True)
+            table[f"model.{layer}.{name}.weight"] = place
             if config.qkv_bias and ours == "attn.wqkv":
                 table[f"model.{layer}.{name}.bias"] = Weight(f"{layer}.{ours}.bias", row, shape[:1], rows)
         for name, (ours, size) in norms.items():

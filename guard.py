@@ -49,7 +49,8 @@ def user_errors(source: Path | str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of the tokenizers library
+        # The tokenizers library's PanicException is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
         reason = getattr(error, "strerror", None) or error  # an OSError's own words name the file once more
@@ -165,9 +166,10 @@ def read_json(path: Path) -> dict:
 
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
-NUMBERS = dict.fromkeys(["hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"], SIZE)
-NUMBERS |= dict(num_hidden_layers=(int, 1e4), vocab_size=(int, 2 ** 24), rms_norm_eps=(float, 1))
-OPTIONAL = dict.fromkeys(["num_key_value_heads", "head_dim", "sliding_window"], SIZE)
+NUMBERS = dict(
+    hidden_size=SIZE, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
+    vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1))
+OPTIONAL = dict(num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE)
 
 
 def typed(of: dict, key: str, *kinds: type):
@@ -219,11 +221,11 @@ def vet_config(hf: dict) -> None:
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
             raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
     config = config_from_hf(hf)
-    heads = config.n_head
-    if heads % config.n_kv_head:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={config.n_kv_head}")
-    if config.dim % heads and not hf.get("head_dim"):
-        raise ValueError(f"hidden_size={config.dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    dim, heads, kv_heads = config.dim, config.n_head, config.n_kv_head
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    if dim % heads and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
     weights = count_parameters(config)
@@ -235,8 +237,8 @@ def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
     """None is none. An end that is no token would end no text."""
     for i in ids:
         if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
-            raise ValueError(f"{key}={i!r}: want a token, from 0 to {vocab_size - 1}, as config.json has a vocab_size of "
-                             f"{vocab_size}")
+            raise ValueError(f"{key}={i!r}: want a token, from 0 to {vocab_size - 1}, as config.json has a "
+                             f"vocab_size of {vocab_size}")
 
 
 def vet_tokenizer(directory: Path) -> None:
@@ -329,7 +331,7 @@ class VettedTokenizer(Tokenizer):
         """encode: of a text, or of a chat's messages."""
         def call(of):
             with user_errors("the text"):
-                # Raises for half of a character, which a command line gives that is not UTF-8, and for what is no JSON.
+                # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
                 json.dumps(of, ensure_ascii=False).encode()
             with user_errors(self.path), silenced():
                 ids = encode(of)
@@ -357,12 +359,10 @@ def silenced() -> Iterator[None]:
 
 def render(template: str, values: dict) -> str:
     """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
-    with user_errors("the messages"):
-        line = json.dumps([template, values])
     process, answer = template_process(os.getpid()), ""
     try:
         with suppress(BrokenPipeError):
-            print(line, file=process.stdin, flush=True)
+            print(json.dumps([template, values]), file=process.stdin, flush=True)
             answer = process.stdout.readline()
     finally:
         if not answer.endswith("\n"):  # or it would answer the next time
@@ -597,7 +597,9 @@ def check_model(options: dict, config: Config) -> None:
 
 def check_call(given: dict, names: Iterable[str]) -> None:
     """UserError for a keyword of a call that is none of these names."""
-    for name in set(given).difference(names):
+    for name in given:
+        if name in names:
+            continue
         if name in {*LIMITS, *CHOICES, *OTHERS}:
             raise UserError(f"{name}: an option of LLM(...), not of a call")
         near = get_close_matches(name, names, 1)
