@@ -198,6 +198,19 @@ def change(directory: Path, config: dict = {}, **tensors) -> None:
     (directory / "config.json").write_text(json.dumps(whole))
 
 
+def awq(path: Path) -> dict[str, Tensor | None]:
+    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
+    changes = {}
+    for name, t in load_file(path).items():
+        if name.endswith("qweight"):
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, (len(t) * 8, t.shape[1] // 8)).int()
+        elif name.endswith("qzeros"):  # as wide already
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, t.shape).int()
+        elif name.endswith("g_idx"):
+            changes[name] = None
+    return changes
+
+
 def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
