@@ -209,7 +209,7 @@ def test_ctrl_c_is_quiet(tmp_path):
     assert interrupted(command) == (130, b"")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "scripts.tune"])
 def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     """A module that sleeps stands for it."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
