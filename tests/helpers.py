@@ -254,6 +254,13 @@ def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
     return ended([sys.executable, "-c", code], 120, cwd=cwd, PYTHONPATH="")
 
 
+def one_line(result: tuple[int, str, str]) -> str:
+    """What a command said that refused: exit code 2, one line on stderr, nothing on stdout."""
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
     """The lines of the program's own on stderr; torchrun has many."""
     return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
