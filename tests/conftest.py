@@ -8,6 +8,7 @@ import torch
 
 from cli.errors import report_errors
 from helpers import ROOT
+from tp import Shard
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 
@@ -56,6 +57,12 @@ def others_wait(request, tmp_path_factory):
     with open(tmp_path_factory.getbasetemp().parent / "gpu-tests", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if marker.kwargs.get("alone") else fcntl.LOCK_SH)
         yield  # closing the file ends the lock
+
+
+@pytest.fixture
+def lone(monkeypatch):
+    """A rank's part is loaded without the other ranks."""
+    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)
 
 
 @pytest.fixture

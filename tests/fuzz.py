@@ -33,7 +33,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-import tokenizers as hf  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -43,7 +42,7 @@ import guard  # noqa: E402
 import quantize  # noqa: E402
 import sampling  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from helpers import TINY, make, write  # noqa: E402
+from helpers import awq, change, make, with_json, with_model, write  # noqa: E402
 
 SECONDS, MEMORY = 20, 2 ** 32  # of a trial: CPU time, and address space beyond what the parent has
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -56,12 +55,14 @@ VALUES = [None, True, False, 0, 1, -1, 2, 7, 0.5, -0.0, 1e-300, 1e300, math.nan,
           10 ** 400, "", "x", "2", "<s>", "\x1b]0;x\x07\n", "\ud800", "\u202e", "a" * 10 ** 5, [], [[]], [None], {},
           {"a": {"b": []}}, ["x"] * 100, {"-:" + ".?" * 40 + "!": {}}, ["re:" + "(.|.)" * 40 + "!"], {"": {}}]
 # Keys that a file may lack, and that are read.
-KEYS = ["config_groups", "method", "quant_method", "dynamic", "ignore", "modules_to_not_convert", "ignored_layers",
-        "sparsity_config", "transform_config", "kv_cache_scheme", "activation_scheme", "weight_block_size", "targets",
-        "input_activations", "actorder", "group_size", "desc_act", "format", "checkpoint_format", "strategy", "lm_head",
-        "quantization_config", "compression_config", "rope_scaling", "rope_parameters", "rope_type", "sliding_window",
-        "head_dim", "partial_rotary_factor", "tie_word_embeddings", "eos_token_id", "bos_token_id", "eos_token",
-        "bos_token", "chat_template", "add_bos_token", "added_tokens_decoder", "normalizer", "truncation"]
+KEYS = """
+    config_groups method quant_method dynamic ignore modules_to_not_convert ignored_layers sparsity_config
+    transform_config kv_cache_scheme activation_scheme weight_block_size targets input_activations actorder
+    group_size desc_act format checkpoint_format strategy lm_head quantization_config compression_config
+    rope_scaling rope_parameters rope_type sliding_window head_dim partial_rotary_factor tie_word_embeddings
+    eos_token_id bos_token_id eos_token bos_token chat_template add_bos_token added_tokens_decoder normalizer
+    truncation
+""".split()
 NO_TOKEN = ["2", 99999, -1, 2.5, "</s>", True, [99999], [[1]], {}]
 NO_SAMPLING = dict(temperature=[True, -1, 101, "x", math.nan], top_k=[True, -5, 0.5, "x"],
                    top_p=[True, 0, 1e-46, 2, math.nan, "x"], min_p=[True, -1, 1.5, math.nan, "x"])
@@ -94,22 +95,9 @@ PARTS = dict(
 # The checkpoints that are broken
 
 
-def with_tokenizer(directory: Path) -> None:
-    """tokenizer.json, of bytes as tokens; the settings; a chat template."""
-    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-    made = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False), hf.decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>", "<|im_end|>"])
-    made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    made.save(str(directory / TOKENIZER))
-    (directory / SETTINGS).write_text(json.dumps(dict(bos_token="<s>", eos_token=dict(content="</s>"))))
-    (directory / TEMPLATE).write_text("{% for m in messages %}<s>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<s>")
-
-
-def with_pieces(directory: Path) -> None:
-    shutil.copy(TINY / PIECES, directory)
-    (directory / SETTINGS).write_text(json.dumps(dict(bos_token="<s>", add_bos_token=True, added_tokens_decoder={
-        "2047": dict(content="<|im_end|>", special=True)})))
+def rewrite(path: Path, **changes) -> None:
+    """Keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def shard(directory: Path) -> None:
@@ -121,19 +109,6 @@ def shard(directory: Path) -> None:
     (directory / INDEX).write_text(json.dumps(dict(metadata={}, weight_map=places)))
 
 
-def to_awq(directory: Path) -> None:
-    """A GPTQ checkpoint of 4 bits as one of AWQ, with codes as they fall."""
-    held = load_file(directory / WEIGHTS)
-    for name in [name.removesuffix("qweight") for name in held if name.endswith("qweight")]:
-        K, N = held[name + "qweight"].shape[0] * 8, held[name + "qweight"].shape[1]
-        del held[name + "g_idx"]
-        held[name + "qweight"] = torch.randint(-2 ** 31, 2 ** 31 - 1, (K, N // 8), dtype=torch.int32)
-    save_file(held, directory / WEIGHTS)
-    config = json.loads((directory / CONFIG).read_text())
-    config["quantization_config"] = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
-    (directory / CONFIG).write_text(json.dumps(config))
-
-
 def to_fp8(directory: Path) -> None:
     """A checkpoint as one of block-scaled FP8, which Qwen and DeepSeek publish."""
     held = load_file(directory / WEIGHTS)
@@ -142,10 +117,8 @@ def to_fp8(directory: Path) -> None:
         held[name + "_scale_inv"] = scale.view(1, 1)
         held[name] = (held[name].float() / scale).to(torch.float8_e4m3fn)
     save_file(held, directory / WEIGHTS)
-    config = json.loads((directory / CONFIG).read_text())
-    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128],
-                                         modules_to_not_convert=["lm_head"])
-    (directory / CONFIG).write_text(json.dumps(config))
+    rewrite(directory / CONFIG, quantization_config=dict(
+        quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["lm_head"]))
 
 
 def make_bases(root: Path) -> list[Path]:
@@ -159,16 +132,21 @@ def make_bases(root: Path) -> list[Path]:
     write(root / "qwen", root / "gptq", 4, 32, False, act_order=True)
     write(root / "qwen", root / "gptq8", 8, -1, True)
     write(root / "qwen", root / "awq", 4, 32, False)
-    to_awq(root / "awq")
+    change(root / "awq", dict(quant_method="awq", version="gemm"), **awq(root / "awq" / WEIGHTS))
     write(root / "qwen", root / "w4a16", 4, 32, False, form="compressed-tensors")
     shutil.copytree(root / "qwen", root / "fp8")
     to_fp8(root / "fp8")
     shard(root / "plain")
-    with_tokenizer(root / "plain")
-    for name in ("qwen", "gptq", "gptq8", "awq", "w4a16", "fp8"):
-        with_pieces(root / name)
     bases = sorted(path for path in root.iterdir() if path.is_dir())
     for base in bases:
+        config = json.loads((base / CONFIG).read_text())
+        if base.name == "plain":  # bytes as tokens, and a chat template
+            with_json(base, config, eos_token=dict(content="</s>"))
+            (base / TEMPLATE).write_text(
+                "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<s>")
+        else:
+            with_model(base, config, bos_token="<s>", add_bos_token=True, added_tokens_decoder={
+                "2047": dict(content="<|im_end|>", special=True)})
         (base / GENERATION).write_text(json.dumps(dict(temperature=0.7, top_k=5, top_p=0.9, eos_token_id=[2])))
     return bases
 
@@ -218,12 +196,7 @@ def change_key(rng: random.Random, directory: Path) -> tuple[str, bool]:
            (SETTINGS, "added_tokens_decoder", [{"7": dict(content="")}, {"x": dict(content="a")}, [1], 3]),
            (CONFIG, "quantization_config", [dict(quant_method="x"), dict(quant_method="gptq", bits=3), [1], "x", 3])])
     value = rng.choice(values)
-    held = json.loads((directory / file).read_text())
-    if value is None and key in SIZES and rng.random() < 0.5:
-        held.pop(key)
-    else:
-        held[key] = value
-    (directory / file).write_text(json.dumps(held))
+    rewrite(directory / file, **{key: value})
     return f"{file}: {key}={value!r:.40}", True
 
 
@@ -330,11 +303,10 @@ def change_template(rng: random.Random, path: Path) -> tuple[str, bool | None]:
 
 def change_parts(rng: random.Random, path: Path) -> tuple[str, None]:
     """Parts of tokenizer.json that its library knows, in ways that it may not expect."""
-    held = json.loads(path.read_text())
     key = rng.choice(list(PARTS))
-    held[key] = rng.choice(PARTS[key])
-    path.write_text(json.dumps(held))
-    return f"{key}={held[key]!r:.60}", None
+    value = rng.choice(PARTS[key])
+    rewrite(path, **{key: value})
+    return f"{key}={value!r:.60}", None
 
 
 def mutate(rng: random.Random, directory: Path) -> tuple[str, bool | None]:

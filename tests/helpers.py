@@ -198,6 +198,19 @@ def change(directory: Path, config: dict = {}, **tensors) -> None:
     (directory / "config.json").write_text(json.dumps(whole))
 
 
+def awq(path: Path) -> dict[str, Tensor | None]:
+    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
+    changes = {}
+    for name, t in load_file(path).items():
+        if name.endswith("qweight"):
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, (len(t) * 8, t.shape[1] // 8)).int()
+        elif name.endswith("qzeros"):  # as wide already
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, t.shape).int()
+        elif name.endswith("g_idx"):
+            changes[name] = None
+    return changes
+
+
 def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
@@ -239,6 +252,13 @@ def interrupted(command: list, path="") -> tuple[int, bytes]:
 def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
     """Python code in a process of its own, which finds no module of this repository but those in cwd."""
     return ended([sys.executable, "-c", code], 120, cwd=cwd, PYTHONPATH="")
+
+
+def one_line(result: tuple[int, str, str]) -> str:
+    """What a command said that refused: exit code 2, one line on stderr, nothing on stdout."""
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
 
 
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:

@@ -1,7 +1,6 @@
 """scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs it."""
 import json
 import math
-import subprocess
 import sys
 import unicodedata
 from argparse import Namespace
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, subprocess_python
+from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, ended, one_line, subprocess_python
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -43,7 +42,7 @@ def score(directory: Path, ids: list[int], first: int, context: int, stride: int
     return evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
 
 
-@pytest.mark.parametrize("context, stride", [(8, 8), (8, 4), (8, 3), (5, 1), (1, 1), (39, 20), (40, 9), (90, 45)])
+@pytest.mark.parametrize("context, stride", [(8, 8), (8, 3), (1, 1), (40, 9), (90, 45)])
 @pytest.mark.parametrize("name", ["llama3.1", "mistral"])  # mistral's window is of 5
 def test_each_token_counts_once_after_its_context(monkeypatch, name, context, stride):
     directory, ids = GOLDEN / name, torch.randint(96, (41,)).tolist()
@@ -82,7 +81,8 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
-def test_bytes_words_and_tokens_are_the_scored_texts_own(tmp_path, kind):
+def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_longest_of_whole_characters(
+        tmp_path, kind):
     tokenizer = checkpoint(tmp_path / kind, kind)
     for text in TEXTS:
         ids, first, skipped = evaluate.encode(tokenizer, text)
@@ -94,12 +94,6 @@ def test_bytes_words_and_tokens_are_the_scored_texts_own(tmp_path, kind):
             scored = text[skipped:]
             told = unicodedata.normalize("NFC", scored) if kind == "bytes-nfc" else scored
             assert len(ids) - first == len(told.encode())
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
-def test_a_cut_text_is_the_longest_that_its_tokens_hold_and_ends_with_a_whole_character(tmp_path, kind):
-    tokenizer = checkpoint(tmp_path / kind, kind)
-    for text in TEXTS:
         for limit in range(1, 30):
             cut = evaluate.beginning(tokenizer, text, limit)
             assert text.startswith(cut) and len(tokenizer.encode_text(cut)) <= limit + 1
@@ -123,7 +117,7 @@ def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, siz
 
 @pytest.mark.parametrize("spec, want", [
     ("a/b", ("a/b", None, None)), ("a:int8", ("a", "int8", None)), ("a:int4-g64", ("a", "int4", 64)),
-    ("a:b:int4-g-1", ("a:b", "int4", -1)), ("a:int5", ("a:int5", None, None)), ("a-g8", ("a-g8", None, None))])
+    ("a:b:int4-g-1", ("a:b", "int4", -1)), ("a:int5", ("a:int5", None, None))])
 def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
     assert evaluate.parse_spec(spec) == dict(zip(("model", "checkpoint", "quantize", "group_size"), (spec, *want)))
 
@@ -131,8 +125,7 @@ def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
 @pytest.mark.parametrize("text, says", [
     ("Once upon a time, there was a little girl named Lily. She loved to play in the park.", True),
     ("OnceuponatimetherewasalittlegirlnamedLily. Shelovedtoplayinthepark.", False),
-    ("世界你好世界你好 世界你好", False),
-    ("314159265358 979323846264 338327950288", False), ("self.x[i]=foo(bar,**kw) lambda:0x1f<<2;y={}", False)])
+    ("世界你好世界你好 世界你好", False), ("self.x[i]=foo(bar,**kw) lambda:0x1f<<2;y={}", False)])
 def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
     llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
     line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32))
@@ -144,15 +137,21 @@ def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
     assert (cells[3] == "-") != says and "-" not in cells[4]
 
 
-def run(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/evaluate.py", *map(str, args), "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture
+def measured(call, monkeypatch):
+    """evaluate.py of the bundled model, with TEXT unless it is told what to measure; exit code, stdout, stderr."""
+    def run(*args) -> tuple[int, str, str]:
+        text = () if {"--text", "--tasks"} & {*args} else ("--text", TEXT)
+        return call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--device", "cpu", *text, *args)
+    monkeypatch.chdir(ROOT)
+    return run
 
 
-def test_the_json_line_says_what_was_measured(tmp_path, call):
+def test_the_json_line_says_what_was_measured(tmp_path, measured):
     text = tmp_path / "story.txt"
     text.write_bytes(STORY.encode())
-    done = run("--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5)
+    done = ended([sys.executable, "scripts/evaluate.py", "--checkpoint", TINY, "--text", text, "--context", 16,
+                  "--stride", 5, "--device", "cpu"], 120)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     tokenizer = Tokenizer(Checkpoint(TINY))
@@ -167,19 +166,16 @@ def test_the_json_line_says_what_was_measured(tmp_path, call):
     assert known.items() <= line.items() and line["model_bytes"] == 4 * 3967744 and line["seconds"] > 0
     assert f"| {line['bits_per_byte']:.4f} | - |" in done.stderr
 
-    cut = json.loads(call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", text, "--max-tokens", 9,
-                          "--json", "--device", "cpu")[1])
+    cut = json.loads(measured("--text", text, "--max-tokens", 9, "--json")[1])
     assert cut["tokens"] == 9 and cut["bytes"] == len(tokenizer.decode(ids[:10]).encode())
     assert (cut["context"], cut["stride"]) == (512, 256)
 
 
-def test_a_comparison_is_a_table_whose_first_row_is_the_reference(call, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    options = ["--checkpoint", "checkpoints/tiny", "--text", TEXT, "--max-tokens", 300, "--compare",
-               "checkpoints/tiny:int8", "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft"]
-    ended, table, errors = call("evaluate.py", evaluate.main, *options, "--device", "cpu")
-    code, lines, more_errors = call("evaluate.py", evaluate.main, *options, "--json", "--device", "cpu")
-    assert ended == code == 0 and not more_errors, errors + more_errors
+def test_a_comparison_is_a_table_whose_first_row_is_the_reference(measured):
+    options = ("--checkpoint", "checkpoints/tiny", "--max-tokens", 300, "--compare", "checkpoints/tiny:int8",
+               "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft")
+    (_, table, _), (code, lines, errors) = measured(*options), measured(*options, "--json")
+    assert (code, errors) == (0, "")
     results = [json.loads(line) for line in lines.splitlines()]
     plain, int8, int4, draft = results
     assert [result["quantize"] for result in results] == [None, "int8", "int4", None] and int4["group_size"] == 64
@@ -198,7 +194,7 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference(call, monkeypa
     assert rows[0].split(" | ")[2] == "-"
 
 
-def test_a_comparison_that_fails_shows_what_it_has(call, monkeypatch):
+def test_a_comparison_that_fails_shows_what_it_has(measured, monkeypatch):
     measure = evaluate.evaluate
 
     def measure_one(spec, *args):
@@ -207,8 +203,7 @@ def test_a_comparison_that_fails_shows_what_it_has(call, monkeypatch):
         return measure(spec, *args)
 
     monkeypatch.setattr(evaluate, "evaluate", measure_one)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT, "--max-tokens", 40,
-                          "--compare", f"{TINY}:int8", "--device", "cpu")
+    code, out, err = measured("--max-tokens", 40, "--compare", f"{TINY}:int8")
     assert code == 2 and out.count("\n") == 3 and f"| {TINY} |" in out and "broken weights" in err
 
 
@@ -230,40 +225,28 @@ evaluate.run(evaluate.main)
     assert done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr, done.stderr
 
 
-def test_what_is_quantized_already_is_refused_before_anything_is_measured(call, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("formats.read_settings", lambda checkpoint: dict(bits=4))
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args: 1 / 0)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT,
-                          "--compare", f"{TINY}:int4", "--device", "cpu")
-    assert code == 2 and not out and err.count("\n") == 1 and f"int4: {TINY}" in err and "already" in err
-
-
 def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
     """SentencePiece may drop white space; a character of two tokens may be all there is."""
-    for tokenizer, text in [(Namespace(encode_text=lambda text: [1]), "\n"), (checkpoint(tmp_path / "bytes", "bytes"), "é")]:
+    pieces, of_bytes = Namespace(encode_text=lambda text: [1]), checkpoint(tmp_path / "bytes", "bytes")
+    for tokenizer, text in [(pieces, "\n"), (of_bytes, "é")]:
         with pytest.raises(UserError, match="2 tokens"):
             evaluate.encode(tokenizer, text)
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--text", "missing.txt"], ["missing.txt"]), (["--text", TINY / "model.safetensors"], ["utf-8"]),
-    (["--text", "/dev/null"], ["regular file"]), (["--context", 600], ["600", "512"]),
-    (["--context", 8, "--stride", 9], ["--stride 9", "8"]), (["--stride", 0], ["--stride"]),
-    (["--group-size", 64], ["--group-size", "--quantize"]), (["--compare", "nowhere:int8"], ["nowhere", "directory"]),
-    (["--compare"], ["--compare"]), (["--max-tokens", 0], ["--max-tokens"]),
-    (["--limit", 5], ["--limit", "--tasks"]),
-    (["--tasks", "piqa", "--context", 9], ["--context", "--text"])])
-def test_mistakes_are_one_line(call, monkeypatch, args, words):
-    monkeypatch.chdir(ROOT)
-    text = () if {"--text", "--tasks"} & {*args} else ("--text", TEXT)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, *text, *args, "--device", "cpu")
-    assert code == 2 and not out and err.count("\n") == 1, err
-    assert all(word in err for word in words), err
-
-
-def test_groups_that_do_not_fit_are_refused_before_any_work(call, monkeypatch):
+    (["--text", "missing.txt"], "missing.txt"), (["--text", TINY / "model.safetensors"], "utf-8"),
+    (["--text", "/dev/null"], "regular file"), (["--context", 600], "600 512"),
+    (["--context", 8, "--stride", 9], "--stride 9 8"), (["--stride", 0], "--stride"),
+    (["--group-size", 64], "--group-size --quantize"), (["--compare", "nowhere:int8"], "nowhere directory"),
+    (["--compare"], "--compare"), (["--max-tokens", 0], "--max-tokens"), (["--limit", 5], "--limit --tasks"),
+    (["--tasks", "piqa", "--context", 9], "--context --text"),
+    (["--compare", f"{TINY}:int4-g48"], "group size 48 does not divide the 256 inputs")])
+def test_mistakes_are_one_line_before_anything_is_measured(measured, monkeypatch, args, words):
     monkeypatch.setattr(evaluate, "evaluate", None)
-    code, out, err = call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--text", TEXT, "--compare",
-                          f"{TINY}:int4-g48", "--device", "cpu")
-    assert code == 2 and not out and "group size 48 does not divide the 256 inputs" in err
+    assert absent(words, one_line(measured(*args))) == []
+
+
+def test_what_is_quantized_already_is_refused_before_anything_is_measured(measured, monkeypatch):
+    monkeypatch.setattr("formats.read_settings", lambda checkpoint: dict(bits=4))
+    monkeypatch.setattr(evaluate, "evaluate", None)
+    assert absent(f"int4: {TINY} already", one_line(measured("--compare", f"{TINY}:int4"))) == []

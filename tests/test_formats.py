@@ -67,7 +67,6 @@ def test_what_other_packages_packed_gives_their_logits(tmp_path, setting):
 
 
 def test_there_are_goldens_of_each_format():
-    assert len(CONFIGS) >= 24
     methods = [config["quantization_config"].get("quant_method") for config in CONFIGS.values()]
     assert set(methods) == set(formats.RULES)
 
@@ -80,9 +79,8 @@ def weight_of(module) -> Tensor:
 
 
 @pytest.mark.parametrize("setting", [setting for setting in CONFIGS if setting != "gptq dynamic"])
-def test_ranks_hold_the_same_weights(tmp_path, monkeypatch, setting):
+def test_ranks_hold_the_same_weights(tmp_path, lone, setting):
     """Cut inside of 128 x 128 blocks too, along N and K, and where act-order scatters a group."""
-    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other rank
     unfold(setting, tmp_path)
     whole = load_checkpoint(tmp_path)
     H, K, E, F = (getattr(whole.config, name) for name in ("n_head", "n_kv_head", "head_dim", "ffn_dim"))
@@ -99,7 +97,7 @@ def test_ranks_hold_the_same_weights(tmp_path, monkeypatch, setting):
 
 
 @pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
-def test_the_table_of_weights_says_what_is_quantized_and_shared_whatever_its_name(tmp_path, monkeypatch, form):
+def test_the_table_of_weights_says_what_is_quantized_and_shared_whatever_its_name(tmp_path, monkeypatch, lone, form):
     """Here "mlp.second" is, which ends in no ".weight", and the attention's output is not."""
     plain = checkpoint.hf_weights
 
@@ -113,7 +111,6 @@ def test_the_table_of_weights_says_what_is_quantized_and_shared_whatever_its_nam
 
     for module in ("checkpoint", "formats", "guard", "helpers", "quantize", "tp"):
         monkeypatch.setattr(f"{module}.hf_weights", table)
-    monkeypatch.setattr(Shard, "parallelize", lambda self, model: None)  # which wants the other rank
     theirs = make(tmp_path / "in")
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False, form=form)
     held = load_file(tmp_path / "out" / "model.safetensors")
@@ -151,9 +148,16 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
     assert layer.ffn.w_down.scales.shape == (64, 9)  # 288 inputs in groups of 32
 
 
-def test_a_block_may_be_larger_than_the_matrix(tmp_path):
-    tokens, logits = unfold("fp8 blocks", tmp_path, dict(weight_block_size=[10 ** 40, 32 * 10 ** 40]))
-    assert error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
+@pytest.mark.parametrize("settings, shape", [
+    (dict(weight_block_size=[10 ** 40, 32 * 10 ** 40]), (1, 1)), (dict(quant_method=None, method="fp8"), (1, 1)),
+    ({}, ()), ({}, (1,))])
+def test_fp8_blocks_as_others_write_them(tmp_path, settings, shape):
+    """Larger than the matrix; the method under gptqmodel's key; the one scale of a tensor with fewer dimensions."""
+    unfold("fp8 blocks", tmp_path)
+    scales = {name: tensor.view(shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+              if name.endswith("weight_scale_inv")}
+    tokens, logits = unfold("fp8 blocks", tmp_path, settings, **scales)
+    assert len(scales) == 7 and error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
 
 
 def test_scales_keep_their_files_precision(tmp_path):
@@ -189,8 +193,7 @@ def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
     assert "more exact" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting, name", [
-    ("w4a16", "int4"), ("w8a8", "int8"), ("fp8 blocks", "fp8"), ("several groups", "int8"), ("awq", "int4")])
+@pytest.mark.parametrize("setting, name", [("awq", "int4"), ("fp8 blocks", "fp8"), ("several groups", "int8")])
 def test_the_name_of_what_was_read(tmp_path, setting, name):
     unfold(setting, tmp_path)
     assert read_settings(Checkpoint(tmp_path))["name"] == name
@@ -200,22 +203,6 @@ def test_a_layer_that_no_target_names_is_as_it_was(tmp_path):
     groups = CONFIGS["w4a16"]["quantization_config"]["config_groups"]["group_0"] | dict(targets=["re:.*q_proj$"])
     unfold("w4a16", tmp_path, dict(config_groups=dict(some=groups)))
     assert absent("k_proj.weight missing", refusal(load_checkpoint, tmp_path)) == []
-
-
-def test_one_scale_of_a_tensor_may_have_no_dimensions(tmp_path):
-    tokens, logits = unfold("fp8 blocks", tmp_path)
-    scales = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
-              if name.endswith("weight_scale_inv")}
-    assert all(scale.shape == (1, 1) for scale in scales.values())
-    for shape in (), (1,):
-        unfold("fp8 blocks", tmp_path, **{name: scale.view(shape) for name, scale in scales.items()})
-        assert error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
-
-
-def test_the_method_may_stand_under_another_key(tmp_path):
-    """gptqmodel's own name for it."""
-    tokens, logits = unfold("fp8 blocks", tmp_path, dict(quant_method=None, method="fp8"))
-    assert error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -249,11 +236,11 @@ def weights(form: str = "pack-quantized", **of) -> dict:
     ("w4a16", dict(quant_method="hqq"), {}, "HQQ compressed-tensors"),
     ("w4a16", dict(quant_method="modelopt", quant_algo="NVFP4"), {}, "modelopt NVFP4"),
     *(("w4a16", dict(format=form, config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4)))), {},
-       words) for form, words in [("mxfp4-pack-quantized", "MXFP4 pack-quantized"), ("nvfp4-pack-quantized", "NVFP4"),
-                                  ("marlin-24", "2:4 sparse"), ("mxfp8-quantized", "MXFP8"), ("dense", "dense")]),
+       words) for form, words in [("mxfp4-pack-quantized", "MXFP4 pack-quantized"), ("marlin-24", "2:4 sparse"),
+                                  ("dense", "dense")]),
     ("w4a16", dict(sparsity_config=dict(format="sparse-24-bitmask")), {}, "2:4 sparse"),
     ("w4a16", dict(transform_config=dict(config_groups=dict(u=1))), {}, "transform_config"),
-    ("w4a16", weights(num_bits=3), {}, "num_bits 3 [4, 8]"), ("gptq 4 sym", dict(bits=6), {}, "bits 6 [4, 8]"),
+    ("w4a16", weights(num_bits=3), {}, "num_bits 3 [4, 8]"),
     ("w4a16", weights(type="float"), {}, "type float"), ("w4a16", weights(strategy="tensor_group"), {}, "tensor_group"),
     ("w4a16", weights(group_size=48), {}, "group_size 48 32"), ("w4a16", weights(dynamic=True), {}, "dynamic True"),
     ("w4a16", weights(group_size=64), {}, "scale [64, 2] [64, 1]"),
@@ -276,11 +263,10 @@ def weights(form: str = "pack-quantized", **of) -> dict:
     ("w4a16", {}, {Q + "weight_scale": None}, Q + "weight_scale missing"),
     ("w4a16", {}, {Q + "weight_packed": None}, Q + "weight_packed missing"),
     ("w4a16", {}, {Q + "weight_shape": torch.tensor([64, 32])}, Q + "weight_shape [64, 32] [64, 64]"),
-    ("w4a16", {}, {Q + "weight_scale": torch.ones(64, 3)}, Q + "weight_scale [64, 3] [64, 2]"),
     ("w4a16", {}, {Q + "weight_scale": torch.ones(64, 2).int()}, Q + "weight_scale I32 F32"),
-    *((setting, {}, {Q + "weight_scale": torch.full(shape, bad)}, Q + "weight_scale NaN infinite")
-      for setting, shape in [("w4a16", (64, 2)), ("fp8 a channel", (64, 1)), ("w8a8", (64, 1))]
-      for bad in (float("nan"), float("inf"))),
+    *((setting, {}, {Q + "weight_scale": torch.full(shape, float(bad))}, Q + "weight_scale NaN infinite")
+      for setting, shape, bad in [("w4a16", (64, 2), "nan"), ("fp8 a channel", (64, 1), "inf"),
+                                  ("w8a8", (64, 1), "nan")]),
     ("gptq 4 sym", {}, {Q + "scales": torch.full((2, 64), float("nan"))}, Q + "scales NaN"),
     ("w4a16 asymmetric", {}, {Q + "weight_zero_point": None}, Q + "weight_zero_point missing"),
     ("w4a16 asymmetric", {}, {Q + "weight_zero_point": torch.ones(8, 3).int()}, Q + "weight_zero_point [8, 3] [8, 2]"),
@@ -290,7 +276,6 @@ def weights(form: str = "pack-quantized", **of) -> dict:
     ("w8a8", weights("int-quantized", strategy="channel", group_size=None),
      {Q + "weight": torch.full((64, 64), 9).to(torch.int8)}, "weight more than 4 bits"),
     ("fp8 blocks", {}, {Q + "weight_scale_inv": None}, Q + "weight_scale_inv missing"),
-    ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(2, 1)}, Q + "weight_scale_inv [2, 1] [1, 1]"),
     ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(10 ** 6)}, Q + "weight_scale_inv [1000000] [1, 1]"),
     ("fp8 blocks", {}, {Q + "weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}, Q + "weight NaN"),
     ("fp8 blocks", {}, {Q + "weight": torch.ones(128, 128).to(torch.float8_e5m2)}, Q + "weight F8_E5M2 F8_E4M3"),

@@ -114,15 +114,6 @@ def test_tiles(gated, N):
     assert tiles[1, 2, 9].equal(rows[37 + 8 + 1 if gated else 16 + 9, 32:48])
 
 
-@pytest.mark.parametrize("zeros", [True, False])
-def test_scales_and_zeros_come_back(zeros):
-    scales, points = torch.randn(35, 5).half(), torch.randint(256, (35, 5)) if zeros else None
-    packed = pack_scales(scales, points, 128, 2, False)  # 5 groups in blocks of 2: the last block is half full
-    assert packed.shape == (3, 3, 16, 2)
-    got = unpack_scales(packed, 35, 5, 128, False)
-    assert got[0].equal(scales.float()) and got[1].equal(points.int() if zeros else torch.full((35, 5), 128).int())
-
-
 @pytest.mark.parametrize("N, gated", [(40, False), (80, True)])
 def test_scales_that_rows_share_stand_there_once(N, gated):
     scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
@@ -232,9 +223,8 @@ def test_another_kind_of_codes_is_one_object():
         PackedLinear(layer)
 
 
-@pytest.mark.parametrize("kind, C, compiled, parts", [
-    ("int4", 9, False, "zeros order bias"), ("int8", 1, False, "bias"), ("fp8", 9, False, "order"),
-    ("int4", 9, True, "zeros order bias"), ("int8", 1, True, "bias"), ("fp8", 9, True, "order")])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind, C, parts", [("int4", 9, "zeros order bias"), ("int8", 1, "bias"), ("fp8", 9, "order")])
 def test_the_cpu_layer_is_its_weights(kind, C, compiled, parts):
     """Compiled, few rows go another way."""
     weight = random_weight(40, 576, kind, C, parts)
@@ -283,7 +273,6 @@ def test_the_twin_is_the_product(shape):
     x, norm, residual = random_inputs(weight, 3, parts, torch.float32)
     ref = exact_linear(x, exact_weights(weight), norm, weight.bias, residual, packed.gated)
     check_rows(packed.fused(x, norm, residual, packed.gated), ref, 1e-5)
-    check_rows(twin(packed, x, norm, residual), ref, 1e-5)
 
 
 @pytest.mark.gpu
@@ -323,14 +312,12 @@ def gemm_choice(*sizes):
                          ids=str)  # the last two: whole tiles first
 @pytest.mark.parametrize("choice, rows", [
     *((gemm_choice(*sizes, scaled), rows) for scaled in (0, 1) for sizes, rows in [
-        ((16, 64, 16, 2, 8, 0, 3), 5), ((16, 64, 2, 4, 2, 8, 3), 3), ((16, 64, 4, 5, 4, 8, 2), 11),
-        ((32, 64, 2, 4, 2, 12, 4), 8), ((32, 64, 4, 3, 4, 3, 2), 7), ((32, 64, 4, 4, 4, 5, 4), 20),
-        ((32, 64, 4, 3, 4, 0, 2), 200), ((64, 64, 1, 4, 4, 3, 8), 150),
-        ((128, 64, 1, 3, 8, 2, 2), 256), ((128, 64, 1, 4, 4, 2, 6), 33), ((256, 64, 1, 3, 8, 2, 3), 129),
-        ((64, 128, 1, 3, 4, 3, 4), 128), ((128, 128, 1, 3, 4, 2, 1), 70), ((128, 128, 1, 3, 8, 1, 3), 385),
-        ((256, 128, 1, 3, 8, 0, 2), 100), ((128, 256, 1, 3, 8, 1, 2), 500), ((256, 64, 1, 3, 8, 2, 1), 512)]),
-    *((gemv_choice(*sizes), 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (4, 4, 2, 1, 2), (8, 2, 4, 12, 3),
-                                      (16, 2, 3, 2, 5)])], ids=str)
+        ((16, 64, 16, 2, 8, 0, 3), 5), ((16, 64, 4, 5, 4, 8, 2), 11), ((32, 64, 2, 4, 2, 12, 4), 8),
+        ((32, 64, 4, 4, 4, 5, 4), 20), ((32, 64, 4, 3, 4, 0, 2), 200), ((64, 64, 1, 4, 4, 3, 8), 150),
+        ((128, 64, 1, 4, 4, 2, 6), 33), ((256, 64, 1, 3, 8, 2, 3), 129), ((64, 128, 1, 3, 4, 3, 4), 128),
+        ((128, 128, 1, 3, 4, 2, 1), 70), ((256, 128, 1, 3, 8, 0, 2), 100), ((128, 256, 1, 3, 8, 1, 2), 500)]),
+    *((gemv_choice(*sizes), 1) for sizes in [(4, 2, 3, 6, 2), (4, 4, 2, 1, 8), (8, 2, 4, 12, 3), (16, 2, 3, 2, 5)])],
+                         ids=str)
 def test_slices_of_k(monkeypatch, choice, rows, shape):
     """Programs that share a tile's K, more of them than K has blocks too: right, the same each time, ready for more."""
     parts = shape[-1]

@@ -2,7 +2,6 @@
 Tensor parallelism: two ranks give what one gives. torchrun starts a pair once for many cases (tp_worker.py), and once
 for each thing that the command is to do.
 """
-import io
 import json
 import os
 import shutil
@@ -19,16 +18,14 @@ from subprocess import PIPE
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 import generate
-import tp
 import tp_worker
 from checkpoint import Checkpoint, UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from cli.errors import report_errors
-from helpers import CPU, DRAFT, ROOT, SHAPE, TINY, absent, change, ended, error, make, told, torchrun, write
+from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal, told, torchrun,
+                     write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
 
@@ -103,18 +100,6 @@ def alone(case: tuple[str, dict]):
     return getattr(tp_worker, function)(Team(), CPU, **args)
 
 
-def awq(path: Path) -> dict[str, Tensor | None]:
-    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
-    changes = {}
-    for name, t in load_file(path).items():
-        if name.endswith(("qweight", "qzeros")):
-            K, N = len(t) * (8 if name.endswith("qweight") else 1), t.shape[1] * (1 if name.endswith("qweight") else 8)
-            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, (K, N // 8)).int()
-        elif name.endswith("g_idx"):
-            changes[name] = None
-    return changes
-
-
 def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
     """cases, with the paths of their checkpoints; the bundled ones' are whole and stay."""
     return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
@@ -176,40 +161,33 @@ def config_of(**changes) -> Config:
 
 LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
 SHARED = [  # heads, kv heads, other changes, group, ranks
-    (4, 2, {}, 1, 2), (6, 3, UNEVEN, 32, 2), (6, 3, UNEVEN, -1, 3), (8, 1, dict(intermediate_size=512), 1, 4),
-    (8, 2, dict(intermediate_size=512), 1, 8), (8, 2, dict(intermediate_size=512), 16, 4),
-    (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5), (64, 8, LLAMA_70B, 128, 8),
-    (64, 8, LLAMA_70B, 128, 6), (64, 8, LLAMA_70B, 128, 16),
-    (32, 32, dict(head_dim=128, intermediate_size=11008), 128, 4), (32, 32, dict(head_dim=20), -1, 3),
-    (64, 8, dict(head_dim=20), -1, 3)]
+    (6, 3, UNEVEN, 32, 2), (6, 3, UNEVEN, -1, 3), (8, 2, dict(intermediate_size=512), 16, 4),
+    (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5), (64, 8, LLAMA_70B, 128, 6),
+    (64, 8, LLAMA_70B, 128, 16), (64, 8, dict(head_dim=20), -1, 3)]
 
 
 def test_cut():
-    parts = [cut(11008, 128, rank, 4) for rank in range(4)]
-    assert [(end - begin) / 128 for begin, end in parts] == [22, 22, 21, 21]
-    assert parts[0][0] == 0 and parts[3][1] == 11008 and all(parts[r][1] == parts[r + 1][0] for r in range(3))
-    for n, unit, ranks in [(7, 1, 3), (97, 32, 2), (97, 32, 4), (5, 1, 5), (3, 2, 2)]:
-        ends = [cut(n, unit, rank, ranks) for rank in range(ranks)]
-        assert [i for begin, end in ends for i in range(begin, end)] == list(range(n))
-        assert all(begin < end and begin % unit == 0 for begin, end in ends)
+    for n, unit, units in [(11008, 128, [22, 22, 21, 21]), (97, 32, [2, 2]), (5, 1, [1] * 5)]:
+        parts = [cut(n, unit, rank, len(units)) for rank in range(len(units))]
+        assert [i for begin, end in parts for i in range(begin, end)] == list(range(n))
+        assert [-(-(end - begin) // unit) for begin, end in parts] == units and not any(b % unit for b, _ in parts)
 
 
 @pytest.mark.parametrize("heads, kv_heads, changes, group, ranks", SHARED)
 def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, group, ranks):
     """But for kv heads, of which each rank has those that its q heads look at, and no others."""
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
-    shards = [Shard(config, group, rank, ranks) for rank in range(ranks)]
-    E = config.head_dim
+    parts, E = shards(config, group, ranks), config.head_dim
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
-        for shard in shards:
+        for shard in parts:
             seen[shard.part(weight)[:len(weight.shape)]] += 1
         layer = name.split(".")[-2]
         times = 1 if layer in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head") else ranks
         if layer in ("k_proj", "v_proj"):
             times = max(1, ranks // kv_heads)
         assert (seen == times).all(), name
-    for shard in shards:
+    for shard in parts:
         (q, q_end), (kv, kv_end) = ((share.start, share.stop) for share in (shard.shares["q"], shard.shares["kv"]))
         looked_at = [h * kv_heads // heads for h in range(q // E, q_end // E)]
         assert set(looked_at) == set(range(kv // E, kv_end // E)) and q % E == kv % E == 0
@@ -228,29 +206,29 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
 
 
-def refused(config: Config, group: int, ranks: int) -> str | None:
+def shards(config: Config, group: int, ranks: int) -> list[Shard]:
+    return [Shard(config, group, rank, ranks) for rank in range(ranks)]
+
+
+def serves(*how) -> bool:
     try:
-        for rank in range(ranks):
-            Shard(config, group, rank, ranks)
-    except UserError as reason:
-        return str(reason)
+        return bool(shards(*how))
+    except UserError:
+        return False
 
 
 @pytest.mark.parametrize("heads, kv_heads, E, ffn, group, ranks, words, works", [
-    (4, 2, 16, 96, 1, 3, "3 ranks 4 heads 2 key/value", None), (2, 1, 128, 640, 1, 3, "", [1, 2]),
     (8, 2, 16, 512, 1, 16, "16 ranks 8 heads 2 key/value", [1, 2, 4, 8]),
-    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32", [1, 2, 3]), (64, 8, 128, 28672, 128, 9, "", None),
+    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32", [1, 2, 3]),
     (32, 32, 16, 256, 64, 8, "8 ranks 256 units 64", [1, 2, 3, 4]), (12, 3, 16, 1024, 1, 5, "", [1, 2, 3, 6, 12]),
-    (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32", [1]), (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32", None),
-    (64, 8, 20, 512, -1, 9, "", None), (32, 32, 128, 11008, 128, 80, "", [*range(1, 33)])])
+    (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32", [1]), (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32", None)])
 def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, E, ffn, group, ranks, words, works):
     """Some of these ranks' heads would have half of a quantized group, or half of a word of zero points."""
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E)
-    said = refused(config, group, ranks)
-    assert "\n" not in said and absent(words, said) == []
+    said = refusal(shards, config, group, ranks)
+    assert absent(words, said) == []
     named = json.loads(said.partition("; want one of ")[2])
-    assert works in (None, named)
-    assert named == [n for n in range(1, 65) if not refused(config, group, n)]
+    assert works in (None, named) and named == [n for n in range(1, 65) if serves(config, group, n)]
 
 
 def test_a_draft_is_split_where_that_pays():
@@ -307,25 +285,12 @@ def test_devices_that_the_ranks_cannot_have_are_refused(environment, device, gpu
     assert absent(words, caught.value.command_line()) == []
 
 
-def test_one_rank_joins_nobody(environment):
-    environment(1)
-    assert join("cpu") == ("cpu", Team()) and Team().agree(lambda: 7) == 7 and tp.splitter(Team()) is None
-
-
 def test_ranks_agree_on_what_rank_0_has():
     store = dist.HashStore()
     first, second = (Team(rank, 2, store) for rank in range(2))
     for value in (0.1, None, "a line with \udcff", [1, {"a": 2 ** 63}]):
         assert first.agree(lambda: value) == value == second.agree(lambda: 1 / 0)
         assert first.agree(value) == value == second.agree("other")
-
-
-def one_rank(monkeypatch, capsys, *args, typed: str = "") -> str:
-    """stdout of generate.py without torchrun, in this process."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args), "--device", "cpu"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
-    report_errors(generate.main)
-    return capsys.readouterr().out
 
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 12)
@@ -361,15 +326,21 @@ def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
         return dict(zip(started, done))
 
 
-def test_torchrun_with_one_rank_prints_what_the_command_alone_does(commands, monkeypatch, capsys):
+@pytest.fixture
+def one_rank(call):
+    """stdout of generate.py without torchrun, in this process."""
+    return lambda *args, stdin="": call("generate.py", generate.main, *args, "--device", "cpu", stdin=stdin)[1]
+
+
+def test_torchrun_with_one_rank_prints_what_the_command_alone_does(commands, one_rank):
     done = commands["text"]
-    assert (done.returncode, done.stdout) == (0, one_rank(monkeypatch, capsys, *TEXT)) and not told(done)
+    assert (done.returncode, done.stdout) == (0, one_rank(*TEXT)) and not told(done)
 
 
-def test_only_rank_0_prints_json(commands, monkeypatch, capsys):
+def test_only_rank_0_prints_json(commands, one_rank):
     done = commands["json"]
     assert done.returncode == 0 and done.stdout.count("\n") == 1
-    both, one = json.loads(done.stdout), json.loads(one_rank(monkeypatch, capsys, *SPECULATED))
+    both, one = json.loads(done.stdout), json.loads(one_rank(*SPECULATED))
     assert (both["world_size"], one["world_size"]) == (2, 1) and both.keys() == one.keys()
     for a, b in zip(both["samples"], one["samples"], strict=True):
         assert all(a[key] == b[key] for key in ("prompt", "text", "tokens", "finish_reason", "prompt_tokens"))
@@ -378,9 +349,9 @@ def test_only_rank_0_prints_json(commands, monkeypatch, capsys):
     assert 0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6  # a rank's: the kv head is whole
 
 
-def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, monkeypatch, capsys):
+def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, one_rank):
     done = commands["chat"]
-    assert (done.returncode, done.stdout) == (0, one_rank(monkeypatch, capsys, *CHAT, typed=TYPED))
+    assert (done.returncode, done.stdout) == (0, one_rank(*CHAT, stdin=TYPED))
     assert done.stdout.count("\n") == 2
 
 
@@ -441,6 +412,9 @@ def test_ctrl_c_ends_a_rank_whatever_thread_it_meets():
         process.kill()
 
 
+BEGINNING = "Once upon a time, there was a "  # once it is printed, the ranks are at it
+
+
 def children(pid: int) -> dict[int, int]:
     """Rank -> process, of the ranks that a torchrun process started."""
     found = {}
@@ -460,14 +434,12 @@ def test_when_a_rank_is_killed_rank_0_says_so(endless):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = ("--checkpoint", endless, "--max-new-tokens", 10_000, "--max-seq-length", 12_000, "--temperature", 0)
-    command = [sys.executable, *map(str, (ROOT / "generate.py", *options)), "--device", "cpu"]
     shared = os.environ | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port),
                                OMP_NUM_THREADS="1")
-    first, second = (subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True,
+    first, second = (subprocess.Popen([sys.executable, *endless], stdout=PIPE, stderr=PIPE, text=True,
                                       env=shared | dict(RANK=rank, LOCAL_RANK=rank)) for rank in "01")
     try:
-        assert first.stdout.read(30) == "Once upon a time, there was a "  # they are at it
+        assert first.stdout.read(30) == BEGINNING
         second.kill()
         _, errors = first.communicate(timeout=15)
         assert first.returncode == 2 and errors.startswith("generate.py: another rank ended: "), errors
@@ -486,37 +458,35 @@ def running(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory) -> Path:
-    """The bundled model with a long context and without an end of sequence."""
-    directory = tmp_path_factory.mktemp("endless") / "endless"
-    directory.mkdir()
-    for name in ("tokenizer.model", "model.safetensors"):
-        shutil.copy(Path(TINY) / name, directory)
-    config = json.loads((Path(TINY) / "config.json").read_text())
+def endless(tmp_path_factory) -> list[str]:
+    """generate.py with the bundled model, with a long context and without an end of sequence."""
+    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("endless") / "endless")
+    (directory / "generation_config.json").unlink()
+    config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=20_000, eos_token_id=None)))
-    return directory
+    return [str(ROOT / "generate.py"), "--checkpoint", str(directory), "--device", "cpu", "--temperature", "0",
+            "--max-new-tokens", "10000", "--max-seq-length", "12000"]
 
 
 @pytest.mark.parametrize("how", ["a rank is killed", "the terminal's Ctrl-C"])
 def test_when_one_ends_all_do(endless, how):
-    options = ("--checkpoint", endless, "--max-new-tokens", 10_000, "--max-seq-length", 12_000, "--temperature", 0)
-    command = [*torchrun(ROOT / "generate.py", *options), "--device", "cpu"]
-    torchrunner = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+    killed = how == "a rank is killed"
+    torchrunner = subprocess.Popen(torchrun(*endless), stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
-        assert torchrunner.stdout.read(30) == "Once upon a time, there was a "  # they are at it
+        assert torchrunner.stdout.read(30) == BEGINNING
         workers = children(torchrunner.pid)
         assert workers.keys() == {0, 1}
         begun = time.monotonic()
-        if how == "a rank is killed":
+        if killed:
             os.kill(workers[1], signal.SIGKILL)
         else:
             os.killpg(torchrunner.pid, signal.SIGINT)
         _, errors = torchrunner.communicate(timeout=15)
-        assert time.monotonic() - begun < (15 if how == "a rank is killed" else 5) and torchrunner.returncode != 0
+        assert time.monotonic() - begun < (15 if killed else 5) and torchrunner.returncode != 0
         lines = [line for line in errors.splitlines() if line.startswith("generate.py: ")]
-        if how == "a rank is killed":  # torchrun says it; so does rank 0, unless torchrun ended it first
+        if killed:  # torchrun says it; so does rank 0, unless torchrun ended it first
             assert f"Signal 9 (SIGKILL) received by PID {workers[1]}" in errors.splitlines()[-2], errors
-        assert ["another rank ended" in line for line in lines] in ([], [True] * (how == "a rank is killed"))
+        assert ["another rank ended" in line for line in lines] in ([], [True] * killed)
         assert not any(map(running, workers.values()))
     finally:
         for pid in (torchrunner.pid, *children(torchrunner.pid).values()):

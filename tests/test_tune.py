@@ -1,8 +1,8 @@
 """scripts/tune.py with made-up times: what it finds is what kernel_for() then takes."""
 import json
-import signal
 import sys
 import zlib
+from collections import Counter
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from checkpoint import UserError
 from fast import common, tuning
 from fast.tuning import LIBRARY, kernel_for
-from helpers import ROOT, interrupted
+from helpers import ROOT, absent
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import tune  # noqa: E402
@@ -40,32 +40,53 @@ def entry(rows: int, choice: dict) -> dict:
 
 
 @pytest.fixture
-def tuner(monkeypatch):
+def small(monkeypatch):
+    """A model of this name."""
+    monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
+                                                      head_dim=64, ffn_dim=768))
+
+
+@pytest.fixture
+def bar() -> tqdm:
+    """What it said is in bar.said."""
+    made = tqdm(disable=True)
+    made.said = []
+    made.write = made.said.append
+    return made
+
+
+@pytest.fixture
+def tuner(monkeypatch, small):
     table = {}
     monkeypatch.setattr(tuning, "table", lambda name: table)
     use_gpu(monkeypatch)
     kernel_for.cache_clear()
-    monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
-                                                      head_dim=64, ffn_dim=768))
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
-    monkeypatch.setattr(tune, "KEPT", 1)
-
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        return cost(self.shapes[name], rows, choice)
-
-    monkeypatch.setattr(tune.Tuner, "time", timed)
     monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
         format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format)))
     yield tune.Tuner
     kernel_for.cache_clear()
 
 
+@pytest.fixture
+def timed(monkeypatch, tuner):
+    """A tuner whose times are those of a function of rows, choice and spend; of one shape if not otherwise named."""
+    def make(time, what: str = "512x256", format: str = "int4", kept: float = 1.01) -> tune.Tuner:
+        def take(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
+            self.take(name, rows, choice)
+            return time(rows, choice, spend, self.shapes[name])
+
+        monkeypatch.setattr(tune, "KEPT", kept)
+        monkeypatch.setattr(tune.Tuner, "time", take)
+        return tuner(what, format)
+    return make
+
+
 @pytest.mark.parametrize("format", ["16-bit", "int4"])
 @pytest.mark.parametrize("what", ["small", "small/2", "512x256", "512x16384"])  # the last one's best has slices
-def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, format):
-    made, ROWS, said = tuner(what, format), [1, 2, 8, 24, 64, 200], []
-    taken, chained = {}, []
+def test_the_fastest_of_each_number_of_rows_is_taken(timed, monkeypatch, bar, what, format):
+    made = timed(lambda rows, choice, spend, shape: cost(shape, rows, choice), what, format, 1)
+    ROWS, taken, chained = [1, 2, 8, 24, 64, 200], {}, []
 
     def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
         chained.append(name)
@@ -74,8 +95,6 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
 
     monkeypatch.setattr(tune.Tuner, "chain", chain)
     monkeypatch.setattr(tuning, "rules_of_thumb", lambda *_: [])
-    bar = tqdm(disable=True)
-    bar.write = said.append
     made.tune(ROWS, bar)
     for N, K in made.shapes.values():
         for M in ROWS:
@@ -92,131 +111,90 @@ def test_the_fastest_of_each_number_of_rows_is_taken(tuner, monkeypatch, what, f
             min(cost((N, K), M, choice) for choice in tune.candidates(format, M, N, K)) for M in ROWS if M > 1]
     before = deepcopy(tuning.table(GPU.name))
     made.check(ROWS[1:], bar)
-    assert "worst 1.000" in said[-1] and tuning.table(GPU.name) == before
+    assert "worst 1.000" in bar.said[-1] and tuning.table(GPU.name) == before
 
     worst = max(tune.candidates(format, 24, N, K), key=lambda choice: cost((N, K), 24, choice))
     tuning.table(GPU.name)[format][f"{N}x{K}"] = [entry(24, worst)]
     kernel_for.cache_clear()
     made.check([24], bar)
     ratio = cost((N, K), 24, worst) / cost((N, K), 24, taken[24])
-    assert f"worst {ratio:.3f}" in said[-1] and f"{N}x{K} with 24 rows" in said[-1]
+    assert f"worst {ratio:.3f}" in bar.said[-1] and f"{N}x{K} with 24 rows" in bar.said[-1]
 
 
-def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(tuner, monkeypatch):
-    times = {}
-    rule = tune.PACKED_FEW[0]
+def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(timed, monkeypatch, bar):
+    times, rule = Counter(), tune.PACKED_FEW[0]
     monkeypatch.setattr(tuning, "rules_of_thumb", lambda format, N, K, device: [entry(40, rule)])
-    made, said = tuner("512x256", "int4"), []
 
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        times[rows, *choice.values()] = times.get((rows, *choice.values()), 0) + 1
+    def time(rows: int, choice: dict, *_) -> float:
+        times[rows, *choice.values()] += 1
         return 2 + (choice == LIBRARY)
 
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    bar = tqdm(disable=True)
-    bar.write = said.append
-    made.check([1, 3, 24, 80], bar)
+    timed(time, kept=1).check([1, 3, 24, 80], bar)
     assert tuning.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
     # once as a candidate, three times as one of eight, twelve as one of three; as it is what is chosen, too, no more
     assert times[24, *rule.values()] == times[3, *rule.values()] == 16
-    assert times[80, "library"] == 10 and "1 more than 3% behind, the worst 1.500" in said[0]
-    assert "with 80 rows" in said[0]
+    assert times[80, "library"] == 10
+    assert absent("1 more than 3% behind, the worst 1.500 with 80 rows", bar.said[0]) == []
 
 
-def test_a_choice_stays_until_another_gains(tuner, monkeypatch):
-    monkeypatch.setattr(tune, "KEPT", 1.01)
+def test_a_choice_stays_until_another_gains(timed, bar):
     second_takes = {2: 95, 3: 100.5, 48: 95, 49: 97, 57: 97, 64: 97}  # the first takes 100
     first, second = [choice for choice in tune.candidates("int4", 24, 512, 256) if choice["kernel"] == "gemm"][:2]
 
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        return 100 if choice == first else second_takes.get(rows, 103) if choice == second else 200
-
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    bar = tqdm(disable=True)
-    bar.write = lambda text: None
-    made = tuner("512x256", "int4")
+    made = timed(lambda rows, choice, *_: 100 if choice == first else second_takes.get(rows, 103) if choice == second
+                 else 200)
     made.tune([64, 4, 3, 48, 2], bar)
     assert made.table["512x256"] == [entry(2, second), entry(3, second), entry(4, first), entry(48, first),
                                      entry(64, second)]
 
 
-def test_one_bad_time_does_not_end_a_choice(tuner, monkeypatch):
+def test_one_bad_time_does_not_end_a_choice(timed, bar):
     """Timed badly at first, the choice of fewer rows is still among those timed carefully."""
-    monkeypatch.setattr(tune, "KEPT", 1.01)
     stays = tune.PACKED_FEW[3]
-
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        return (300 if spend == 2 and rows == 24 else 100) if choice == stays else 99.5 if rows > 16 else 200
-
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    bar = tqdm(disable=True)
-    bar.write = lambda text: None
-    made = tuner("512x256", "int4")
+    made = timed(lambda rows, choice, spend, _: (300 if spend == 2 and rows == 24 else 100) if choice == stays
+                 else 99.5 if rows > 16 else 200)
     made.several_rows([16, 24], bar)
     assert made.table["512x256"] == [entry(16, stays), entry(24, stays)]
 
 
 @pytest.mark.parametrize("gain, scales", [(0, False), (3, True)])
-def test_weights_are_scaled_for_a_gain_of_2_percent_only(tuner, monkeypatch, gain, scales):
+def test_weights_are_scaled_for_a_gain_of_2_percent_only(timed, bar, gain, scales):
     """Also where fewer rows have chosen that."""
-    monkeypatch.setattr(tune, "KEPT", 1.01)
     plain, scaled = tune.PACKED_MORE[:2]
     assert (plain["scaled"], scaled["scaled"]) == (0, 1)
 
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        return 100 - (3 if rows <= 32 else gain) if choice == scaled else 100 if choice == plain else 200
-
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    bar = tqdm(disable=True)
-    bar.write = lambda text: None
-    made = tuner("512x256", "int4")
+    made = timed(lambda rows, choice, *_: 100 - (3 if rows <= 32 else gain) if choice == scaled
+                 else 100 if choice == plain else 200)
     made.several_rows([48, 32], bar)
     assert made.table["512x256"] == [entry(32, scaled), entry(48, scaled if scales else plain)]
 
 
-def test_many_rows_take_the_library_where_its_time_drops(tuner, monkeypatch):
-    monkeypatch.setattr(tune, "KEPT", 1.01)
+def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
     first, second = [choice for choice in tune.candidates("int4", 400, 512, 256) if choice["kernel"] == "gemm"][:2]
     library = {270: 90, 271: 90, 272: 100.5, 273: 102, 447: 99.5, 448: 90, 449: 94}
 
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
+    def time(rows: int, choice: dict, *_) -> float:
         if choice == LIBRARY:
             return library.get(rows, 150)
         return (100 if choice == first else 95 if choice == second and rows > 448 else 200) * (2 if rows == 290 else 1)
 
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    said, bar = [], tqdm(disable=True)
-    bar.write = said.append
-    made = tuner("512x256", "int4")
+    made = timed(time)
     made.table["512x256"] = [entry(256, second), entry(288, first), entry(360, LIBRARY), entry(416, LIBRARY),
                               entry(512, first)]
     made.several_rows([512, 320, 448], bar)
     assert made.table["512x256"] == [
         entry(256, second), entry(269, first), entry(272, LIBRARY), entry(320, first), entry(360, LIBRARY),
         entry(384, LIBRARY), entry(447, first), entry(448, LIBRARY), entry(449, LIBRARY), entry(512, second)]
-    assert said[0].endswith("320: 100.0 (100.00), 448: 90.0 (90.00), 512: 95.0 (95.00)")
+    assert bar.said[0].endswith("320: 100.0 (100.00), 448: 90.0 (90.00), 512: 95.0 (95.00)")
 
 
-def test_a_shape_that_is_the_librarys_alone_keeps_it(tuner, monkeypatch):
-    def timed(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        self.take(name, rows, choice)
-        return 1 if choice == LIBRARY else 2
-
-    monkeypatch.setattr(tune.Tuner, "time", timed)
-    bar = tqdm(disable=True)
-    bar.write = lambda text: None
-    made = tuner("512x256", "int4")
-    made.tune([2, 16], bar)
+def test_a_shape_that_is_the_librarys_alone_keeps_it(timed, bar):
+    timed(lambda rows, choice, *_: 1 if choice == LIBRARY else 2).tune([2, 16], bar)
     assert kernel_for("int4", 512, 256, 2, CPU)["kernel"] == "library"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "int4-32"])
-@pytest.mark.parametrize("rows", [9, 64, 100, 512])
+@pytest.mark.parametrize("rows", [9, 64, 512])
 def test_candidates_are_worth_their_time(format, rows):
     found = [choice for choice in tune.candidates(format, rows, 57344, 8192) if choice in tune.PACKED_MORE]
     assert len(found) > 5 and len(set(map(str, found))) == len(found)
@@ -339,12 +317,10 @@ def test_a_rank_without_outputs_has_rules_of_thumb(monkeypatch):
     assert [choice["rows"] for choice in tuning.rules_of_thumb("int4", 0, 256, CPU)] == [1, 8, 64, 512]
 
 
-def test_a_whole_layer_is_timed(monkeypatch):
+def test_a_whole_layer_is_timed(monkeypatch, small):
     """The chain runs and hands each product what it wants; on a CPU, by the plain twins. Attention has none there: its
     four heads of queries stand for what it gives."""
     monkeypatch.setattr(tune, "update_and_attend", lambda qkv, *rest: qkv[:, :, :4])
-    monkeypatch.setitem(tune.SHAPES, "small", replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2,
-                                                      head_dim=64, ffn_dim=768))
     runs, tables = [], {}
     monkeypatch.setattr(tuning, "table", lambda name: tables)
     use_gpu(monkeypatch)
@@ -354,9 +330,3 @@ def test_a_whole_layer_is_timed(monkeypatch):
         with torch.no_grad():
             assert tune.Tuner("small", format, CPU).chain("out", 1, LIBRARY) == 2e3 / 3
     assert len(runs) == 2
-
-
-def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path):
-    """A module that sleeps stands for it."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    assert interrupted([sys.executable, ROOT / "scripts" / "tune.py"], tmp_path) == (-signal.SIGINT, b"")
