@@ -332,6 +332,8 @@ class LLM:
         Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of the samples or, with
         a time budget, of their rank."""
         options = self._options(options)
+        if not isinstance(prompts, (str, list, tuple)):
+            raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
         single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], dict)
         completions = self.completions([prompts] if single else prompts, options)
         for _ in self._steps(completions, options):

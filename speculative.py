@@ -152,12 +152,13 @@ class DraftModel(Drafter):
         self.engine.set_sampling(sampling)
 
     def begin(self, prompts: list[list[int]], start: int, samples: int) -> None:
-        self.prompts, self.samples = None, samples
-        if start:
-            # 1: the cache may lack the last answer's last token, which was drafted.
-            self.unread += 1 + max(map(len, prompts))
-        else:
+        self.samples = samples
+        if not start:
             self.prompts, self.unread = prompts, 0
+            return
+        unread = start if self.prompts else self.unread  # all of it, where the draft was not asked so far
+        # 1: the cache may lack the last answer's last token, which was drafted.
+        self.prompts, self.unread = None, unread + 1 + max(map(len, prompts))
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
         if self.prompts:

@@ -19,9 +19,9 @@ words that the model knows.
 --tasks runs tasks of lm-evaluation-harness (`pip install lm_eval`), which
 fetches their data.
 """
-# Where the tokenizer adds no beginning of sequence, nothing predicts the first token (or several, of one character): its
-# bytes do not count. Bytes and words are the text's own. A token is scored after context - stride others at least, or
-# all there are.
+# Where the tokenizer adds no beginning of sequence, nothing predicts the first token (or several, of one character):
+# its bytes do not count. Bytes and words are the text's own. A token is scored after context - stride others at least,
+# or all there are.
 #
 # Shapes: N tokens, T tokens of a window, W windows, B windows at once, V vocabulary.
 import signal

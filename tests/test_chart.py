@@ -34,8 +34,8 @@ def section(line: dict) -> str:
 
 
 def rows(line: dict) -> list[list[str]]:
-    """The cells of each row of the section that is of the line's configuration: found by its command or, in the table of
-    speculation, by its batch, in the column of its drafted tokens."""
+    """The cells of each row of the section that is of the line's configuration: found by its command or, in the table
+    of speculation, by its batch, in the column of its drafted tokens."""
     table = [row.strip("| ").split(" | ") for row in section(line).splitlines() if row.startswith("|")]
     if "speed_up" in line:
         return [[row[table[0].index(line["draft_tokens"])]] for row in table if row[0] == str(line["batch"])]

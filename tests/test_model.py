@@ -167,7 +167,8 @@ def test_hidden_states_of_named_places_are_kept_by_position():
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    config = Config(dim=32, layers=(LayerConfig(),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96, context=32)
+    config = Config(dim=32, layers=(LayerConfig(),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
+                    vocab_size=96, context=32)
     model = Transformer(config).to(device)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)

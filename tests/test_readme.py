@@ -35,7 +35,8 @@ def benchmark_commands() -> list[str]:
     """Without "python". In a table the first code of a row follows the command that was named last, in the table's
     header or before it."""
     found, begun = [], ""
-    for line in BENCHMARKS.replace("`python generate.py --temperature 0\n", "`python generate.py --temperature 0 ").splitlines():
+    wrapped = "`python generate.py --temperature 0"
+    for line in BENCHMARKS.replace(f"{wrapped}\n", f"{wrapped} ").splitlines():
         command = re.search(r"python ((?:scripts/)?\w+\.py\b[^`]*)", line)
         row = re.match(r"\|.*?`(?!python)(.+?)`", line)
         if command:

@@ -108,8 +108,8 @@ def test_a_rejection_that_draws_from_all_of_the_target_is_seen(monkeypatch):
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Of 40, 1, 17, 3 and 9 tokens."""
-    text = ("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went to the park. There he saw a dog. "
-            "The dog wanted to play with the red ball.")
+    text = ("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went to the park. "
+            "There he saw a dog. The dog wanted to play with the red ball.")
     story = Tokenizer(Checkpoint(TINY)).encode_text(text)
     return [story[:n] for n in (40, 1, 17, 3, 9)]
 
@@ -131,7 +131,7 @@ def same_greedy(prompts: list[list[int]], rows: list[list[int]]) -> None:
 def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
     """Up to the last token of the context; compiled, no graph more than those made up front, with any sampling."""
     made = speculator(tiny(), 40 + 60, draft_of(name), policy, mode=mode)
-    run(made, [[0, 0]], 1)  # prefill
+    made.target.warm_up(1, made)
     graphs, counts = counters["stats"]["unique_graphs"], made.counts
     assert not any(counts.values())  # what compilation ran is no result
     [row] = run(made, prompts[:1], 60)
