@@ -14,11 +14,11 @@ from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linea
 from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
-from generate import Engine, generate
+from generate import Engine, decode_one_token, generate
 from helpers import DEVICES, F32, GOLDEN, GREEDY, ROOT, TINY, error, load_checkpoint, run, tiny
 from model import Config, KVCache, LayerConfig, Rope, Transformer
 from quantize import QuantizedLinear
-from sampling import Sampling
+from sampling import Sampling, choose
 
 
 @pytest.mark.parametrize("dtype, tolerance, bias", [(torch.float32, 1e-6, True), (torch.bfloat16, 4e-3, False)])
@@ -123,15 +123,25 @@ def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys):
     assert use_kernels(model).kernels and capsys.readouterr().err == ""
 
 
-def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone():
+def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(capsys):
     model = tiny()
     model.setup(20, 1)
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
     expected = torch.tensor([0.7, 50, 0.9, 0.1])
     assert fast.settings(sampling).equal(expected)
     assert fast.settings(with_field(sampling, "typical", None)).equal(expected)
-    assert fast.settings(with_field(sampling, "typical", None, typical=0.5)) is None
+    other = with_field(sampling, "typical", None, typical=0.5)
+    assert fast.settings(other) is fast.settings(other) is None
+    assert capsys.readouterr().err == "plain PyTorch samples: fast/ does not know Sampling.typical=0.5\n"
     assert fast.kernels and isinstance(model.layers[0].attn, FusedAttention)
+
+    engine = Engine(tiny(), 20)  # with what an engine on a GPU has
+    engine.compiled, engine.kernels, engine.fast, engine.settings = True, True, fast, torch.zeros(4)
+    engine.decoder, engine.compiled_decoder, engine.compiled_decode = range(3)
+    for setting, used in (other, (False, 1, choose, decode_one_token)), (sampling, (True, 0, fast.choose, 2)):
+        engine.set_sampling(setting)
+        assert (engine.captures, engine.forward, engine.choose, engine.decode) == used
+    assert engine.settings.equal(expected)
 
 
 def test_kernels_are_installed_once():
