@@ -1,5 +1,5 @@
 """
-A Llama-family decoder (Llama 2 and 3.x, Mistral, Qwen2/2.5, Qwen3, SmolLM2) in plain PyTorch, and nothing else.
+A Llama-family decoder in plain PyTorch, and nothing else. README lists the families that it serves.
 
 One forward serves prefill, decode, speculative verification and ragged batches. They differ only in T and in the
 positions: each token carries its own position, writes its key and value into that slot of the KV cache, and attends to
@@ -13,33 +13,35 @@ A new family of models is a field of Config or, where its layers differ, of Laye
 reads it, and checkpoint.hf_weights() names its weights. fast/ leaves a value that it does not know to this file.
 """
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's: see rope_tables()."""
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
+# Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
+buffer = partial(nn.Buffer, persistent=False)
 
 
 @dataclass(frozen=True)
 class Rope:
-    theta: float = 10000.0
-    scaling: RopeScaling | None = None
+    """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the position.
+
+    checkpoint.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
+    frequencies: tuple[float, ...] = ()  # of each pair, in radians a position; the rest of a head does not turn
+    scale: float = 1.0  # of cos and sin
+    original: int = 0  # the positions that the model was first trained for
+    long: tuple[float, ...] = ()  # LongRoPE: the frequencies for rows that go beyond `original`
+    q_growth: float = 0.0  # Ministral 3: queries are multiplied by 1 + q_growth * ln(1 + position // original)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer."""
-    window: int | None = None  # Mistral 7B v0.1: a token attends to the last `window` positions, its own included
-    rope: Rope | None = Rope()  # None: heads are not rotated
+    window: int | None = None  # a token attends to the last `window` positions, its own included
+    rope: Rope = Rope()
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,16 @@ class Config:
     context: int  # the most positions that the model was trained for
     norm_eps: float = 1e-5
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
+    qk_norm: str | None = None  # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), or of the "whole" (OLMo)
+    pre_norm: bool = True  # RMSNorm of what goes into attention and the feed-forward part; not in OLMo
+    post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
+    norm_fp32: bool = False  # norms' weights are fp32, and so is the product with them: OLMo, Gemma 3
+    activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
+    attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
+    embedding_scale: float = 1.0  # Granite, Gemma 3
+    residual_scale: float = 1.0  # of what attention and the feed-forward part add: Granite
+    logits_scale: float = 1.0  # Granite
 
     @property
     def n_layer(self) -> int:
@@ -69,13 +79,13 @@ class Transformer(nn.Module):
         # from_pretrained() draws no random numbers. On the meta device these would import torch._dynamo, 0.7 s a start.
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         self.layers = nn.ModuleList(Block(config, layer) for layer in config.layers)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def setup(self, max_seq_len: int, batch_size: int = 0, features: tuple[int, ...] = ()) -> None:
-        """Makes rope tables [max_seq_len, E] and, in each layer, a KV cache [batch_size, K, max_seq_len, E].
+    def setup(self, max_seq_len: int, batch_size: int = 0, features: tuple[int, ...] = ()):
+        """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size, K, max_seq_len, E].
 
         Call it once the weights are in place: it takes their device and dtype. Without a batch_size there is no cache,
         and the tokens of a forward attend to each other alone (training).
@@ -85,37 +95,43 @@ class Transformer(nn.Module):
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
         ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
-        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim, max_seq_len, device) for rope in ropes)
-        # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
-        self.register_buffer("slots", torch.arange(max_seq_len, device=device), persistent=False)  # [L]
-        self.register_buffer("rows", torch.arange(batch_size, device=device)[:, None], persistent=False)  # [B, 1]
+        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes)
+        if not batch_size:
+            self.begin_rows([max_seq_len])
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.slots = buffer(torch.arange(max_seq_len, device=device))  # [L]
+        self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers if batch_size else ():
             shape = batch_size, config.n_kv_head, max_seq_len, config.head_dim
             layer.attn.cache = KVCache(shape, device, dtype)
         self.places = features
-        kept = None
-        if features:
-            kept = torch.zeros(batch_size, max_seq_len, len(features) * config.dim, device=device, dtype=dtype)
-        self.register_buffer("features", kept, persistent=False)
+        shape = batch_size, max_seq_len, len(features) * config.dim
+        self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
 
-    def arrange_rows(self, rows: list[int], n: int) -> None:
+    def begin_rows(self, lengths: list[int]):
+        """The first rows are for texts that will have so many tokens at most: see Rope.long."""
+        for table in self.ropes:
+            if table.rope.long:
+                far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
+                table.offset[:len(lengths), 0] = far * (len(table.cos) // 2)
+
+    def arrange_rows(self, rows: list[int], n: int):
         """The cache's first rows become what these rows are, as far as their first n slots: [0, 0, 1, 1] makes two
         samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
             layer.attn.cache.copy_rows(rows, n)
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None,
-                last: Tensor | None = None) -> Tensor:
+    def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
 
         slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache."""
         rows = self.rows[:len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
             slots = self.slots if len(rows) else self.slots[:tokens.shape[1]]
-        turns = {table.rope: table(positions) for table in self.ropes}
+        turns = {table.rope: table(positions, len(tokens)) for table in self.ropes}
         masks = {layer.window: visible(slots, positions, layer.window) for layer in self.config.layers}
-        x = self.embed(tokens)  # [B, T, D]
+        x = self.embed(tokens) * self.embedding_scale  # [B, T, D]
         run = compiled_once
         if torch.is_grad_enabled():
             run = nn.Module.__call__  # torch 2.11 to 2.13 computes wrong gradients through nested regions
@@ -125,27 +141,22 @@ class Transformer(nn.Module):
         self.keep(len(self.layers), x, rows, positions)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
-        return self.head(self.norm(x))
+        return self.head(self.norm(x) * self.config.logits_scale)
 
-    def keep(self, place: int, x: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def keep(self, place: int, x, rows, positions):
         """Keeps hidden states x [B, T, D], if setup() was asked for those of this place."""
         if place in self.places:
             n, D = self.places.index(place), self.config.dim
             self.features[:, :, n * D:(n + 1) * D][rows, positions] = x
 
-    def table(self, layer: int) -> "RopeTable":
-        """The rope table of a layer."""
-        rope = self.config.layers[layer].rope
-        return next(table for table in self.ropes if table.rope == rope)
-
 
 @torch.compiler.nested_compile_region
-def compiled_once(layer: nn.Module, *inputs: Tensor) -> Tensor:
+def compiled_once(layer, *inputs):
     """Under torch.compile all layers share the code of one: SmolLM2 is ready in 15 s, not 61 s, on 2 CPU cores."""
     return layer(*inputs)
 
 
-def visible(slots: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def visible(slots, positions, window: int | None):
     """Which slots [L] tokens at positions [B, T] attend to: a mask [B, 1, T, L]."""
     at = positions[:, None, :, None]
     mask = slots <= at
@@ -157,46 +168,58 @@ def visible(slots: Tensor, positions: Tensor, window: int | None) -> Tensor:
 class Block(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
-        self.config = layer
-        self.attn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attn = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.config, self.scale = layer, config.residual_scale
+        norm = partial(RMSNorm, config.dim, config)
+        before = norm if config.pre_norm else nn.Identity
+        after = norm if config.post_norm else nn.Identity
+        self.attn_norm, self.attn, self.attn_post_norm = before(), Attention(config, layer), after()
+        self.ffn_norm, self.ffn, self.ffn_post_norm = before(), FeedForward(config), after()
 
-    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), positions, cos, sin, mask, rows)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x, *where):
+        """x [B, T, D] -> [B, T, D]. where: see Attention.attend()."""
+        y = self.attn(self.attn_norm(x), *where)
+        x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
+        y = self.ffn(self.ffn_norm(x))
+        return torch.add(x, self.ffn_post_norm(y), alpha=self.scale)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.rope, self.head_dim, self.scale = layer.rope, config.head_dim, config.attention_scale
         self.sizes = [n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
         self.wqkv = nn.Linear(config.dim, sum(self.sizes), bias=config.qkv_bias)
         self.wo = nn.Linear(self.sizes[0], config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        if config.qk_norm:
+            q, k, _ = self.sizes if config.qk_norm == "whole" else [config.head_dim] * 3
+            self.q_norm, self.k_norm = RMSNorm(q, config), RMSNorm(k, config)
         self.cache = None  # a KVCache, made by Transformer.setup()
 
-    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-        return self.wo(self.attend(self.wqkv(x), positions, cos, sin, mask, rows))
+    def forward(self, x, *where):
+        return self.wo(self.attend(self.wqkv(x), *where))
 
-    def attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-        """qkv [B, T, (H + 2K) E] -> [B, T, H E]"""
-        q, k, v = self.rotate(qkv, cos, sin)
+    def attend(self, qkv, positions, cos, sin, mask, rows):
+        """qkv [B, T, (H + 2K) E], positions [B, T] or [1, T], cos and sin of these [B, T, 1, E], mask [B, 1, T, L], and
+        the rows of the cache [B, 1] -> [B, T, H E]"""
+        q, k, v = self.rotate(qkv, positions, cos, sin)
         if self.cache is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             self.cache.write(k, v, rows, positions)
             k, v = self.cache.read(rows, mask.shape[-1])  # [B, K, L, E]
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
 
-    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(self, qkv, positions, cos, sin):
         """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.sizes, dim=-1))
-        return rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin), v
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v))
+        q, k = (turn(x, cos, sin, len(self.rope.frequencies)) for x in (q, k))
+        if self.rope.q_growth:
+            growth = 1 + self.rope.q_growth * torch.log1p(positions // self.rope.original)  # [B, T]
+            q = q * growth[:, :, None, None].type_as(q)
+        return q, k, v
 
 
 class KVCache(nn.Module):
@@ -204,24 +227,24 @@ class KVCache(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.register_buffer("k", torch.zeros(shape, device=device, dtype=dtype), persistent=False)
-        self.register_buffer("v", torch.zeros(shape, device=device, dtype=dtype), persistent=False)
+        self.k = buffer(torch.zeros(shape, device=device, dtype=dtype))
+        self.v = buffer(torch.zeros(shape, device=device, dtype=dtype))
 
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype) -> int:
         """Of all layers."""
         return 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
 
-    def write(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def write(self, k, v, rows, positions):
         """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T]."""
         self.k[rows, :, positions] = k
         self.v[rows, :, positions] = v
 
-    def read(self, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def read(self, rows, n: int):
         """The first len(rows) rows as far as their first n slots: k, v [B, K, n, E]."""
         return self.k[:len(rows), :, :n], self.v[:len(rows), :, :n]
 
-    def copy_rows(self, rows: Tensor, n: int) -> None:
+    def copy_rows(self, rows, n: int):
         """The first rows become what `rows` [any] are, as far as their first n slots."""
         for cache in (self.k, self.v):
             cache[:len(rows), :, :n] = cache[rows, :, :n]
@@ -232,55 +255,55 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)  # [B, T, F]
-        return self.w_down(F.silu(gate) * up)
+        return self.w_down(self.activation(gate) * up)
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+    """Each `dim` elements of the last dimension by themselves: a weight of a head's size norms each head."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
+    def __init__(self, dim: int, config: Config):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32 if config.norm_fp32 else None))
+
+    def forward(self, x):
+        y = x.float().unflatten(-1, (-1, len(self.weight)))
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return y.type_as(x) * self.weight
+        return (y.type_as(self.weight) * self.weight).type_as(x).flatten(-2)
 
 
 class RopeTable(nn.Module):
-    """cos and sin [L, E] of a Rope, for all layers that have it."""
+    """cos and sin [L, E] of a Rope, for all layers that have it. With LongRoPE two such tables lie one behind the
+    other, and offset [B, 1] says where a row's begins."""
 
-    def __init__(self, rope: Rope | None, head_dim: int, length: int, device: torch.device):
+    def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
         super().__init__()
         self.rope = rope
         cos, sin = rope_tables(rope, head_dim, length)
-        self.register_buffer("cos", cos.to(device), persistent=False)
-        self.register_buffer("sin", sin.to(device), persistent=False)
+        self.cos, self.sin = buffer(cos.to(device)), buffer(sin.to(device))
+        self.offset = buffer(torch.zeros(max(1, rows), 1, dtype=torch.long, device=device))
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, T] -> cos, sin [B, T, 1, E]"""
+    def forward(self, positions, B: int):
+        """positions [B, T] or [1, T] -> cos, sin [B, T, 1, E] or [1, T, 1, E]"""
+        if self.rope.long:
+            positions = positions + self.offset[:B]
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
 
 
-def rope_tables(rope: Rope | None, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [L, E] in fp32 (bf16 loses 2e-3). Hugging Face's layout rotates element i of a head with i + E / 2.
-
-    RoPE: arXiv 2104.09864. Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between.
-    Without rope the angle is 0."""
-    freq = torch.zeros(head_dim // 2)
-    if rope:
-        freq = rope.theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)  # [E/2]
-        if s := rope.scaling:
-            turns = s.original_context * freq / (2 * torch.pi)  # full turns within the original context
-            keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
-            freq = keep * freq + (1 - keep) * freq / s.factor
-    angle = torch.outer(torch.arange(length).float(), freq).repeat(1, 2)
-    return angle.cos(), angle.sin()
+def rope_tables(rope: Rope, head_dim: int, length: int):
+    """cos, sin [L, E], with LongRoPE [2 L, E], in fp32: bf16 loses 2e-3. Where nothing turns, cos is 1 and sin is 0."""
+    frequencies = torch.tensor([rope.frequencies, rope.long] if rope.long else [rope.frequencies])
+    angle = torch.arange(length).float()[:, None] * frequencies[:, None]  # [1 or 2, L, R / 2]
+    angle = angle.flatten(0, 1).repeat(1, 2)
+    rest = (0, head_dim - angle.shape[1])
+    return F.pad(angle.cos() * rope.scale, rest, value=1), F.pad(angle.sin() * rope.scale, rest)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
+def turn(x, cos, sin, pairs: int):
+    """x [B, T, any, E] by the angles of cos, sin: in Hugging Face's layout element i turns with element i + pairs."""
+    x1, x2, rest = x.float().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    return (x.float() * cos + torch.cat((-x2, x1, rest), dim=-1) * sin).type_as(x)
