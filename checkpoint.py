@@ -28,7 +28,6 @@ from model import Config, LayerConfig, Rope, RopeScaling, Transformer
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"  # They end a turn, whether or not generation_config.json lists them.
-MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
 
 
 class UserError(ValueError):
@@ -257,15 +256,30 @@ def refuse_surplus(files: dict[str, Path], checkpoint: Checkpoint) -> None:
 # Tokenizer
 
 
+def render_plainly(template: str, values: dict) -> str:
+    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
+    guard.render() does."""
+    import json
+    from functools import partial
+    from time import strftime
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str):
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
+    return env.from_string(template).render(values)
+
+
 class Tokenizer:
-    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none).
+    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none)."""
+    render_template = staticmethod(render_plainly)
 
-    render(template, values): makes the text of a chat."""
-
-    def __init__(self, checkpoint: Checkpoint, render: Callable[[str, dict], str] | None = None):
+    def __init__(self, checkpoint: Checkpoint):
         settings = checkpoint.read_json("tokenizer_config.json")
-        self.render_template = render or render_plainly
-        self.vocab_size = checkpoint.config.vocab_size
         self.special_tokens = read_special(settings)
         self.template = read_template(checkpoint.directory, settings)
         self.bos = checkpoint.hf.get("bos_token_id")
@@ -278,18 +292,10 @@ class Tokenizer:
         else:
             self.backend = SentencePiece(checkpoint.directory / "tokenizer.model", settings)
             self.add_bos = True
-        self.token, self.decode = self.backend.token, self.backend.decode  # decode() leaves special tokens out
-
         ends = *CHAT_ENDS, self.special_tokens.get("eos_token")
         self.stops = {self.backend.id(text) for text in ends if text}
         self.stops.update(read_ends(checkpoint.hf), read_ends(checkpoint.generation))
         self.stops.discard(None)
-
-        # What a user's text must not give. An end may be no special token; one character is what any text has.
-        texts = {self.token(i): i for i in self.stops}
-        self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
-        self.marks = dict(zip(self.reserved, map(chr, MARKS)))
-        self.meant = {mark: text for text, mark in self.marks.items()}
 
     def encode_text(self, text: str) -> list[int]:
         """A special token that is written in the text is one. The beginning of sequence is added by tokenizer.json's
@@ -299,57 +305,25 @@ class Tokenizer:
             ids = [self.bos, *ids]
         return ids
 
-    def encode_typed(self, text: str) -> list[int]:
-        """As encode_text(), but a special token that is written in the text is text."""
-        return self.encode_text("") + self.encode_marked(self.mark(text))
-
     def encode_chat(self, messages: list[dict]) -> list[int]:
-        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone begins and ends turns.
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
-        In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
-        token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
-        return self.encode_marked(self.render(self.mark(messages)))
+        Special tokens that are typed in a message count as tokens here, as in transformers: a user who types <|im_end|>
+        ends the turn. Those that guard.VettedTokenizer gets are text."""
+        return self.backend.encode(self.render(messages))
 
     def render(self, messages: list[dict]) -> str:
         """The text that the chat template makes of messages, up to where the answer begins."""
         values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
         return self.render_template(self.template, values | self.special_tokens)
 
-    def mark(self, value):
-        """Messages, or a part of them, with a mark in the place of each reserved text."""
-        if isinstance(value, str):
-            if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
-                raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
-            return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
-        if isinstance(value, dict):
-            return dict(self.mark(list(value.items())))
-        if isinstance(value, (list, tuple)):
-            return [self.mark(item) for item in value]
-        return value
+    def token(self, i: int) -> str | None:
+        """The token's own text."""
+        return self.backend.token(i)
 
-    def encode_marked(self, text: str) -> list[int]:
-        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for, as plain text."""
-        parts = re.split(f"({any_of([*self.reserved, *self.meant])})", text)
-        # Any text may give the unknown token, special or not. So does the last character of all.
-        reserved = set(self.reserved.values()).difference(self.backend.encode("\U0010fffd", plain=True))
-
-        # The whole, where nothing was typed: some tokenizers treat the beginning of a text apart.
-        whole = self.backend.encode(text)
-        written = [self.reserved[part] for part in parts if part in self.reserved]
-        same = [i for i in whole if i in reserved] == [i for i in written if i in reserved]
-        if same and not any(part in self.meant for part in parts):
-            return whole
-
-        ids = []
-        for part in parts:
-            plain = self.meant.get(part, part)
-            found = self.backend.encode(plain, plain=True)
-            if part in self.reserved:
-                found = [self.reserved[part]]
-            elif reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
-                found = [i for character in plain for i in self.backend.encode(character, plain=True)]
-            ids += found
-        return ids
+    def decode(self, ids: list[int]) -> str:
+        """The text, without special tokens."""
+        return self.backend.decode(ids)
 
 
 def any_of(texts: Iterable[str]) -> str:
@@ -381,24 +355,6 @@ def read_template(directory: Path, settings: dict) -> str | None:
     if isinstance(template, list):
         template = {of.get("name"): of.get("template") for of in template}.get("default")
     return template
-
-
-def render_plainly(template: str, values: dict) -> str:
-    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
-    guard.render() does."""
-    import json
-    from functools import partial
-    from time import strftime
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str):
-        raise TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
-    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
-    return env.from_string(template).render(values)
 
 
 class TokenizerJson:
