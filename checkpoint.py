@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import Config, LayerConfig, Rope, RopeScaling, Transformer
 
@@ -41,7 +41,7 @@ class UserError(ValueError):
         super().__init__(one_line(re.sub(r"`(\w+)`", r"\1", message)))
 
     def command_line(self) -> str:
-        message = re.sub(r"`(\w+)`=", r"`\1` ", self.message)
+        message = self.message.replace("`=", "` ")
         return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
 
 
@@ -84,8 +84,15 @@ class Checkpoint:
 
 # In the order of RopeScaling's fields:
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-SUPPORTED = dict(  # key -> the only value that is read here
-    hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
+SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
+    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "rope_type": ("default", "llama3"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+}
 
 
 def rope_settings(hf: dict) -> dict:
@@ -97,26 +104,24 @@ def rope_settings(hf: dict) -> dict:
 
 def check_supported(hf: dict) -> None:
     """ValueError names the key and the value that are not supported."""
-    kind, rope = hf.get("model_type"), rope_settings(hf)
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type {kind!r} is not supported: want llama, mistral, qwen2 or qwen3")
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"rope_type {rope['rope_type']!r} is not supported: want 'default' or 'llama3'")
-    for key, want in SUPPORTED.items():
-        found = (rope | hf).get(key, want)
-        if found != want:
-            raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
+    settings = dict(model_type=None) | hf | rope_settings(hf)
+    for key, values in SUPPORTED.items():
+        found = settings.get(key, values[0])
+        if found not in values:
+            wanted = " or ".join(map(repr, values))
+            raise ValueError(f"{key}={found!r} is not supported: want {wanted}")
 
 
 def config_from_hf(hf: dict) -> Config:
     """hf: the content of config.json. ValueError for a value that is not supported."""
     check_supported(hf)
     kind, rope = hf["model_type"], rope_settings(hf)
-    scaling = None
+    scaling = window = None
     if rope["rope_type"] == "llama3":
         scaling = RopeScaling(*[rope[key] for key in LLAMA3])
-    window = hf.get("sliding_window") if kind == "mistral" else None
-    layer = LayerConfig(window or None, Rope(rope["rope_theta"], scaling))
+    if kind == "mistral":
+        window = hf.get("sliding_window") or None
+    layer = LayerConfig(window, Rope(rope["rope_theta"], scaling))
     n_head = hf["num_attention_heads"]
     return Config(
         dim=hf["hidden_size"],
@@ -154,18 +159,32 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
     sizes = {"q": q, "kv": kv, "ffn": F, None: D}
-    matrices = {  # theirs -> ours, its first row there, what ranks share rows and columns by
-        "self_attn.q_proj": ("attn.wqkv", 0, "q", None),
-        "self_attn.k_proj": ("attn.wqkv", q, "kv", None),
-        "self_attn.v_proj": ("attn.wqkv", q + kv, "kv", None),
-        "self_attn.o_proj": ("attn.wo", 0, None, "q"),
-        "mlp.gate_proj": ("ffn.w_gate_up", 0, "ffn", None),
-        "mlp.up_proj": ("ffn.w_gate_up", F, "ffn", None),
-        "mlp.down_proj": ("ffn.w_down", 0, None, "ffn"),
+
+    def matrix(ours: str, row: int, rows: str | None, columns: str | None = None):
+        return Weight(ours, row, (sizes[rows], sizes[columns]), rows, columns, quantized=True)
+
+    of_layer = {
+        "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
+        "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
+        "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
+        "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
+        "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
+        "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
+        "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
+        "input_layernorm.weight": Weight("attn_norm.weight", 0, (D,)),
+        "post_attention_layernorm.weight": Weight("ffn_norm.weight", 0, (D,)),
     }
-    norms = {"input_layernorm": ("attn_norm", D), "post_attention_layernorm": ("ffn_norm", D)}
+    if config.qkv_bias:
+        of_layer |= {
+            "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),
+            "self_attn.k_proj.bias": Weight("attn.wqkv.bias", q, (kv,), "kv"),
+            "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
+        }
     if config.qk_norm:
-        norms |= {"self_attn.q_norm": ("attn.q_norm", E), "self_attn.k_norm": ("attn.k_norm", E)}
+        of_layer |= {
+            "self_attn.q_norm.weight": Weight("attn.q_norm.weight", 0, (E,)),
+            "self_attn.k_norm.weight": Weight("attn.k_norm.weight", 0, (E,)),
+        }
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
         "model.norm.weight": Weight("norm.weight", 0, (D,)),
@@ -173,15 +192,8 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
     for i in range(config.n_layer):
-        layer = f"layers.{i}"
-        for name, (ours, row, rows, columns) in matrices.items():
-            shape = sizes[rows], sizes[columns]
-            place = Weight(f"{layer}.{ours}.weight", row, shape, rows, columns, quantized=True)
-            table[f"model.{layer}.{name}.weight"] = place
-            if config.qkv_bias and ours == "attn.wqkv":
-                table[f"model.{layer}.{name}.bias"] = Weight(f"{layer}.{ours}.bias", row, shape[:1], rows)
-        for name, (ours, size) in norms.items():
-            table[f"model.{layer}.{name}.weight"] = Weight(f"{layer}.{ours}.weight", 0, (size,))
+        for name, weight in of_layer.items():
+            table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
 
@@ -227,8 +239,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=device, dtype=dtype)
-            parameters[name] = nn.Parameter(empty, requires_grad=False)
+            parameters[name] = torch.empty_like(parameter, device=device, dtype=dtype)
     places = hf_weights(model.config)
     names = [name for name, place in places.items() if place.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
@@ -238,9 +249,9 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         parameters[place.ours][place.row:place.row + place.shape[0]].copy_(tensor)
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()
-    if model.config.tied:
-        parameters["head.weight"] = parameters["embed.weight"]
     model.load_state_dict(parameters, strict=False, assign=True)
+    if model.config.tied:
+        model.head.weight = model.embed.weight
     return model.eval()
 
 
