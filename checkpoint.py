@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from model import Config, LayerConfig, Rope, RopeScaling, Transformer
+from model import Config, LayerConfig, Rope, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
@@ -82,60 +83,202 @@ class Checkpoint:
 # config.json
 
 
-# In the order of RopeScaling's fields:
-LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+OLMO = dict(qk_norm="whole", pre_norm=False, post_norm=True, norm_fp32=True)
+FAMILIES = {  # model_type -> the fields of Config that it stands for
+    "llama": {},
+    "mistral": {},
+    "qwen2": dict(qkv_bias=True),
+    "qwen3": dict(qk_norm="head"),
+    "smollm3": {},
+    "phi3": dict(fused_files=True),
+    "granite": {},
+    "ministral3": {},
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "gemma3_text": dict(qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"),
+}
+DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
+    "smollm3": dict(rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "olmo3": dict(rope_theta=5e5, sliding_window=4096),
+    "gemma3_text": dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=1e6,
+        rope_local_base_freq=1e4, sliding_window=4096, query_pre_attn_scalar=256, tie_word_embeddings=True),
+}
 SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
-    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
-    "rope_type": ("default", "llama3"),
+    "model_type": tuple(FAMILIES),
     "hidden_act": ("silu",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
 }
 
 
-def rope_settings(hf: dict) -> dict:
-    """What newer files have in rope_parameters, older ones in rope_scaling and rope_theta."""
-    rope = dict(rope_theta=hf.get("rope_theta", 10000.0))
-    rope |= hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    return rope | dict(rope_type=rope.get("rope_type") or rope.get("type") or "default")
-
-
-def check_supported(hf: dict) -> None:
+def check_supported(settings: dict, supported: dict) -> None:
     """ValueError names the key and the value that are not supported."""
-    settings = dict(model_type=None) | hf | rope_settings(hf)
-    for key, values in SUPPORTED.items():
+    for key, values in supported.items():
         found = settings.get(key, values[0])
         if found not in values:
             wanted = " or ".join(map(repr, values))
             raise ValueError(f"{key}={found!r} is not supported: want {wanted}")
 
 
+def text_settings(hf: dict) -> dict:
+    """Those of the language model, where config.json is of a model that also sees, and what missing keys stand for."""
+    text = hf.get("text_config") or {}
+    kind = text.get("model_type") or hf.get("model_type")
+    kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
+    settings = DEFAULTS.get(kind, {}) | hf | text | dict(model_type=kind)
+    check_supported(settings, SUPPORTED)
+    return settings
+
+
 def config_from_hf(hf: dict) -> Config:
     """hf: the content of config.json. ValueError for a value that is not supported."""
-    check_supported(hf)
-    kind, rope = hf["model_type"], rope_settings(hf)
-    scaling = window = None
-    if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(*[rope[key] for key in LLAMA3])
-    if kind == "mistral":
-        window = hf.get("sliding_window") or None
-    layer = LayerConfig(window, Rope(rope["rope_theta"], scaling))
+    hf = text_settings(hf)
     n_head = hf["num_attention_heads"]
+    scales = {}
+    if hf["model_type"] == "granite":
+        scales = dict(
+            attention_scale=hf.get("attention_multiplier", 1.0),
+            embedding_scale=hf.get("embedding_multiplier", 1.0),
+            residual_scale=hf.get("residual_multiplier", 1.0),
+            logits_scale=1 / hf.get("logits_scaling", 1.0))
+    elif hf["model_type"] == "gemma3_text":
+        scales = dict(
+            attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
+            embedding_scale=hf["hidden_size"] ** 0.5)
     return Config(
         dim=hf["hidden_size"],
-        layers=(layer,) * hf["num_hidden_layers"],
+        layers=layers_from_hf(hf),
         n_head=n_head,
         n_kv_head=hf.get("num_key_value_heads") or n_head,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // n_head,
+        head_dim=head_dim(hf),
         ffn_dim=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
         context=hf["max_position_embeddings"],
         norm_eps=hf["rms_norm_eps"],
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        tied=hf.get("tie_word_embeddings") or False)
+        tied=hf.get("tie_word_embeddings") or False,
+        **scales,
+        **FAMILIES[hf["model_type"]])
+
+
+def head_dim(hf: dict) -> int:
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
+    """hf: text_settings()'s."""
+    kind, window = hf["model_type"], hf.get("sliding_window") or None
+    every = dict(olmo3=4, gemma3_text=hf.get("sliding_window_pattern", 6), smollm3=hf.get("no_rope_layer_interval", 4))
+    nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]  # every nth layer is another
+    full = LayerConfig(None, rope_from_hf(hf))
+    if kind == "smollm3":
+        turned = hf.get("no_rope_layers") or [not last for last in nth]
+        return tuple(full if turn else LayerConfig() for turn, _ in zip(turned, nth))
+    if kind in ("olmo3", "gemma3_text"):
+        sliding = LayerConfig(window, rope_from_hf(hf, sliding=True))
+        types = hf.get("layer_types") or ["full_attention" if last else "sliding_attention" for last in nth]
+        return tuple(full if of == "full_attention" else sliding for of in types)
+    if kind in ("mistral", "ministral3", "phi3"):
+        full = replace(full, window=window)
+    return (full,) * hf["num_hidden_layers"]
+
+
+# Rotary position embeddings
+
+
+def rope_settings(hf: dict, sliding: bool = False) -> dict:
+    """rope_theta, rope_type and what the type needs, of the layers with or without a window. hf: text_settings()'s.
+
+    Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of layer. Older files
+    have rope_theta and rope_scaling, which in these two families is not for layers with a window."""
+    rope = dict(rope_theta=hf.get("rope_theta", 10000.0), partial_rotary_factor=hf.get("partial_rotary_factor", 1.0))
+    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if "full_attention" in found:
+        found = found["sliding_attention" if sliding else "full_attention"]
+    elif sliding:
+        found = dict(rope_theta=hf.get("rope_local_base_freq", rope["rope_theta"]))
+    rope |= dict(original_max_position_embeddings=hf["max_position_embeddings"]) | found
+    if "original_max_position_embeddings" in hf:  # Phi has it beside the other settings
+        rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if hf["model_type"] == "phi3" and kind in ("su", "yarn"):  # older names
+        kind = "longrope"
+    return rope | dict(rope_type=kind)
+
+
+def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
+    rope = rope_settings(hf, sliding)
+    check_supported(rope, dict(rope_type=tuple(STRETCH)))
+    turned = int(head_dim(hf) * rope["partial_rotary_factor"])
+    plain = rope["rope_theta"] ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
+    stretched = STRETCH[rope["rope_type"]](plain, rope, hf["max_position_embeddings"])
+    growth = rope.get("llama_4_scaling_beta") or 0.0
+    return replace(stretched, original=rope["original_max_position_embeddings"], q_growth=growth)
+
+
+def make_rope(frequencies: Tensor, scale: float = 1.0, long: Tensor | None = None) -> Rope:
+    return Rope(tuple(frequencies.tolist()), scale, long=() if long is None else tuple(long.tolist()))
+
+
+def default_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+    return make_rope(plain)
+
+
+def linear_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+    return make_rope(plain / rope["factor"])
+
+
+def llama3_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+    """Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)  # full turns within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return make_rope(keep * plain + (1 - keep) * plain / rope["factor"])
+
+
+def yarn_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): frequencies that make beta_fast turns within the original context
+    stay, those that make beta_slow are stretched, and a ramp lies between. The scale sharpens attention."""
+    original, pairs = rope["original_max_position_embeddings"], len(plain)
+    factor = rope.get("factor") or context / original
+
+    def place(turns: float) -> float:
+        """The index of the frequency that makes so many turns."""
+        return pairs * math.log(original / (2 * math.pi * turns)) / math.log(rope["rope_theta"])
+
+    low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
+
+    def temperature(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    scale = rope.get("attention_factor")
+    if scale is None:
+        m, m_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = temperature(m) / temperature(m_all) if m and m_all else temperature(1)
+    return make_rope(ramp * plain / factor + (1 - ramp) * plain, scale)
+
+
+def longrope(plain: Tensor, rope: dict, context: int) -> Rope:
+    """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the original context."""
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or context / original
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return make_rope(plain / torch.tensor(rope["short_factor"]), scale, plain / torch.tensor(rope["long_factor"]))
+
+
+STRETCH = dict(default=default_rope, linear=linear_rope, llama3=llama3_rope, yarn=yarn_rope, longrope=longrope)
 
 
 # Weights
@@ -145,35 +288,45 @@ class Weight(NamedTuple):
     """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
 
     rows, columns: what ranks share these by, "q" or "kv" heads, "ffn" units or "vocab"; None: each rank has all of
-    them. quantized: whether quantization replaces this matrix."""
+    them. quantized: whether quantization replaces this matrix. norm: it is a norm's."""
     ours: str
     row: int
     shape: tuple[int, ...]
     rows: str | None = None
     columns: str | None = None
     quantized: bool = False
+    norm: bool = False
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
     """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another."""
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
-    sizes = {"q": q, "kv": kv, "ffn": F, None: D}
+    sizes = {"q": q, "kv": kv, "qkv": q + 2 * kv, "ffn": F, "gate_up": 2 * F, None: D}
 
     def matrix(ours: str, row: int, rows: str | None, columns: str | None = None):
         return Weight(ours, row, (sizes[rows], sizes[columns]), rows, columns, quantized=True)
 
+    def norm(ours: str, size: int = D, rows: str | None = None):
+        return Weight(f"{ours}.weight", 0, (size,), rows, norm=True)
+
     of_layer = {
-        "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
-        "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
-        "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
         "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
-        "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
-        "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
         "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
-        "input_layernorm.weight": Weight("attn_norm.weight", 0, (D,)),
-        "post_attention_layernorm.weight": Weight("ffn_norm.weight", 0, (D,)),
     }
+    if config.fused_files:
+        of_layer |= {
+            "self_attn.qkv_proj.weight": matrix("attn.wqkv.weight", 0, "qkv"),
+            "mlp.gate_up_proj.weight": matrix("ffn.w_gate_up.weight", 0, "gate_up"),
+        }
+    else:
+        of_layer |= {
+            "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
+            "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
+            "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
+            "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
+            "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
+        }
     if config.qkv_bias:
         of_layer |= {
             "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),
@@ -181,13 +334,22 @@ def hf_weights(config: Config) -> dict[str, Weight]:
             "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
         }
     if config.qk_norm:
+        whole = config.qk_norm == "whole"
         of_layer |= {
-            "self_attn.q_norm.weight": Weight("attn.q_norm.weight", 0, (E,)),
-            "self_attn.k_norm.weight": Weight("attn.k_norm.weight", 0, (E,)),
+            "self_attn.q_norm.weight": norm("attn.q_norm", q, "q") if whole else norm("attn.q_norm", E),
+            "self_attn.k_norm.weight": norm("attn.k_norm", kv, "kv") if whole else norm("attn.k_norm", E),
+        }
+    if config.pre_norm:
+        name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
+        of_layer |= {"input_layernorm.weight": norm("attn_norm"), f"{name}.weight": norm("ffn_norm")}
+    if config.post_norm:
+        of_layer |= {
+            "post_attention_layernorm.weight": norm("attn_post_norm"),
+            "post_feedforward_layernorm.weight": norm("ffn_post_norm"),
         }
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
-        "model.norm.weight": Weight("norm.weight", 0, (D,)),
+        "model.norm.weight": norm("norm"),
     }
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
@@ -236,16 +398,20 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         model = shard.model() if shard else Transformer(checkpoint.config)
     if replace_layers:
         replace_layers(model, files)
+    places = hf_weights(model.config)
+    fp32 = {place.ours for place in places.values() if place.norm and model.config.norm_fp32}
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            parameters[name] = torch.empty_like(parameter, device=device, dtype=dtype)
-    places = hf_weights(model.config)
+            held = torch.float32 if name in fp32 else dtype
+            parameters[name] = torch.empty_like(parameter, device=device, dtype=held)
     names = [name for name, place in places.items() if place.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
         whole, place = checkpoint.weights[name], places[name]
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
+        if place.norm:
+            tensor = tensor.float() + model.config.norm_offset
         parameters[place.ours][place.row:place.row + place.shape[0]].copy_(tensor)
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()

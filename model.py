@@ -60,6 +60,8 @@ class Config:
     pre_norm: bool = True  # RMSNorm of what goes into attention and the feed-forward part; not in OLMo
     post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
     norm_fp32: bool = False  # norms' weights are fp32, and so is the product with them: OLMo, Gemma 3
+    norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
+    fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
