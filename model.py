@@ -257,11 +257,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x):
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)  # [B, T, F]
-        return self.w_down(self.activation(gate) * up)
+        return self.w_down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class RMSNorm(nn.Module):

@@ -31,24 +31,24 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, la
 
 
 @jit
-def rope(x, swapped, e, cos, sin, norm, eps, E: constexpr):
+def rope(x, swapped, e, cos, sin, norm, eps, E: constexpr, PAIRS: constexpr):
     """Heads x [rows, E] after RMSNorm, if there is a norm's weight [E], and after rope; in fp32.
 
-    swapped: x with its halves exchanged. It is loaded, since a thread cannot read what another has in its registers.
-    cos, sin [rows, E]."""
+    swapped: x with the elements of each pair exchanged. It is loaded, since a thread cannot read what another has in
+    its registers. cos, sin [rows, E]."""
     x = x.to(tl.float32)
     swapped = swapped.to(tl.float32)
     if norm is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
         x *= scale * tl.load(norm + e, mask=e < E, other=0).to(tl.float32)[None, :]
-        swapped *= scale * tl.load(norm + other_half(e, E), mask=e < E, other=0).to(tl.float32)[None, :]
-    return x * cos + tl.where(e < E // 2, -swapped, swapped) * sin
+        swapped *= scale * tl.load(norm + partner_of(e, PAIRS), mask=e < E, other=0).to(tl.float32)[None, :]
+    return x * cos + tl.where(e < PAIRS, -swapped, swapped) * sin
 
 
 @jit
-def other_half(e, E: constexpr):
-    """The element that e turns with: Hugging Face's layout pairs a head's first half with its second."""
-    return tl.where(e < E // 2, e + E // 2, e - E // 2)
+def partner_of(e, PAIRS: constexpr):
+    """The element that e turns with: Hugging Face's layout pairs element i with i + PAIRS. The rest has none."""
+    return tl.where(e < PAIRS, e + PAIRS, tl.where(e < 2 * PAIRS, e - PAIRS, e))
 
 
 @jit
@@ -125,9 +125,10 @@ def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: con
 
 
 @jit
-def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
-                     T, L, position_stride, scale, eps,
-                     G: constexpr, K: constexpr, E: constexpr, BE: constexpr, WINDOW: constexpr, NEW: constexpr,
+def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs,
+                     semaphore, T, L, position_stride, scale, growth, original, eps,
+                     G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
+                     WINDOW: constexpr, NEW: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
                      BL: constexpr, BS: constexpr, STAGES: constexpr, PDL: constexpr):
     """Program (b * K + kv head, block of BM pairs, split).
@@ -146,7 +147,7 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
     H: constexpr = K * G
     HEADS: constexpr = H + 2 * K if NEW else H  # of a token in q
     e = tl.arange(0, BE)
-    partner = other_half(e, E)
+    partner = partner_of(e, PAIRS)
     pair = block * BM + tl.arange(0, BM)
     t = tl.minimum(pair // G, T - 1)
     pair_mask = (pair < T * G)[:, None] & (e < E)[None, :]
@@ -162,6 +163,9 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
         new_mask = (n < T)[:, None] & (e < E)[None, :]
         new_position = tl.load(positions + n, mask=n < T, other=0)
         new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
+        if offset is not None:  # where the sequence's table begins
+            cos += tl.load(offset + b) * E
+            sin += tl.load(offset + b) * E
         cos_q, sin_q = load_rope(cos, sin, position, e, pair_mask, E)
         cos_k, sin_k = load_rope(cos, sin, new_position, e, new_mask, E)
     else:
@@ -196,9 +200,12 @@ def attention_kernel(q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, o
                 new_k = tl.load(new_rows + e[None, :], mask=load_new, other=0)
                 swapped_k = tl.load(new_rows + partner[None, :], mask=load_new, other=0)
                 new_v = tl.load(new_rows + K * E + e[None, :], mask=load_new, other=0)
-                queries = rope(queries, swapped, e, cos_q, sin_q, q_norm, eps, E).to(k_cache.dtype.element_ty)
+                queries = rope(queries, swapped, e, cos_q, sin_q, q_norm, eps, E, PAIRS)
+                if GROWS:
+                    queries *= (1 + growth * tl.log(1.0 + position // original))[:, None]
+                queries = queries.to(k_cache.dtype.element_ty)
                 if has_new:
-                    new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, eps, E).to(k_cache.dtype.element_ty)
+                    new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, eps, E, PAIRS).to(k_cache.dtype.element_ty)
                     at = cache_row + new_position[:, None] * E + e[None, :]
                     tl.store(k_cache + at, new_k, mask=new_mask)
                     tl.store(v_cache + at, new_v, mask=new_mask)
@@ -228,8 +235,9 @@ def few_pairs(T: int, G: int) -> bool:
 
 
 def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
-                     heads: int, cos: Tensor | None = None, sin: Tensor | None = None, q_norm: Tensor | None = None,
-                     k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+                     scale: float | None, heads: int, cos: Tensor | None = None, sin: Tensor | None = None,
+                     offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1,
+                     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """With cos and sin: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the cache is
     complete. heads: H -> [B, T, H, E]."""
     B, T = q.shape[:2]
@@ -249,49 +257,53 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
         part_accs = torch.empty(B * K * splits * BR * BE, device=q.device)
     out = q.new_empty(B, T, heads, E)
     position_stride = positions.stride(0) if len(positions) > 1 else 0  # 0: one row of positions serves all sequences
-    scale = E ** -0.5 / math.log(2)
+    scale = (E ** -0.5 if scale is None else scale) / math.log(2)
     # The kernel reads the cache before it waits for the kernel before it. Where that one stored keys and values, this
     # one must not start early.
     pdl = pdl_options(q.device) if new else {}
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
-        q, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
-        T, L, position_stride, scale, eps, G=G, K=K, E=E, BE=BE, WINDOW=window, NEW=new, SPLITS=splits,
-        SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
+        q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
+        T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
+        WINDOW=window, NEW=new, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
         num_warps=warps, **pdl)
     return out
 
 
 @library.custom_op("llama_fast::attend", mutates_args=("semaphore",), device_types="cuda")
-def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int) -> Tensor:
+def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
+           scale: float | None = None) -> Tensor:
     """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T, H, E].
 
     The other arguments are update_and_attend()'s."""
-    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, q.shape[2])
+    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, q.shape[2])
 
 
 @attend.register_fake
-def _(q, positions, k_cache, v_cache, semaphore, window):
+def _(q, positions, k_cache, v_cache, semaphore, window, scale=None):
     return q.new_empty(q.shape)
 
 
 @library.custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "semaphore"),
                    device_types="cuda")
 def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                      semaphore: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None, window: int = 0,
-                      eps: float = 1e-5) -> Tensor:
+                      semaphore: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+                      offset: Tensor | None = None, window: int = 0, eps: float = 1e-5, scale: float | None = None,
+                      pairs: int = 0, growth: float = 0.0, original: int = 1) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache, and attends.
 
     qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
-    which those of one sequence follow one another; cos, sin [L, E]; k_cache, v_cache [>= B, K, L, E], whose first B
-    rows are used; q_norm, k_norm [E] -> [B, T, H, E].
+    which those of one sequence follow one another; k_cache, v_cache [>= B, K, L, E], whose first B rows are used;
+    q_norm, k_norm [E] -> [B, T, H, E].
     A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
-    slots in use by itself, and nothing of T x L elements is ever in memory.
+    slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None for E ** -0.5.
+    Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's begin at row offset [>= B, 1], or 0.
+    growth, original: model.Rope's q_growth and original.
     semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     heads = qkv.shape[2] - 2 * k_cache.shape[1]
-    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, semaphore, window, heads, cos, sin, q_norm,
-                            k_norm, eps)
+    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, heads, cos, sin,
+                            offset, pairs, growth, original, q_norm, k_norm, eps)
 
 
 @update_and_attend.register_fake
-def _(qkv, positions, cos, sin, k_cache, v_cache, semaphore, q_norm=None, k_norm=None, window=0, eps=1e-5):
+def _(qkv, positions, cos, sin, k_cache, v_cache, semaphore, q_norm=None, k_norm=None, *_, **__):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[3])

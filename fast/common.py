@@ -43,9 +43,12 @@ def pdl_options(device: torch.device) -> dict:
 
 
 @jit
-def silu_gate(gate, up):
-    """silu(gate) * up, of fp32 tiles."""
-    return gate / (1 + tl.exp(-gate)) * up
+def gate_times_up(gate, up, GATED: constexpr):
+    """silu(gate) * up or, GATED = 2, tanh-GELU(gate) * up, of fp32 tiles. Both are gate * sigmoid(z) * up."""
+    z = gate
+    if GATED == 2:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate / (1 + tl.exp(-z)) * up
 
 
 @jit

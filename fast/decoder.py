@@ -41,7 +41,9 @@ OPERATORS = ("linear", "packed_linear", "attend", "update_and_attend", "sample",
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
 # account.
 KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
-                "qkv_bias", "qk_norm", "tied", "window", "rope"}
+                "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
+                "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope"}
+GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
 
 
 # What can be replaced
@@ -71,8 +73,7 @@ def why_plain_attention(block: Block) -> str | None:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
         return "q, k and v are quantized apart, or in codes that no kernel knows"
-    norms = type(block.attn_norm), type(attn.q_norm), type(attn.k_norm)
-    if norms not in ((RMSNorm, nn.Identity, nn.Identity), (RMSNorm, RMSNorm, RMSNorm)):
+    if unknown_norm(block.attn_norm, block.attn_post_norm, attn.q_norm, attn.k_norm):
         return "a norm that is no RMSNorm"
     return None
 
@@ -84,9 +85,13 @@ def why_plain_ffn(block: Block) -> str | None:
         return f"{type(ffn).__name__} in the place of FeedForward"
     if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
         return "gate and up are quantized apart, or in codes that no kernel knows"
-    if type(block.ffn_norm) is not RMSNorm:
+    if unknown_norm(block.ffn_norm, block.ffn_post_norm):
         return "a norm that is no RMSNorm"
     return None
+
+
+def unknown_norm(*norms: nn.Module) -> bool:
+    return any(type(norm) not in (RMSNorm, nn.Identity) for norm in norms)
 
 
 def plain_halves(model: Transformer) -> Counter[str]:
@@ -129,7 +134,9 @@ class FusedAttention(nn.Module):
     def __init__(self, attn: Attention, table: RopeTable, window: int | None):
         super().__init__()
         self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
-        self.norms = getattr(attn.q_norm, "weight", None), getattr(attn.k_norm, "weight", None)
+        self.whole_norm = isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) != attn.head_dim
+        norms = [None, None] if self.whole_norm else [getattr(of, "weight", None) for of in (attn.q_norm, attn.k_norm)]
+        self.norms, self.offset = norms, table.offset if attn.rope.long else None
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
         self.kernel = attn.cache.k.is_cuda
@@ -144,20 +151,27 @@ class FusedAttention(nn.Module):
         if not self.kernel:
             rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
             mask = visible(slots, positions, self.window)
-            return attn.attend(qkv, positions, *self.table(positions), mask, rows).flatten(0, 1)
+            return attn.attend(qkv, positions, *self.table(positions, len(qkv)), mask, rows).flatten(0, 1)
         if not few_pairs(T, self.G):
             rows = torch.arange(len(qkv), device=qkv.device)[:, None]
-            return self.update_then_attend(qkv, positions, *self.table(positions), rows).flatten(0, 1)
+            cos, sin = self.table(positions, len(qkv))
+            return self.update_then_attend(qkv, positions, cos, sin, rows).flatten(0, 1)
+        if self.whole_norm:
+            q, k, v = qkv.split(attn.sizes, dim=-1)
+            qkv = torch.cat((attn.q_norm(q), attn.k_norm(k), v), dim=-1)
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
+        rope = attn.rope
         y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, self.semaphore,
-                              *self.norms, self.window or 0, self.eps)
+                              *self.norms, self.offset, self.window or 0, self.eps, attn.scale, len(rope.frequencies),
+                              rope.q_growth, rope.original)
         return y.flatten(0, 1).flatten(1)
 
     def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
         """model.Attention.attend() with a kernel in the place of the masked product alone."""
-        q, k, v = self.attn.rotate(qkv, cos, sin)
+        q, k, v = self.attn.rotate(qkv, positions, cos, sin)
         self.cache.write(k, v, rows, positions)
-        return attend(q, positions, self.cache.k, self.cache.v, self.semaphore, self.window or 0).flatten(2)
+        window, scale = self.window or 0, self.attn.scale
+        return attend(q, positions, self.cache.k, self.cache.v, self.semaphore, window, scale).flatten(2)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
@@ -171,8 +185,9 @@ class FusedFeedForward(nn.Module):
 
     def __init__(self, ffn: FeedForward):
         super().__init__()
+        self.gate = GATES[ffn.activation]
         if isinstance(ffn.w_gate_up, QuantizedLinear):
-            ffn.w_gate_up = PackedLinear(ffn.w_gate_up, gated=True)
+            ffn.w_gate_up = PackedLinear(ffn.w_gate_up, self.gate)
         self.ffn = ffn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,12 +197,32 @@ class FusedFeedForward(nn.Module):
         return self.ffn(x)
 
 
-class AttentionHalf(nn.Module):
+class Half(nn.Module):
+    """What both halves of a Block for decode have: norms before and behind, and the residual stream.
+
+    The stream is 1 / scale times model.py's (see FusedDecoder). An RMSNorm of it is the same with eps / scale ** 2."""
+
+    def __init__(self, norm: nn.Module, post_norm: nn.Module, scale: float):
+        super().__init__()
+        self.norm, self.post_norm, self.scale = norm, post_norm, scale
+        self.before = dict(norm=norm.weight, eps=norm.eps / scale ** 2) if isinstance(norm, RMSNorm) else {}
+
+    def plain_norm(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.scale)
+
+    def add(self, x: Tensor, out: Callable, y: Tensor) -> Tensor:
+        """The stream x with what the half's last product makes of y."""
+        if isinstance(self.post_norm, nn.Identity):
+            return out(y, residual=x)
+        return x + self.post_norm(out(y))
+
+
+class AttentionHalf(Half):
     """The first half of a Block for decode: norm, attention, residual. Three launches, if it is fused."""
 
     def __init__(self, block: Block, table: RopeTable):
-        super().__init__()
-        self.norm, self.attn, self.table, self.window = block.attn_norm, block.attn, table, block.config.window
+        super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
+        self.attn, self.table, self.window = block.attn, table, block.config.window
         self.fused = isinstance(block.attn, FusedAttention)
         if self.fused:
             self.qkv = fused_linear(block.attn.attn.wqkv)
@@ -196,19 +231,19 @@ class AttentionHalf(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
         if self.fused:
-            qkv = self.qkv(x, self.norm.weight, eps=self.norm.eps)
-            return self.out(self.attn.attend(qkv, positions), residual=x)
+            return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
         mask = visible(slots, positions, self.window)
-        y = self.norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]
-        return x + self.attn(y, positions, *self.table(positions), mask, rows).flatten(0, 1)
+        y = self.plain_norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]
+        y = self.attn(y, positions, *self.table(positions, len(y)), mask, rows)
+        return x + self.post_norm(y).flatten(0, 1)
 
 
-class FeedForwardHalf(nn.Module):
+class FeedForwardHalf(Half):
     """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused."""
 
     def __init__(self, block: Block):
-        super().__init__()
-        self.norm, self.ffn = block.ffn_norm, block.ffn
+        super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
+        self.ffn = block.ffn
         self.fused = isinstance(block.ffn, FusedFeedForward)
         if self.fused:
             self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
@@ -217,9 +252,8 @@ class FeedForwardHalf(nn.Module):
     def forward(self, x: Tensor, T: int) -> Tensor:
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
         if self.fused:
-            h = self.gate_up(x, self.norm.weight, gated=True, eps=self.norm.eps)  # [M, F]
-            return self.down(h, residual=x)
-        return x + self.ffn(self.norm(x).unflatten(0, (-1, T))).flatten(0, 1)
+            return self.add(x, self.down, self.gate_up(x, gated=self.ffn.gate, **self.before))
+        return x + self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)
 
 
 class FusedBlock(nn.Module):
@@ -239,29 +273,38 @@ class FusedDecoder(nn.Module):
     """A Transformer's forward for decode and verification. The positions of one sequence follow one another.
 
     kernels: all layers' attention has its kernel, which finds the slots in use by itself.
+    The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms take it out.
     A Config field that changes model.py's forward must be handled here, too: see KNOWN_FIELDS."""
 
     def __init__(self, model: Transformer):
         super().__init__()
         self.model = model
-        self.layers = nn.ModuleList(FusedBlock(block, model.table(i)) for i, block in enumerate(model.layers))
+        self.layers = nn.ModuleList(FusedBlock(block, rope_table(model, block)) for block in model.layers)
         self.kernels = all(layer.attention.fused for layer in self.layers)
-        self.head = fused_linear(model.head) if fusible(model.head) and type(model.norm) is RMSNorm else None
+        self.scale = model.config.residual_scale
+        self.head = None
+        if fusible(model.head) and type(model.norm) is RMSNorm and model.config.logits_scale == 1:
+            self.head = fused_linear(model.head)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention without a kernel."""
         model, rows = self.model, self.model.rows[:len(tokens)]
         slots = model.slots if slots is None else slots
-        x = model.embed(tokens).flatten(0, 1)  # [M, D]
+        x = model.embed(tokens).flatten(0, 1) * (model.embedding_scale / self.scale)  # [M, D]
         for i, layer in enumerate(self.layers):
-            model.keep(i, x.unflatten(0, tokens.shape), rows, positions)
+            self.keep(i, x, tokens.shape, rows, positions)
             x = layer(x, positions, slots, rows)
-        model.keep(len(self.layers), x.unflatten(0, tokens.shape), rows, positions)
+        self.keep(len(self.layers), x, tokens.shape, rows, positions)
         if self.head:
-            x = self.head(x, model.norm.weight, eps=model.norm.eps)
+            x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale ** 2)
         else:
-            x = model.head(model.norm(x))
+            x = model.head(model.norm(x * self.scale) * model.config.logits_scale)
         return x.unflatten(0, tokens.shape)
+
+    def keep(self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor) -> None:
+        """model.keep() of the residual stream x [M, D]."""
+        if place in self.model.places:
+            self.model.keep(place, (x * self.scale).unflatten(0, shape), rows, positions)
 
     @contextmanager
     def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:
@@ -302,14 +345,18 @@ def install_kernels(model: Transformer) -> FusedDecoder:
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
         communication_buffers(model.embed.weight.device)
-    for i, block in enumerate(model.layers):
+    for block in model.layers:
         if not why_plain_attention(block):
-            block.attn = FusedAttention(block.attn, model.table(i), block.config.window)
+            block.attn = FusedAttention(block.attn, rope_table(model, block), block.config.window)
         if not why_plain_ffn(block):
             block.ffn = FusedFeedForward(block.ffn)
     replace_layers(model, QuantizedLinear,
                    lambda layer, name: PackedLinear(layer) if layer.codes.name in KINDS else layer)
     return FusedDecoder(model)
+
+
+def rope_table(model: Transformer, block: Block) -> RopeTable:
+    return next(table for table in model.ropes if table.rope == block.config.rope)
 
 
 def allow_fallback() -> None:

@@ -136,7 +136,7 @@ def from_mma_order(words: Tensor, kind: str, K: int) -> Tensor:
     return codes.flatten(1)[:, :K]
 
 
-def tile(rows: Tensor, width: int, gated: bool) -> Tensor:
+def tile(rows: Tensor, width: int, gated: int) -> Tensor:
     """[N, C width] -> [row blocks, C, 16 rows, width]."""
     if gated:
         half = len(rows) // 2
@@ -147,7 +147,7 @@ def tile(rows: Tensor, width: int, gated: bool) -> Tensor:
     return rows.reshape(-1, 16, rows.shape[-1] // width, width).transpose(1, 2).contiguous()
 
 
-def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
+def untile(tiles: Tensor, N: int, gated: int) -> Tensor:
     """[row blocks, C, 16 rows, width] -> [N, C width]; the inverse of tile()."""
     rows = tiles.transpose(1, 2).flatten(2)  # [row blocks, 16 rows, C width]
     if not gated:
@@ -155,7 +155,7 @@ def untile(tiles: Tensor, N: int, gated: bool) -> Tensor:
     return rows.unflatten(1, (2, 8)).transpose(0, 1).flatten(1, 2)[:, :N // 2].flatten(0, 1)
 
 
-def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: bool) -> Tensor:
+def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: int) -> Tensor:
     """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 and None."""
     C = scales.shape[1]
     if scales.dtype == torch.float32:
@@ -170,7 +170,7 @@ def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gat
     return tiles
 
 
-def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, zero: int, gated: bool) -> tuple[Tensor, Tensor]:
+def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, zero: int, gated: int) -> tuple[Tensor, Tensor]:
     """scales_and_zeros -> scales fp32 [N, C] and zeros int32 [N, C]; the inverse of pack_scales()."""
     tiles = scales_and_zeros.repeat_interleave(16 // scales_and_zeros.shape[2], 2)
     words = untile(tiles, N, gated)[:, :C]
@@ -241,7 +241,7 @@ class Packed(NamedTuple):
     K: int
     kind: str
     group_size: int
-    gated: bool
+    gated: int  # 1: SiLU, 2: GELU by tanh
 
     @property
     def bits(self) -> int:
@@ -283,7 +283,7 @@ class Packed(NamedTuple):
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tensor | None = None, kind: str = "int4",
-         gated: bool = False) -> Packed:
+         gated: int = 0) -> Packed:
     """A weight w[n, k] = (number of codes[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
     codes uint8 [N, K]: fp8's stand for e4m3's numbers. scales fp16 or fp32 [N, C]; zeros [N, C], below 256, want fp16
@@ -294,7 +294,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tens
 
 
 def pack_words(words: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, K: int, kind: str,
-               gated: bool) -> Packed:
+               gated: int) -> Packed:
     """pack() of words int32 [N, W] as to_mma_order() makes them, and of what else group_inputs() gives."""
     wanted = [torch.float16, torch.float32] if zeros is None else [torch.float16]
     if scales.dtype not in wanted:

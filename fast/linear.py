@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, silu_gate, tl, triton
+from fast.common import constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, tl, triton
 from fast.tuning import kernel_for
 
 
@@ -77,7 +77,7 @@ def gemv_kernel(x, w, norm, bias, residual, out, N, K, eps,
         n = n0 + tl.arange(0, STEP)
         if GATED:
             gate, up = tl.split(tl.reshape(y, (STEP, 2)))
-            y = silu_gate(gate, up)
+            y = gate_times_up(gate, up, GATED)
         if residual is not None:
             y += tl.load(residual + n, mask=n < N_OUT, other=0)
         tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N_OUT)
@@ -118,7 +118,7 @@ def gemm_kernel(x, w, bias, residual, out, M, N, K,
     n = n0 + tl.arange(0, STEP)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (STEP, 2, BM)), (0, 2, 1)))
-        acc = silu_gate(gate, up)
+        acc = gate_times_up(gate, up, GATED)
     at = m[None, :] * N_OUT + n[:, None]
     inside = (n < N_OUT)[:, None] & (m < M)[None, :]
     if residual is not None:
@@ -151,19 +151,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
-                 residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
+                 residual: Tensor | None = None, gated: int = 0, eps: float = 1e-5) -> Tensor:
     """The plain twin of linear()."""
     if norm is not None:
         x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)  # rounded once, as in norm_kernel
     y = F.linear(x, w, bias)
     if gated:
         gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+        y = (F.silu(gate) if gated == 1 else F.gelu(gate, approximate="tanh")) * up
     return y if residual is None else residual + y
 
 
 def launch_gemv(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor,
-                gated: bool, eps: float, choice: dict) -> None:
+                gated: int, eps: float, choice: dict) -> None:
     N, K = w.shape
     programs = choice["programs"] * gpu(x.device).multi_processor_count
     grid = (min(triton.cdiv(N, choice["block_n"]), programs),)
@@ -173,7 +173,7 @@ def launch_gemv(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None, 
                       **pdl)
 
 
-def launch_gemm(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool,
+def launch_gemm(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: int,
                 choice: dict) -> None:
     (M, K), N = x.shape, len(w)
     grid = (triton.cdiv(N, choice["block_n"]),)
@@ -185,11 +185,12 @@ def launch_gemm(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | No
 
 @library.custom_op("llama_fast::linear", mutates_args=(), device_types="cuda")
 def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
-           residual: Tensor | None = None, gated: bool = False, eps: float = 1e-5) -> Tensor:
+           residual: Tensor | None = None, gated: int = 0, eps: float = 1e-5) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias, where each of norm, bias and residual may be None.
 
     x [M, K], w [N, K], norm [K], bias [N], residual [M, N] -> [M, N], all of one 16-bit type.
-    gated: w's first half is the gate, its second half up, and silu(gate) * up [M, N / 2] takes the product's place."""
+    gated: w's first half is the gate, its second half up, and f(gate) * up [M, N / 2] takes the product's place. f is
+    SiLU for 1, GELU by tanh for 2."""
     M, K = x.shape
     N = len(w)
     choice = kernel_for("16-bit", N, K, M, x.device)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import constexpr_function
 
-from fast.common import (arrive, constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, silu_gate, tl,
+from fast.common import (arrive, constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, tl,
                          triton)
 from fast.layout import MIN_BLOCK_M, Packed
 
@@ -201,7 +201,7 @@ def epilogue(acc, bias, residual, out, tile, m, M, N_OUT, GATED: constexpr, S: c
     if GATED:  # 8 rows of the gate, then 8 of up, in each row block
         acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
-        acc = silu_gate(gate, up)
+        acc = gate_times_up(gate, up, GATED)
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
     at = m[None, :] * N_OUT + n[:, None]
     inside = (n < N_OUT)[:, None] & (m < M)[None, :]

@@ -44,7 +44,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from fast.common import gdc_launch_dependents, gdc_wait, gpu, last_arriver, pdl_options, silu_gate, triton
+from fast.common import gate_times_up, gdc_launch_dependents, gdc_wait, gpu, last_arriver, pdl_options, triton
 from fast.layout import Packed
 
 RULE = dict(warps=4, depth=2, stages=3, programs=6, slices=1)  # sizes for any product; tuning.py says what they mean
@@ -435,7 +435,7 @@ def store_rows(out, total, extra, tile, n, N_OUT, GATED: gl.constexpr):
     """Store a tile's 16 outputs, or the 8 that 8 gates and 8 ups give."""
     if GATED:
         gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8]), [1, 0]))
-        product = silu_gate(gate, up)
+        product = gate_times_up(gate, up, GATED)
         gates = tile * 8 + gl.arange(0, 8, layout=product.type.layout)
         gl.store(out + gates, product.to(out.dtype.element_ty), mask=gates < N_OUT)
     else:

@@ -103,14 +103,14 @@ def dequantize(w: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def as_packed(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
-              semaphores: Tensor, N: int, kind: str, group_size: int, gated: bool) -> Packed:
+              semaphores: Tensor, N: int, kind: str, group_size: int, gated: int) -> Packed:
     """The operator's arguments, which may be tensors and numbers only."""
     K = x.shape[1] if perm is None else len(perm)
     return Packed(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated)
 
 
 def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, norm=None,
-                        bias=None, residual=None, gated=False, eps=1e-5) -> Tensor:
+                        bias=None, residual=None, gated=0, eps=1e-5) -> Tensor:
     """The plain twin of packed_linear()."""
     packed = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
     codes, scales, zeros = unpack(packed)
@@ -125,12 +125,11 @@ def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, 
 @library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
 def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
                   semaphores: Tensor, N: int, kind: str, group_size: int, norm: Tensor | None = None,
-                  bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
+                  bias: Tensor | None = None, residual: Tensor | None = None, gated: int = 0,
                   eps: float = 1e-5) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
 
-    gated: the first half of w is the gate, the second half up, and the result silu(gate) * up [M, N / 2], without bias
-    and residual. The other arguments are a Packed's."""
+    gated: see linear(); then there is no bias and no residual. The other arguments are a Packed's."""
     w = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
     choice = choice_for(w, len(x), x.device)
     x = x.contiguous()
@@ -150,11 +149,11 @@ packed_linear.register_kernel("cpu")(plain_packed_linear)
 
 @packed_linear.register_fake
 def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, norm=None, bias=None, residual=None,
-      gated=False, eps=1e-5):
+      gated=0, eps=1e-5):
     return x.new_empty(len(x), N // 2 if gated else N)
 
 
-def pack_layer(layer: QuantizedLinear, gated: bool) -> Packed:
+def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
     """layout.pack() of a layer, REPACKED_ROWS of its rows at a time. ValueError for codes that no kernel knows."""
     kind, zeros = layer.codes.name, layer.zeros
     if kind not in KINDS:
@@ -182,7 +181,7 @@ class PackedLinear(nn.Module):
 
     Its attributes are a Packed's and the bias; perm, shifts and semaphores are buffers."""
 
-    def __init__(self, layer: QuantizedLinear, gated: bool = False):
+    def __init__(self, layer: QuantizedLinear, gated: int = 0):
         super().__init__()
         if gated and layer.bias is not None:
             raise ValueError("a gated layer with a bias: the kernels have no place for it")
@@ -195,7 +194,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("shifts", packed.shifts, persistent=False)
         self.register_buffer("semaphores", packed.semaphores, persistent=False)
 
-    def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: bool = False,
+    def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: int = 0,
               eps: float = 1e-5) -> Tensor:
         """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
         return packed_linear(x, self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores, self.N,
