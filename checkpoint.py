@@ -14,6 +14,7 @@ Shapes: as in model.py.
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -28,6 +29,7 @@ from model import Config, LayerConfig, Rope, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
+VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"  # They end a turn, whether or not generation_config.json lists them.
 
 
@@ -68,16 +70,27 @@ class Checkpoint:
         path = self.directory / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-    def files(self) -> dict[str, Path]:
-        """The safetensors file that holds each tensor."""
+    def files(self) -> dict[str, "Place"]:
+        """Where each tensor of the language model is. Of a model that also sees, the rest is left out."""
         open_shard.cache_clear()  # a file of this name may be another one by now
-        if self.index:
-            places = self.index.get("weight_map") or {}
-            return {name: self.directory / file for name, file in places.items()}
-        whole = self.directory / WHOLE
-        if not whole.exists():
-            raise UserError(f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read")
-        return dict.fromkeys(open_shard(whole).keys(), whole)
+        paths = {name: self.directory / file for name, file in (self.index.get("weight_map") or {}).items()}
+        if not self.index:
+            whole = self.directory / WHOLE
+            if not whole.exists():
+                raise UserError(f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read")
+            paths = dict.fromkeys(open_shard(whole).keys(), whole)
+        if "vision_config" in self.hf:
+            seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
+            print(f"{self.directory}: text only: {len(seeing)} tensors of its vision part are left out", file=sys.stderr)
+            for name in seeing:
+                del paths[name]
+        return {name.replace("language_model.", "", 1): Place(path, name) for name, path in paths.items()}
+
+
+class Place(NamedTuple):
+    """A tensor in a safetensors file: the name that it has there."""
+    path: Path
+    name: str
 
 
 # config.json
@@ -118,13 +131,24 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key 
 }
 
 
+LACKING = {  # model_type -> what it has that is not here
+    "gemma2": "caps of attention scores and logits",
+    "gemma3n": "layers that are left out for some tokens",
+    "qwen3_5": "recurrent layers",
+    "qwen3_next": "recurrent layers",
+    "granitemoehybrid": "recurrent layers",
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "phimoe", "olmoe", "gpt_oss", "llama4"),
+                    "experts"),
+}
+
+
 def check_supported(settings: dict, supported: dict) -> None:
     """ValueError names the key and the value that are not supported."""
     for key, values in supported.items():
         found = settings.get(key, values[0])
         if found not in values:
-            wanted = " or ".join(map(repr, values))
-            raise ValueError(f"{key}={found!r} is not supported: want {wanted}")
+            lacking = f", as its {LACKING[found]} are not here" if key == "model_type" and found in LACKING else ""
+            raise ValueError(f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}")
 
 
 def text_settings(hf: dict) -> dict:
@@ -370,7 +394,7 @@ def open_shard(path: Path):
     return safe_open(path, framework="pt")
 
 
-def read_tensor(files: dict[str, Path], name: str, shapes: list[tuple], dtypes: str = FLOATS,
+def read_tensor(files: dict[str, Place], name: str, shapes: list[tuple], dtypes: str = FLOATS,
                 part: tuple[slice, ...] = ()) -> Tensor:
     """The tensor, or a part of it, in the host's memory. UserError unless it has one of the shapes.
 
@@ -378,12 +402,12 @@ def read_tensor(files: dict[str, Path], name: str, shapes: list[tuple], dtypes: 
     if name not in files:
         raise UserError(f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
                         "the weights are quantized (generate.load reads these)")
-    path = files.pop(name)
-    found = open_shard(path).get_slice(name)
+    path, stored = files.pop(name)
+    found = open_shard(path).get_slice(stored)
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in dtypes.split() or shape not in shapes:
         raise UserError(f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}")
-    return found[part[:len(shape)]] if part else open_shard(path).get_tensor(name)
+    return found[part[:len(shape)]] if part else open_shard(path).get_tensor(stored)
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: bool = False,
@@ -421,10 +445,10 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     return model.eval()
 
 
-def refuse_surplus(files: dict[str, Path], checkpoint: Checkpoint) -> None:
+def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
     """UserError for a tensor that the model has no place for, unless it would change nothing, as a bias of zeros."""
     sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
-    for name, path in list(files.items()):
+    for name, (path, _) in list(files.items()):
         unused = name.endswith("rotary_emb.inv_freq") or checkpoint.config.tied and name == "lm_head.weight"
         if not unused and (not name.endswith(".bias") or read_tensor(files, name, sizes).any()):
             raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
