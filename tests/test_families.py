@@ -1,0 +1,120 @@
+"""Families of models: sizes of the released ones, both spellings of a config.json, what is refused, names of tensors."""
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import guard
+from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
+from helpers import CPU, F32, GOLDEN
+from scripts.shapes import SHAPES, shape
+
+RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
+    "smollm3-3b": 3_075_098_624,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "granite-3.3-8b": 8_170_864_640,
+    "olmo-3-7b": 7_298_011_136,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+}
+OTHERS = [
+    (shape("ministral3", 4096, 34, 32, 8, 14336, 131072, 262144, 1e6, head_dim=128), 8_489_553_920),
+    (shape("olmo2", 4096, 32, 32, 32, 11008, 100352, 4096, 5e5), 7_298_617_344),
+    (shape("olmo2", 5120, 40, 40, 40, 13824, 100352, 4096, 5e5), 13_716_198_400),
+    (shape("gemma3_text", 1152, 26, 4, 1, 6912, 262144, 32768, 1e6), 999_885_952),
+    (shape("gemma3_text", 5376, 62, 32, 16, 21504, 262208, 131072, 1e6, head_dim=128), 27_009_346_304)]
+
+
+def test_released_models_have_as_many_parameters_as_in_transformers():
+    assert {name: count_parameters(SHAPES[name]) for name in RELEASED} == RELEASED
+    for config, parameters in OTHERS:
+        assert count_parameters(config) == parameters
+
+
+def published(family: str) -> dict:
+    """The golden family's config.json as files were written before transformers 5."""
+    hf = json.loads((GOLDEN / family / "config.json").read_text())
+    rope = hf.pop("rope_parameters")
+    if "full_attention" in rope:
+        hf |= dict(rope_theta=rope["full_attention"].pop("rope_theta"), rope_scaling=rope["full_attention"])
+        if family == "gemma3":
+            hf["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        del hf["layer_types"]
+        return hf
+    hf["rope_theta"] = rope.pop("rope_theta")
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if hf["model_type"] == "phi3" and key in rope:
+            hf[key] = rope.pop(key)
+    if rope["rope_type"] != "default":
+        rope["type"] = {"longrope": "su"}.get(rope["rope_type"], rope["rope_type"])
+        del rope["rope_type"]
+        hf["rope_scaling"] = rope
+    if family == "smollm3":
+        del hf["no_rope_layers"], hf["layer_types"]
+    return hf
+
+
+@pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir()))
+def test_older_files_mean_the_same(family):
+    assert config_from_hf(published(family)) == Checkpoint(GOLDEN / family).config
+
+
+def test_layers_differ_as_published():
+    smollm3, olmo3, gemma3 = (SHAPES[name].layers for name in ("smollm3-3b", "olmo-3-7b", "gemma-3-4b"))
+    assert [bool(layer.rope.frequencies) for layer in smollm3[:8]] == [True, True, True, False] * 2
+    assert [layer.window for layer in olmo3[:4]] == [4096] * 3 + [None]
+    assert [layer.window for layer in gemma3[:7]] == [1024] * 5 + [None, 1024]
+    assert olmo3[3].rope.scale == 1.2079441541679836 and olmo3[0].rope.scale == 1
+    assert gemma3[0].rope.frequencies[-1] > 8 * gemma3[5].rope.frequencies[-1]
+
+
+@pytest.mark.parametrize("family, changes, said", [
+    ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported: want None"),
+    ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
+    ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+    ("gemma3", dict(hidden_activation="gelu"), "hidden_activation='gelu' is not supported: want 'gelu_pytorch_tanh'"),
+    ("gemma3", dict(model_type="gemma2"), "'gemma2' is not supported, as its caps of attention scores"),
+    ("granite", dict(model_type="granitemoe"), "'granitemoe' is not supported, as its experts are not here"),
+    ("qwen2", dict(model_type="qwen3_5"), "as its recurrent layers are not here"),
+    ("granite", dict(attention_bias=True), "attention_bias=True is not supported"),
+    ("granite", dict(residual_multiplier=0), "residual_multiplier=0: want float above 0"),
+    ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers"), ("smollm3", dict(no_rope_layers="1"), "no_rope_layers"),
+    ("gemma3", dict(layer_types=["full_attention"]), "layer_types"),
+    ("gemma3", dict(layer_types=["chunked_attention"] * 7), "layer_types"),
+    ("qwen2-yarn", dict(rope_parameters=dict(rope_type="dynamic")), "rope_type='dynamic' is not supported: want"),
+    ("qwen2-yarn", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=-1)), "factor=-1"),
+    ("phi3-long", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[1.0] * 4)),
+     "short_factor"),
+    ("phi3-long", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1.0] * 4)), "long_factor"),
+    ("phi4-mini", dict(rope_parameters=dict(partial_rotary_factor=1.5)), "partial_rotary_factor=1.5")])
+def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, family, changes, said):
+    shutil.copytree(GOLDEN / family, tmp_path / "bad")
+    path = tmp_path / "bad" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(guard.UserError) as caught:
+        guard.open_checkpoint(tmp_path / "bad", tokenizer=False)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family, kind, prefix", [
+    ("gemma3", "gemma3", "language_model.model."), ("ministral3", "mistral3", "language_model.model."),
+    ("ministral3", "mistral3", "model.language_model.")])
+def test_the_text_part_of_a_model_that_also_sees(tmp_path, capsys, family, kind, prefix):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    text = json.loads((GOLDEN / family / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(dict(model_type=kind, text_config=text, vision_config={})))
+    weights = load_file(GOLDEN / family / "model.safetensors")
+    head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
+    renamed = {name.replace("model.", prefix, 1).replace("lm_head.", head): of for name, of in weights.items()}
+    vision = {f"{prefix.removesuffix('language_model.').removesuffix('language_model.model.')}vision_tower.a":
+              torch.zeros(3), "multi_modal_projector.b.weight": torch.zeros(2, 2)}
+    save_file(renamed | vision, whole / "model.safetensors")
+    checkpoint, _ = guard.open_checkpoint(whole, tokenizer=False)
+    found, wanted = (load_model(of, CPU, F32) for of in (checkpoint, Checkpoint(GOLDEN / family)))
+    assert "2 tensors of its vision part are left out" in capsys.readouterr().err
+    for name, weight in wanted.state_dict().items():
+        assert found.state_dict()[name].equal(weight)
