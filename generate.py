@@ -428,7 +428,7 @@ class LLM:
 
     def _options(self, given: dict) -> SimpleNamespace:
         """The constructor's options with those of a call in their place. None: as if it were not given."""
-        guard.check_call(given, GENERATION)
+        guard.check_call(given, GENERATION, vars(self.options))
         options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
         guard.check_options(options)
         return SimpleNamespace(**options)
