@@ -28,7 +28,7 @@ class Completion:
         self.window = self.prompt_tokens[-8:]
         self.decoded = len(self.window)  # how many tokens of the window are in the text already
 
-    def add(self, token: int, logprob: float, seconds: float) -> None:
+    def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
             raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
         self.steps += 1
@@ -73,7 +73,7 @@ def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
 
 def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
     """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
-    def place(completion: Completion) -> tuple[bool, bool, float]:
+    def place(completion: Completion):
         return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
 
     ranked = []

@@ -5,7 +5,6 @@ import json
 import signal
 import sys
 import warnings
-from argparse import Namespace
 from contextlib import nullcontext
 
 import torch
@@ -20,7 +19,7 @@ from generate import LLM
 from guard import user_errors
 
 
-def main(description: str) -> None:
+def main(description: str):
     """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
@@ -31,7 +30,6 @@ def main(description: str) -> None:
         raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        completions = []
         llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
@@ -48,8 +46,7 @@ def main(description: str) -> None:
         else:
             runs = [run_prompts(llm, completions, args)]
     if runs:
-        quantize = args.quantize or llm.settings.get("name")
-        result = report(llm, runs, args.logprobs, checkpoint=args.checkpoint, quantize=quantize)
+        result = report(llm, runs, args)
         if args.json:
             print(json.dumps(result))
         if not args.quiet:
@@ -59,7 +56,7 @@ def main(description: str) -> None:
             profiler.export_chrome_trace(str(trace))
 
 
-def run_prompts(llm: LLM, completions: list[Completion], args: Namespace) -> list[Completion]:
+def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
     texts = [*zip(headings(completions, args.chat, args.num_samples), completions)]
     streamed = not args.json and not args.time_budget

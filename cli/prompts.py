@@ -2,7 +2,6 @@
 Where prompts come from: options, files and stdin.
 """
 import sys
-from argparse import Namespace
 from pathlib import Path
 from threading import Timer
 
@@ -27,7 +26,7 @@ def read_stdin(quiet: bool) -> str:
         hint.cancel()
 
 
-def read_prompts(args: Namespace) -> list[str]:
+def read_prompts(args) -> list[str]:
     """--prompt's texts, then --prompt-file's; without both, what a pipe or a redirected file holds. One newline at the
     end of a text is left out. UserError where a source that was named has no text."""
     if not args.prompt and args.prompt_file is None:
@@ -45,7 +44,7 @@ def read_prompts(args: Namespace) -> list[str]:
     return prompts
 
 
-def read_file(args: Namespace) -> list[str]:
+def read_file(args) -> list[str]:
     """--prompt-file's prompts."""
     if args.prompt_file == "-":
         text = read_stdin(args.quiet)
@@ -60,7 +59,7 @@ def system_messages(text: str | None) -> list[dict]:
     return [] if text is None else [dict(role="system", content=text)]
 
 
-def as_messages(prompts: list[str], args: Namespace, tokenizer: Tokenizer) -> list:
+def as_messages(prompts: list[str], args, tokenizer: Tokenizer) -> list:
     """With --chat each prompt as a chat's messages. Without it a line on stderr says that there is a template."""
     if args.chat:
         return [[*system_messages(args.system), dict(role="user", content=prompt)] for prompt in prompts]
