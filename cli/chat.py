@@ -37,8 +37,7 @@ class Chat:
 
     def __init__(self, llm, args):
         self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
-        self.system = system_messages(args.system)
-        self.messages = list(self.system)
+        self.messages = system_messages(args.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
@@ -80,7 +79,7 @@ class Chat:
         on_terminal, interrupted = sys.stdin.isatty() and sys.stdout.isatty(), False
         while True:
             try:
-                return self.read_turn() if on_terminal else input()
+                return self.read_turn() if on_terminal else input("")
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -107,13 +106,12 @@ class Chat:
         if name == "help":
             print(HELP, file=sys.stderr)
         elif name == "reset":
-            self.messages = list(self.system)
+            self.messages = system_of(self.messages)
             self.say("The conversation is forgotten.")
         elif name == "system":
             if not self.tokenizer.template:
                 raise UserError("/system: this checkpoint has no chat template, so there is no system message")
-            self.system = system_messages(text or None)
-            self.messages = list(self.system)
+            self.messages = system_messages(text or None)
             now = "the system message is set" if text else "none is set"
             self.say(f"The conversation is forgotten; {now}.")
         elif name in ("save", "load") and not text:
@@ -127,7 +125,6 @@ class Chat:
             if isinstance(loaded, str):
                 raise UserError(loaded)
             self.messages = loaded
-            self.system = loaded[:1] if loaded[0]["role"] == "system" else []
             self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
         else:
             raise UserError(f"/{name}: no such command; /help lists them")
@@ -173,7 +170,7 @@ class Chat:
         long."""
         tokens, room, before = self.encode(messages), self.llm.room, len(messages)
         if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
-            kept = [message for message in messages[:1] if message["role"] == "system"]
+            kept = system_of(messages)
             turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
 
             def fits(turn: int) -> bool:
@@ -208,6 +205,11 @@ def read_waiting() -> str:
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
     return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
+
+
+def system_of(messages: list[dict]) -> list[dict]:
+    """The system message, if there is one: it is the first."""
+    return [message for message in messages[:1] if message["role"] == "system"]
 
 
 def load_messages(name: str) -> list[dict] | str:

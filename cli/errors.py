@@ -11,7 +11,7 @@ from checkpoint import UserError, one_line
 from tp import world_size
 
 
-def report_errors(main: Callable[[], None], ranks: bool = False):
+def report_errors(main: Callable[[], None], ranks=False):
     """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
 
     ranks: the command may be one of several processes."""

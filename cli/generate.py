@@ -11,7 +11,7 @@ import torch
 
 from checkpoint import UserError
 from cli.chat import Chat
-from cli.options import generate_args, keywords
+from cli.options import DEFAULTS, generate_args
 from cli.output import format_report, headings, progress, report, show, written_whole
 from cli.prompts import as_messages, read_prompts
 from completion import Completion, rank_completions
@@ -24,7 +24,8 @@ def main(description: str):
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(description)
-    llm = LLM(load=False, **keywords(args))
+    given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
+    llm = LLM(load=False, **given)
     llm.progress = progress
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
         raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")

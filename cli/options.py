@@ -16,13 +16,14 @@ from checkpoint import UserError
 from generate import LLM
 from guard import CHOICES, LIMITS, user_errors
 
+# The keywords of generate.LLM:
 DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
 
 
 class Parser(argparse.ArgumentParser):
     """Its errors are UserErrors, and name the option that was probably meant."""
 
-    def __init__(self, description: str = ""):
+    def __init__(self, description: str):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                          allow_abbrev=False)
 
@@ -155,8 +156,3 @@ def writable(profile: str, parser: Parser) -> Path:
     with user_errors(f"--profile {path}: cannot write there, name another place"):
         TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent).cleanup()
     return path
-
-
-def keywords(args: argparse.Namespace) -> dict:
-    """Those of generate.LLM among the options."""
-    return {name: value for name, value in vars(args).items() if name in DEFAULTS}

@@ -62,7 +62,7 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
 
 
 @contextmanager
-def progress(what: str = "compiling"):
+def progress(what="compiling"):
     """Says on stderr what takes long and, on a terminal, the seconds that pass."""
     on_terminal, ended = sys.stderr.isatty(), Event()
     line_end = "\r" if on_terminal else "\n"  # other lines may take the place of this one

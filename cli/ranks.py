@@ -64,7 +64,7 @@ def run_rank(main: Callable[[], None], rank: int):
         raise
 
 
-def tell_torchrun(reason: str, delay: int = 0):
+def tell_torchrun(reason: str, delay=0):
     """torchrun's own report comes last, and long: it ends with the reason that stands in this file. Of several ranks'
     it takes the one with the earliest time, in whole seconds; `delay` is added to it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
