@@ -25,8 +25,8 @@ class Completion:
 
     def __post_init__(self):
         # New tokens are decoded together with the tokens before them: their spaces depend on these.
-        self.window = self.prompt_tokens[-8:]
-        self.decoded = len(self.window)  # how many tokens of the window are in the text already
+        self.before = self.prompt_tokens[-8:]
+        self.pending = []  # tokens that are not in the text yet
 
     def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
@@ -38,11 +38,12 @@ class Completion:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.window.append(token)
-        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
+        self.pending.append(token)
+        before = self.tokenizer.decode(self.before)
+        after = self.tokenizer.decode(self.before + self.pending)
         if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
             self.text += after[len(before):]
-            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
+            self.before, self.pending = self.pending, []
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
             self.text, self.finish_reason = self.text[:min(ends)], "stop"

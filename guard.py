@@ -27,8 +27,7 @@ from safetensors import safe_open
 from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
                         count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
 from model import Config, KVCache
-from sampling import LIMITS as SAMPLING_LIMITS
-from sampling import Sampling
+from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
 GIB = 2 ** 30
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",

@@ -26,7 +26,8 @@ def main(description: str):
     args = generate_args(description)
     given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
     llm = LLM(load=False, **given)
-    llm.progress = progress
+    if sys.stderr.isatty():
+        llm.progress = progress
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
         raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
     if args.interactive:
@@ -43,7 +44,7 @@ def main(description: str):
         torch.manual_seed(args.seed)
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         if args.interactive:
-            runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
+            runs = [[answer] for answer in Chat(llm, args).run()]
         else:
             runs = [run_prompts(llm, completions, args)]
     if runs:

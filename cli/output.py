@@ -62,25 +62,22 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
 
 
 @contextmanager
-def progress(what="compiling"):
-    """Says on stderr what takes long and, on a terminal, the seconds that pass."""
-    on_terminal, ended = sys.stderr.isatty(), Event()
-    line_end = "\r" if on_terminal else "\n"  # other lines may take the place of this one
-    print(f"{what} ...", end=line_end, file=sys.stderr, flush=True)
+def progress():
+    """Says on a terminal that it compiles, and the seconds that pass."""
+    ended = Event()
 
     def count():
         begun = time.monotonic()
         while not ended.wait(1):
-            print(f"{what} ... {time.monotonic() - begun:.0f} s", end=line_end, file=sys.stderr, flush=True)
+            print(f"compiling ... {time.monotonic() - begun:.0f} s", end="\r", file=sys.stderr, flush=True)
 
-    if on_terminal:
-        Thread(target=count, daemon=True).start()
+    print("compiling ...", end="\r", file=sys.stderr, flush=True)  # another line may take the place of this one
+    Thread(target=count, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        if on_terminal:
-            print(file=sys.stderr)
+        print(file=sys.stderr)
 
 
 # The report
