@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache
@@ -223,11 +223,11 @@ def vet_config(hf: dict):
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
             raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
     config = config_from_hf(hf)
-    dim, heads, kv_heads = config.dim, config.n_head, config.n_kv_head
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    if dim % heads and not hf.get("head_dim"):
-        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    heads = f"num_attention_heads={config.n_head}"
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{heads} is no multiple of num_key_value_heads={config.n_kv_head}")
+    if config.dim % config.n_head and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={config.dim} is no multiple of {heads}; head_dim is missing")
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
     weights = count_parameters(config)
@@ -370,8 +370,8 @@ def render(template: str, values: dict) -> str:
         template_process.cache_clear()
         if not isinstance(error, (BrokenPipeError, ValueError)):
             raise
-        code = process.wait()
-        raise UserError(f"the chat template's process ended, code {code}: it may take 3 s and 512 MB") from None
+        raise UserError(
+            f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB") from None
     if kind:
         raise UserError(f"the chat template: {kind}: {text}")
     return text
@@ -591,7 +591,7 @@ def check_model(options: dict, config: Config):
         raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
 
 
-def check_call(given: dict, names: Iterable[str], options: Iterable[str]):
+def check_call(given: dict, names: tuple, options: dict):
     """UserError for a keyword of a call that is none of these names. options: all of LLM's."""
     for name in given.keys() - names:
         if name in options:

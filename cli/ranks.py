@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ def run(main: Callable[[], None]):
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        report_errors(partial(run_rank, main, rank), ranks=True)
+        report_errors(lambda: run_rank(main, rank), ranks=True)
         code = 0
     except SystemExit as error:
         code = error.code
