@@ -455,7 +455,9 @@ class LLM:
 
     def _make_engine(self, rows: int, length: int) -> None:
         options, slots = self.options, self._slots(length)
-        mode = ("compile" if options.no_kernels else "fast") if options.compile else "eager"
+        mode = "eager"
+        if options.compile:
+            mode = "compile" if options.no_kernels else "fast"
         engine = partial(Engine, batch_size=rows, sampling=self._sampling(options), mode=mode)
         self.engine = engine(self.model, slots)
         if not options.draft:
