@@ -11,8 +11,8 @@ A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and ha
 row, along K, shares scale and zero. The layouts of the files are in the docstrings of the functions in READERS. They
 follow the packages that define them: gptqmodel 7.7, autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
-A new format is a function in RULES, which makes schemes of its settings, and one in READERS, if its layout is new. Which
-weights can be quantized stands in the table of weights: see checkpoint.Weight.
+A new format is a function in RULES, which makes schemes of its settings, and one in READERS, if its layout is new.
+Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
@@ -220,16 +220,17 @@ def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
     strategy = weights.get("strategy") or inferred
     wanted(dict(strategy=strategy), "strategy", ["tensor", "channel", "group", "block"])
     wanted(weights, "dynamic", [False], False)
-    zeros = not wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
-    group, rows = -1, -1 if strategy == "tensor" else 1
-    act_order = weights.get("actorder") in ("group", "dynamic", True)
-    if strategy == "block":
-        rows, group = wanted_block(weights, "block_structure")
-        act_order = False
+    symmetric = wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    rows, group = 1, -1
+    if strategy == "tensor":
+        rows = -1
     if strategy == "group":
         group = wanted_group(weights)
+    if strategy == "block":
+        rows, group = wanted_block(weights, "block_structure")
     codes = E4M3 if kind == "float" else integers(bits)
-    return Scheme(layouts[kind], codes, group, rows, zeros, act_order)
+    act_order = weights.get("actorder") in ("group", "dynamic", True)
+    return Scheme(layouts[kind], codes, group, rows, not symmetric, act_order)
 
 
 RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules}
@@ -289,18 +290,14 @@ class QuantizedReader:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
         table = hf_weights(self.shard.whole if self.shard else model.config)
-        names = {(weight.ours, weight.row): name for name, weight in table.items()}
         matrices = {name: weight for name, weight in table.items() if weight.quantized or weight.ours == "head.weight"}
         schemes = self.find_schemes(matrices)
         parts = {}  # our layer -> Hugging Face's names of its matrices
         for name, weight in matrices.items():
             parts.setdefault(weight.ours.removesuffix(".weight"), []).append(name)
-        for ours, theirs in parts.items():
-            if any(schemes[name] for name in theirs):
-                linears = []
-                for name in theirs:
-                    bias = names.get((f"{ours}.bias", table[name].row))
-                    linears.append(self.read_linear(name, table[name], schemes[name], bias))
+        for ours, names in parts.items():
+            if any(schemes[name] for name in names):
+                linears = [self.read_linear(name, table, schemes[name]) for name in names]
                 model.set_submodule(ours, fuse(linears))
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
@@ -325,48 +322,39 @@ class QuantizedReader:
             found[name] = scheme
         return found
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: str = FLOATS, part: tuple[slice, ...] = (),
-             others: Iterable[tuple] = ()) -> Tensor:
-        """The tensor, on the device, of this shape or one of the others. UserError for NaN and infinite numbers: a
-        bias's, a scale's."""
-        tensor = read_tensor(self.files, name, [shape, *others], dtypes, part).to(self.device)
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
-            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
-        return tensor
-
-    def read_linear(self, name: str, weight: Weight, scheme: Scheme | None, bias: str | None) -> nn.Module:
-        """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None. bias: its name."""
-        N, K = weight.shape
-        rows, columns = self.shard.part(weight) if self.shard else (ALL, ALL)
-        if bias:
-            bias = self.read(bias, (N,), part=(rows,)).to(self.dtype)
+    def read_linear(self, name: str, table: dict[str, Weight], scheme: Scheme | None) -> nn.Module:
+        """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
+        part = self.shard.part(table[name]) if self.shard else (ALL, ALL)
+        layer = Layer(self.files, self.device, name, *table[name].shape, *part, scheme)
+        bias = None
+        if stem(name) + "bias" in table:
+            bias = layer.read("bias", [(layer.N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_linear(self.read(name, (N, K), part=(rows, columns)).to(self.dtype), bias)
-        group_of(K, scheme.group if scheme.rows == 1 else -1)
-        if scheme.layout in GPTQ_AND_AWQ and N * scheme.codes.bits % 32:
-            raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // scheme.codes.bits}")
-        layer = Layer(self, name, N, K, rows, columns, scheme)
+            return plain_linear(layer.read_weight(FLOATS).to(self.dtype), bias)
+        codes = scheme.codes
+        group_of(layer.K, scheme.group if scheme.rows == 1 else -1)
+        if scheme.layout in GPTQ_AND_AWQ and layer.N * codes.bits % 32:
+            raise UserError(f"the layer {stem(name)[:-1]} has {layer.N} rows; want a multiple of {32 // codes.bits}")
         qweight, scales, zeros = READERS[scheme.layout](layer)
         kept, g_idx = layer.groups()
-        scales = lossless(scales)[:, kept]
-        if scheme.codes == E4M3:
-            scales = scales.float()
+        scales = scales.float() if codes == E4M3 else lossless(scales)
         if zeros is not None:
             zeros = zeros[:, kept]
-            zeros = None if (zeros == scheme.codes.zero).all() else zeros
-        return QuantizedLinear(qweight, scales, zeros, scheme.codes, bias, g_idx)
+            zeros = None if (zeros == codes.zero).all() else zeros
+        return QuantizedLinear(qweight, scales[:, kept], zeros, codes, bias, g_idx)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One of Hugging Face's matrices as the files hold it: its name, its shape, and the rank's part of it."""
-    reader: QuantizedReader
+    """One of Hugging Face's matrices in the files: its name, its shape, the rank's part of it, and how it is held."""
+    files: dict[str, Path]
+    device: torch.device
     weight: str
     N: int
     K: int
     rows: slice
     columns: slice
-    scheme: Scheme
+    scheme: Scheme | None
 
     @property
     def bits(self) -> int:
@@ -384,15 +372,17 @@ class Layer:
     def name(self, kind: str) -> str:
         return self.weight if kind == "weight" else stem(self.weight) + kind
 
-    def has(self, kind: str) -> bool:
-        return self.name(kind) in self.reader.files
+    def read(self, kind: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor of the layer's, on the device, of one of the shapes. UserError for NaN and infinite numbers: a
+        bias's, a scale's."""
+        tensor = read_tensor(self.files, self.name(kind), shapes, dtypes, part).to(self.device)
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
+            raise UserError(f"the tensor {self.name(kind)} has NaN or infinite values; take a checkpoint that is whole")
+        return tensor
 
-    def read(self, kind: str, *how, **of) -> Tensor:
-        return self.reader.read(self.name(kind), *how, **of)
-
-    def read_codes(self, dtype: str) -> Tensor:
-        """A weight [N, K] of a byte each -> uint8, the rank's part."""
-        return self.read("weight", (self.N, self.K), dtype, (self.rows, self.columns)).view(torch.uint8)
+    def read_weight(self, dtypes: str) -> Tensor:
+        """The rank's part of weight [N, K]."""
+        return self.read("weight", [(self.N, self.K)], dtypes, (self.rows, self.columns))
 
     def read_words(self, kind: str, columns: int, along: int, turned: bool = False) -> Tensor:
         """Words of the codes of a matrix [N, columns], int32: a word's are of one column or, along 1, of one row. The
@@ -404,7 +394,7 @@ class Layer:
         if part[along] != ALL:
             part[along] = slice(part[along].start // per, -(-part[along].stop // per))
         order = -1 if turned else 1
-        words = self.read(kind, tuple(shape[::order]), "I32", tuple(part[::order]))
+        words = self.read(kind, [tuple(shape[::order])], "I32", tuple(part[::order]))
         return words.T if turned else words
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
@@ -413,11 +403,11 @@ class Layer:
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
         rows = self.N if self.scheme.rows == -1 else min(self.scheme.rows, self.N)
         shape = -(-self.N // rows), self.C
-        others = [(math.prod(shape),)]
+        shapes = [shape, (math.prod(shape),)]
         if shape == (1, 1):
-            others.append(())
-        block = torch.arange(self.N, device=self.reader.device)[self.rows] // rows
-        return self.read(kind, shape, dtypes, others=others).view(shape)[block]
+            shapes.append(())
+        block = torch.arange(self.N, device=self.device)[self.rows] // rows
+        return self.read(kind, shapes, dtypes).view(shape)[block]
 
     def groups(self) -> tuple[Tensor, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
@@ -426,10 +416,10 @@ class Layer:
         K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
         K, G, C = self.K, self.G, self.C
-        consecutive = (torch.arange(K, device=self.reader.device) // G)[self.columns]
+        consecutive = (torch.arange(K, device=self.device) // G)[self.columns]
         kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
-        if self.has(kind) or self.scheme.act_order:
-            g_idx = self.read(kind, (K,), "I32", (self.columns,)).long()
+        if self.name(kind) in self.files or self.scheme.act_order:
+            g_idx = self.read(kind, [(K,)], "I32", (self.columns,)).long()
             counts = g_idx.clamp(0, C).bincount(minlength=C)
             if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
                 raise UserError(f"{self.name(kind)}: want each of {C} groups {K // C} times; config.json is of another "
@@ -443,10 +433,10 @@ class Layer:
 
 
 # A reader gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros [N, C] or None, with
-# the rank's rows, and of qweight its columns.
+# the rank's rows, and of qweight its columns. Its docstring describes the tensors of the file.
 
 
-def read_gptq(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+def read_gptq(layer: Layer):
     """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
     zeros = layer.read_words("qzeros", layer.C, 0, turned=True)
     if layer.scheme.layout == "gptq":
@@ -454,24 +444,24 @@ def read_gptq(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
         # whole words, the borrow comes back.
         zeros = zeros + {4: 0x11111111, 8: 0x01010101}[layer.bits]
     qweight = layer.read_words("qweight", layer.K, 1, turned=True)
-    scales = layer.read("scales", (layer.C, layer.N), part=(ALL, layer.rows)).T
+    scales = layer.read("scales", [(layer.C, layer.N)], part=(ALL, layer.rows)).T
     return qweight, scales, unpack(zeros.T, layer.bits).T
 
 
-def read_awq(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+def read_awq(layer: Layer):
     """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
     def codes(kind: str, columns: int) -> Tensor:
         words = layer.read_words(kind, columns, 0, turned=True)
         return unpack(words.T, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
 
-    scales = layer.read("scales", (layer.C, layer.N), part=(ALL, layer.rows)).T
+    scales = layer.read("scales", [(layer.C, layer.N)], part=(ALL, layer.rows)).T
     return pack(codes("qweight", layer.K), 4), scales, codes("qzeros", layer.C)
 
 
-def read_packed(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+def read_packed(layer: Layer):
     """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
     weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
-    shape = layer.read("weight_shape", (2,), "I64 I32").tolist()
+    shape = layer.read("weight_shape", [(2,)], "I64 I32").tolist()
     if shape != [layer.N, layer.K]:
         raise UserError(f"{layer.name('weight_shape')} says {shape}, want {[layer.N, layer.K]}: config.json is of "
                         "another model")
@@ -482,10 +472,10 @@ def read_packed(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     return qweight, layer.read_scales("weight_scale"), zeros
 
 
-def read_int(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+def read_int(layer: Layer):
     """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
     bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
-    codes = layer.read_codes("I8") + middle
+    codes = layer.read_weight("I8").view(torch.uint8) + middle
     if (codes > 2 ** bits - 1).any():
         raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of another "
                         "model")
@@ -494,12 +484,12 @@ def read_int(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     return pack(codes, bits), layer.read_scales("weight_scale"), zeros
 
 
-def read_e4m3(layer: Layer) -> tuple[Tensor, Tensor, None]:
+def read_e4m3(layer: Layer):
     """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too: see read_scales()."""
-    codes = layer.read_codes("F8_E4M3")
+    codes = layer.read_weight("F8_E4M3").view(torch.uint8)
     if (codes & 0x7F).eq_(0x7F).any():
         raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
-    inverse = layer.scheme.layout == "fp8" and not layer.has("weight_scale")
+    inverse = layer.scheme.layout == "fp8" and layer.name("weight_scale") not in layer.files
     scales = layer.read_scales("weight_scale_inv" if inverse else "weight_scale")
     return codes.contiguous().view(torch.int32), scales, None
 
