@@ -7,7 +7,8 @@ here and in no other file.
     tokenizer = Tokenizer(checkpoint)
 
 Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but who reads a directory of unknown
-origin calls guard.open_checkpoint(), which vets it first. What a user can get wrong is a UserError of one line.
+origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens as text.
+What a user can get wrong is a UserError of one line.
 
 Shapes: as in model.py.
 """
@@ -104,12 +105,12 @@ def rope_settings(hf: dict) -> dict:
 
 def check_supported(hf: dict) -> None:
     """ValueError names the key and the value that are not supported."""
-    settings = dict(model_type=None) | hf | rope_settings(hf)
+    rope = rope_settings(hf)
+    settings = rope | hf | dict(rope_type=rope["rope_type"], model_type=hf.get("model_type"))
     for key, values in SUPPORTED.items():
         found = settings.get(key, values[0])
         if found not in values:
-            wanted = " or ".join(map(repr, values))
-            raise ValueError(f"{key}={found!r} is not supported: want {wanted}")
+            raise ValueError(f"{key}={found!r} is not supported: want {' or '.join(map(repr, values))}")
 
 
 def config_from_hf(hf: dict) -> Config:
@@ -319,8 +320,8 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
-        Special tokens that are typed in a message count as tokens here, as in transformers: a user who types <|im_end|>
-        ends the turn. Those that guard.VettedTokenizer gets are text."""
+        A special token that is typed in a message counts as a token here, as in transformers: a user who types
+        <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and LLM use, it is text."""
         return self.backend.encode(self.render(messages))
 
     def render(self, messages: list[dict]) -> str:

@@ -278,13 +278,15 @@ def lossless(scales: Tensor) -> Tensor:
     return half if torch.equal(half.float(), scales.float()) else scales.float()
 
 
+@dataclass
 class QuantizedReader:
     """Reads the quantized layers of a checkpoint, one by one, to the device.
 
     settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard."""
-
-    def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
-        self.settings, self.device, self.dtype, self.shard = settings, device, dtype, shard
+    settings: dict
+    device: torch.device
+    dtype: torch.dtype
+    shard: object = None
 
     def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
@@ -322,19 +324,28 @@ class QuantizedReader:
             found[name] = scheme
         return found
 
+    def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers: a bias's, a
+        scale's."""
+        tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
+            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
+        return tensor
+
     def read_linear(self, name: str, table: dict[str, Weight], scheme: Scheme | None) -> nn.Module:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
+        N, K = table[name].shape
         part = self.shard.part(table[name]) if self.shard else (ALL, ALL)
-        layer = Layer(self.files, self.device, name, *table[name].shape, *part, scheme)
         bias = None
         if stem(name) + "bias" in table:
-            bias = layer.read("bias", [(layer.N,)], part=part[:1]).to(self.dtype)
+            bias = self.read(stem(name) + "bias", [(N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_linear(layer.read_weight(FLOATS).to(self.dtype), bias)
+            return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
-        group_of(layer.K, scheme.group if scheme.rows == 1 else -1)
-        if scheme.layout in GPTQ_AND_AWQ and layer.N * codes.bits % 32:
-            raise UserError(f"the layer {stem(name)[:-1]} has {layer.N} rows; want a multiple of {32 // codes.bits}")
+        group_of(K, scheme.group if scheme.rows == 1 else -1)
+        if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
+            raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // codes.bits}")
+        layer = Layer(self, name, N, K, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
         kept, g_idx = layer.groups()
         scales = scales.float() if codes == E4M3 else lossless(scales)
@@ -347,14 +358,13 @@ class QuantizedReader:
 @dataclass(frozen=True)
 class Layer:
     """One of Hugging Face's matrices in the files: its name, its shape, the rank's part of it, and how it is held."""
-    files: dict[str, Path]
-    device: torch.device
+    reader: QuantizedReader
     weight: str
     N: int
     K: int
     rows: slice
     columns: slice
-    scheme: Scheme | None
+    scheme: Scheme
 
     @property
     def bits(self) -> int:
@@ -372,30 +382,22 @@ class Layer:
     def name(self, kind: str) -> str:
         return self.weight if kind == "weight" else stem(self.weight) + kind
 
-    def read(self, kind: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor of the layer's, on the device, of one of the shapes. UserError for NaN and infinite numbers: a
-        bias's, a scale's."""
-        tensor = read_tensor(self.files, self.name(kind), shapes, dtypes, part).to(self.device)
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
-            raise UserError(f"the tensor {self.name(kind)} has NaN or infinite values; take a checkpoint that is whole")
-        return tensor
-
-    def read_weight(self, dtypes: str) -> Tensor:
-        """The rank's part of weight [N, K]."""
-        return self.read("weight", [(self.N, self.K)], dtypes, (self.rows, self.columns))
-
-    def read_words(self, kind: str, columns: int, along: int, turned: bool = False) -> Tensor:
-        """Words of the codes of a matrix [N, columns], int32: a word's are of one column or, along 1, of one row. The
-        rank's part. turned: the file has the transpose. columns: K of weights, C of zero points."""
-        shape = [self.N, columns]
-        part = [self.rows, self.columns if columns == self.K else ALL]
+    def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
+        """The rank's part of a tensor. axes: its shape, such as "C N/w"; N/w and K/w are words of codes, along N or K.
+        """
         per = 32 // self.bits
-        shape[along] = -(-shape[along] // per)
-        if part[along] != ALL:
-            part[along] = slice(part[along].start // per, -(-part[along].stop // per))
-        order = -1 if turned else 1
-        words = self.read(kind, [tuple(shape[::order])], "I32", tuple(part[::order]))
-        return words.T if turned else words
+
+        def words(codes: slice) -> slice:
+            return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
+
+        known = {
+            "N": (self.N, self.rows),
+            "K": (self.K, self.columns),
+            "C": (self.C, ALL),
+            "N/w": (-(-self.N // per), words(self.rows)),
+            "K/w": (self.K // per, words(self.columns))}
+        shape, part = zip(*[known[axis] for axis in axes.split()])
+        return self.reader.read(self.name(kind), [shape], dtypes, part)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
@@ -406,8 +408,8 @@ class Layer:
         shapes = [shape, (math.prod(shape),)]
         if shape == (1, 1):
             shapes.append(())
-        block = torch.arange(self.N, device=self.device)[self.rows] // rows
-        return self.read(kind, shapes, dtypes).view(shape)[block]
+        block = torch.arange(self.N, device=self.reader.device)[self.rows] // rows
+        return self.reader.read(self.name(kind), shapes, dtypes).view(shape)[block]
 
     def groups(self) -> tuple[Tensor, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
@@ -416,12 +418,12 @@ class Layer:
         K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
         K, G, C = self.K, self.G, self.C
-        consecutive = (torch.arange(K, device=self.device) // G)[self.columns]
+        consecutive = (torch.arange(K, device=self.reader.device) // G)[self.columns]
         kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
-        if self.name(kind) in self.files or self.scheme.act_order:
-            g_idx = self.read(kind, [(K,)], "I32", (self.columns,)).long()
-            counts = g_idx.clamp(0, C).bincount(minlength=C)
-            if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
+        if self.name(kind) in self.reader.files or self.scheme.act_order:
+            g_idx = self.read(kind, "K", "I32").long()
+            known = g_idx.amin() >= 0 and g_idx.amax() < C
+            if not known or len(g_idx) == K and (g_idx.bincount() != K // C).any():
                 raise UserError(f"{self.name(kind)}: want each of {C} groups {K // C} times; config.json is of another "
                                 "model")
             if not torch.equal(g_idx, consecutive):
@@ -432,50 +434,46 @@ class Layer:
         return consecutive[::max(1, step)], None
 
 
-# A reader gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros [N, C] or None, with
-# the rank's rows, and of qweight its columns. Its docstring describes the tensors of the file.
+# A reader gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros [N, C] or None,
+# with the rank's rows, and of qweight its columns.
 
 
 def read_gptq(layer: Layer):
-    """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
-    zeros = layer.read_words("qzeros", layer.C, 0, turned=True)
+    """Codes and zero points are in words, the codes along K."""
+    zeros = layer.read("qzeros", "C N/w", "I32")
     if layer.scheme.layout == "gptq":
         # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added to
         # whole words, the borrow comes back.
         zeros = zeros + {4: 0x11111111, 8: 0x01010101}[layer.bits]
-    qweight = layer.read_words("qweight", layer.K, 1, turned=True)
-    scales = layer.read("scales", [(layer.C, layer.N)], part=(ALL, layer.rows)).T
-    return qweight, scales, unpack(zeros.T, layer.bits).T
+    return layer.read("qweight", "K/w N", "I32").T, layer.read("scales", "C N").T, unpack(zeros, layer.bits).T
 
 
 def read_awq(layer: Layer):
-    """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
-    def codes(kind: str, columns: int) -> Tensor:
-        words = layer.read_words(kind, columns, 0, turned=True)
-        return unpack(words.T, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
+    """The gemm version: codes and zero points are in words, along N."""
+    def codes(kind: str, axes: str) -> Tensor:
+        words = layer.read(kind, axes, "I32")
+        return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
 
-    scales = layer.read("scales", [(layer.C, layer.N)], part=(ALL, layer.rows)).T
-    return pack(codes("qweight", layer.K), 4), scales, codes("qzeros", layer.C)
+    return pack(codes("qweight", "K N/w"), 4), layer.read("scales", "C N").T, codes("qzeros", "C N/w")
 
 
 def read_packed(layer: Layer):
-    """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
-    weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
-    shape = layer.read("weight_shape", [(2,)], "I64 I32").tolist()
+    """Codes and zero points are in words, the codes along K, stored plus 2 ** (bits - 1). weight_shape is [N, K]."""
+    shape = layer.reader.read(layer.name("weight_shape"), [(2,)], "I64 I32").tolist()
     if shape != [layer.N, layer.K]:
         raise UserError(f"{layer.name('weight_shape')} says {shape}, want {[layer.N, layer.K]}: config.json is of "
                         "another model")
-    qweight, zeros = layer.read_words("weight_packed", layer.K, 1), None
+    qweight, zeros = layer.read("weight_packed", "N K/w", "I32"), None
     if layer.scheme.zeros:
-        words = layer.read_words("weight_zero_point", layer.C, 0)
+        words = layer.read("weight_zero_point", "N/w C", "I32")
         zeros = unpack(words.T, layer.bits).T[:len(qweight)]
     return qweight, layer.read_scales("weight_scale"), zeros
 
 
 def read_int(layer: Layer):
-    """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
+    """Codes and zero points are int8, around 0."""
     bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
-    codes = layer.read_weight("I8").view(torch.uint8) + middle
+    codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
     if (codes > 2 ** bits - 1).any():
         raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of another "
                         "model")
@@ -485,11 +483,11 @@ def read_int(layer: Layer):
 
 
 def read_e4m3(layer: Layer):
-    """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too: see read_scales()."""
-    codes = layer.read_weight("F8_E4M3").view(torch.uint8)
+    """Codes are e4m3, without zero points. fp8's weight_scale_inv is no inverse: it multiplies too."""
+    codes = layer.read("weight", "N K", "F8_E4M3").view(torch.uint8)
     if (codes & 0x7F).eq_(0x7F).any():
         raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
-    inverse = layer.scheme.layout == "fp8" and layer.name("weight_scale") not in layer.files
+    inverse = layer.scheme.layout == "fp8" and layer.name("weight_scale") not in layer.reader.files
     scales = layer.read_scales("weight_scale_inv" if inverse else "weight_scale")
     return codes.contiguous().view(torch.int32), scales, None
 
