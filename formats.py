@@ -245,8 +245,8 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     if not settings:
         return {}
     with user_errors(f"{checkpoint.directory / 'config.json'}: quantization_config"):
-        settings = settings | dict(quant_method=settings.get("quant_method") or settings.get("method"))
-        method = wanted(settings, "quant_method", list(RULES))
+        method = settings.get("quant_method") or settings.get("method")
+        wanted(settings | dict(quant_method=method), "quant_method", list(RULES))
         rules = RULES[method](settings)
         codes = [scheme.codes for _, scheme in rules if scheme]
         if not codes:
@@ -342,10 +342,12 @@ class QuantizedReader:
         if scheme is None:
             return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
-        group_of(K, scheme.group if scheme.rows == 1 else -1)
+        G = group_of(K, scheme.group if scheme.rows == 1 else -1)
+        if scheme.rows > 1:
+            G = min(scheme.group, K)  # a file's block may be larger than the matrix
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
             raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // codes.bits}")
-        layer = Layer(self, name, N, K, *part, scheme)
+        layer = Layer(self, name, N, K, G, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
         kept, g_idx = layer.groups()
         scales = scales.float() if codes == E4M3 else lossless(scales)
@@ -362,6 +364,7 @@ class Layer:
     weight: str
     N: int
     K: int
+    G: int  # inputs of a group
     rows: slice
     columns: slice
     scheme: Scheme
@@ -369,11 +372,6 @@ class Layer:
     @property
     def bits(self) -> int:
         return self.scheme.codes.bits
-
-    @property
-    def G(self) -> int:
-        """Inputs of a group. A file's block may be larger than the matrix."""
-        return self.K if self.scheme.group == -1 else min(self.scheme.group, self.K)
 
     @property
     def C(self) -> int:
@@ -439,7 +437,7 @@ class Layer:
 
 
 def read_gptq(layer: Layer):
-    """Codes and zero points are in words, the codes along K."""
+    """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
     zeros = layer.read("qzeros", "C N/w", "I32")
     if layer.scheme.layout == "gptq":
         # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added to
@@ -449,7 +447,7 @@ def read_gptq(layer: Layer):
 
 
 def read_awq(layer: Layer):
-    """The gemm version: codes and zero points are in words, along N."""
+    """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
     def codes(kind: str, axes: str) -> Tensor:
         words = layer.read(kind, axes, "I32")
         return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
@@ -458,7 +456,8 @@ def read_awq(layer: Layer):
 
 
 def read_packed(layer: Layer):
-    """Codes and zero points are in words, the codes along K, stored plus 2 ** (bits - 1). weight_shape is [N, K]."""
+    """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
+    weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
     shape = layer.reader.read(layer.name("weight_shape"), [(2,)], "I64 I32").tolist()
     if shape != [layer.N, layer.K]:
         raise UserError(f"{layer.name('weight_shape')} says {shape}, want {[layer.N, layer.K]}: config.json is of "
@@ -471,7 +470,7 @@ def read_packed(layer: Layer):
 
 
 def read_int(layer: Layer):
-    """Codes and zero points are int8, around 0."""
+    """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
     bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
     codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
     if (codes > 2 ** bits - 1).any():
@@ -483,7 +482,8 @@ def read_int(layer: Layer):
 
 
 def read_e4m3(layer: Layer):
-    """Codes are e4m3, without zero points. fp8's weight_scale_inv is no inverse: it multiplies too."""
+    """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too. See read_scales().
+    """
     codes = layer.read("weight", "N K", "F8_E4M3").view(torch.uint8)
     if (codes & 0x7F).eq_(0x7F).any():
         raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
@@ -561,28 +561,23 @@ def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> I
             yield stem(name) + kind, tensor.contiguous().cpu()
 
 
-def split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """What goes into each file, SHARD_BYTES at most."""
-    shard, size = {}, 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield shard
-
-
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
     """Writes safetensors files of at most SHARD_BYTES, one at a time, and an index if there are several."""
-    held = []  # the names in each file
-    for shard in split(tensors):
+    held, shard = [], {}  # the names in each file so far; the file to come
+
+    def save():
         path = directory / f"{len(held)}.safetensors"
         with user_errors(path):  # a full disk raises an exception of its own
             save_file(shard, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors lets its owner alone read it
         held.append(list(shard))
-        shard.clear()  # frees them before the next are made
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            save()
+        shard[name] = tensor
+    save()
     places = {}
     for i, names in enumerate(held):
         file = WHOLE if len(held) == 1 else f"model-{i + 1:05}-of-{len(held):05}.safetensors"
@@ -600,8 +595,8 @@ def write_json(path: Path, content: dict) -> None:
 def write_checkpoint(model: Transformer, source: Checkpoint, directory: Path, quantization_config: dict) -> None:
     write_shards(quantized_tensors(model, source, quantization_config), directory)
     for path in source.directory.iterdir():  # the tokenizer's files, the chat template and the like
-        wanted = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
+        copied = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
-        if wanted and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
+        if copied and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
             shutil.copyfile(path, directory / path.name)
     write_json(directory / "config.json", source.hf | dict(quantization_config=quantization_config))
