@@ -438,12 +438,13 @@ class Layer:
 
 def read_gptq(layer: Layer):
     """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
+    qweight = layer.read("qweight", "K/w N", "I32").T
     zeros = layer.read("qzeros", "C N/w", "I32")
     if layer.scheme.layout == "gptq":
         # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added to
         # whole words, the borrow comes back.
         zeros = zeros + {4: 0x11111111, 8: 0x01010101}[layer.bits]
-    return layer.read("qweight", "K/w N", "I32").T, layer.read("scales", "C N").T, unpack(zeros, layer.bits).T
+    return qweight, layer.read("scales", "C N").T, unpack(zeros, layer.bits).T
 
 
 def read_awq(layer: Layer):
