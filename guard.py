@@ -17,15 +17,15 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from subprocess import DEVNULL, PIPE, Popen
 
 import torch
 from safetensors import safe_open
 
-from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
-                        count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
+from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, any_of, check_supported,
+                        config_from_hf, count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
@@ -37,6 +37,7 @@ PICKLE = "a pickle, which is never read, as it could run code"
 OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
 MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
 MOST_TEXT = 2 ** 26  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
+MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
 MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
 
 
@@ -300,62 +301,6 @@ def vet_weights(directory: Path):
                 raise ValueError(f"{missing[0]} is not in it, though {INDEX} says so")
 
 
-class VettedTokenizer(Tokenizer):
-    """Whatever its libraries raise is a UserError, and what they write to stderr by themselves goes nowhere."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self.path = tokenizer_file(checkpoint.directory)
-        with user_errors(self.path), silenced():
-            super().__init__(checkpoint, render)
-            if self.path.suffix == ".json":
-                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
-                tokens = [*range(self.backend.tokenizer.get_vocab_size())]
-                self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
-        with user_errors(checkpoint.directory / "tokenizer_config.json"):
-            if end := self.special_tokens.get("eos_token"):
-                vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
-            if self.add_bos:
-                vet_tokens("bos_token_id", [self.bos], self.vocab_size)
-            if any(len(token) > 1000 for token in self.reserved):
-                raise ValueError("a special token has more than 1000 characters: this is no such token")
-        self.token, self.decode = self.vetted(self.token), self.vetted(self.decode)
-        for name in ("encode_text", "encode_typed", "encode_chat"):
-            setattr(self, name, self.vetted_encoder(getattr(self, name)))
-
-    def vetted(self, function: Callable) -> Callable:
-        def call(of):
-            with user_errors(self.path):
-                return function(of)
-
-        return call
-
-    def vetted_encoder(self, encode: Callable) -> Callable:
-        """encode: of a text, or of a chat's messages."""
-        def call(of):
-            with user_errors("the text"):
-                # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
-                json.dumps(of, ensure_ascii=False).encode()
-            with user_errors(self.path), silenced():
-                ids = encode(of)
-                vet_tokens("token", ids, self.vocab_size)
-            return ids
-
-        return call
-
-
-@contextmanager
-def silenced():
-    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
-    with open(os.devnull, "w") as null:
-        saved = os.dup(2)
-        os.dup2(null.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-
-
 # Processes with limits
 
 
@@ -434,6 +379,127 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
         reason = (done.stderr.splitlines() or ["they take more than 3 s"])[-1]
         raise UserError(f"config.json: quantization_config: its patterns of layers' names: {reason}")
     return json.loads(done.stdout)
+
+
+# The tokenizer
+
+
+@contextmanager
+def silenced():
+    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
+    with open(os.devnull, "w") as null:
+        saved = os.dup(2)
+        os.dup2(null.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def vetted(encode: Callable) -> Callable:
+    """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no token, is refused."""
+    def call(tokenizer, of):
+        with user_errors("the text"):
+            # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
+            json.dumps(of, ensure_ascii=False).encode()
+        with user_errors(tokenizer.path), silenced():
+            ids = encode(tokenizer, of)
+            vet_tokens("token", ids, tokenizer.vocab_size)
+        return ids
+
+    return call
+
+
+class VettedTokenizer(Tokenizer):
+    """Special tokens that are typed in a chat are text. Whatever a library raises is a UserError, and what it writes to
+    stderr by itself goes nowhere.
+
+    In messages each special token that is typed gives way to a mark, a character without a meaning, before the template
+    writes its own. Then a mark is encoded as the text that it stands for."""
+    render_template = staticmethod(render)
+    encode_text = vetted(Tokenizer.encode_text)
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.path = tokenizer_file(checkpoint.directory)
+        self.vocab_size = checkpoint.config.vocab_size
+        with user_errors(self.path), silenced():
+            super().__init__(checkpoint)
+            # What a user's text must not give. An end may be no special token; one character is what any text has.
+            texts = {self.token(i): i for i in self.stops}
+            self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
+            if self.path.suffix == ".json":
+                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
+                tokens = [*range(self.backend.tokenizer.get_vocab_size())]
+                self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
+        with user_errors(checkpoint.directory / "tokenizer_config.json"):
+            if end := self.special_tokens.get("eos_token"):
+                vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
+            if self.add_bos:
+                vet_tokens("bos_token_id", [self.bos], self.vocab_size)
+            if any(len(token) > 1000 for token in self.reserved):
+                raise ValueError("a special token has more than 1000 characters: this is no such token")
+        self.marks = dict(zip(self.reserved, map(chr, MARKS)))
+        self.meant = {mark: text for text, mark in self.marks.items()}
+
+    def token(self, i: int) -> str | None:
+        with user_errors(self.path):
+            return super().token(i)
+
+    def decode(self, ids: list[int]) -> str:
+        with user_errors(self.path):
+            return super().decode(ids)
+
+    @vetted
+    def encode_typed(self, text: str) -> list[int]:
+        """As encode_text(), but a special token that is written in the text is text."""
+        return self.encode_text("") + self.encode_marked(self.mark(text))
+
+    @vetted
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone begins and ends turns.
+
+        In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
+        token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
+        return self.encode_marked(self.render(self.mark(messages)))
+
+    def mark(self, value):
+        """Messages, or a part of them, with a mark in the place of each reserved text."""
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
+            raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
+        return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for, as plain text."""
+        encode_plainly = partial(self.backend.encode, plain=True)
+        parts = re.split(f"({any_of([*self.reserved, *self.meant])})", text)
+        # Any text may give the unknown token, special or not. So does the last character of all.
+        reserved = set(self.reserved.values()).difference(encode_plainly("\U0010fffd"))
+
+        # The whole, where nothing was typed: some tokenizers treat the beginning of a text apart.
+        whole = self.backend.encode(text)
+        written = [self.reserved[part] for part in parts if part in self.reserved]
+        same = [i for i in whole if i in reserved] == [i for i in written if i in reserved]
+        if same and not any(part in self.meant for part in parts):
+            return whole
+
+        ids = []
+        for part in parts:
+            if part in self.reserved:
+                ids.append(self.reserved[part])
+                continue
+            plain = self.meant.get(part, part)
+            found = encode_plainly(plain)
+            if reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
+                found = [i for character in plain for i in encode_plainly(character)]
+            ids += found
+        return ids
 
 
 # Device and memory
