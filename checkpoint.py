@@ -7,7 +7,8 @@ here and in no other file.
     tokenizer = Tokenizer(checkpoint)
 
 Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but who reads a directory of unknown
-origin calls guard.open_checkpoint(), which vets it first. What a user can get wrong is a UserError of one line.
+origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens as text.
+What a user can get wrong is a UserError of one line.
 
 Shapes: as in model.py.
 """
@@ -59,7 +60,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.hf = text_settings(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         self.generation = self.read_json("generation_config.json")
         self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
@@ -221,13 +222,16 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
 
     Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of layer. Older files
     have rope_theta and rope_scaling, which in these two families is not for layers with a window."""
-    rope = dict(rope_theta=hf.get("rope_theta", 10000.0), partial_rotary_factor=hf.get("partial_rotary_factor", 1.0))
     found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if "full_attention" in found:
-        found = found["sliding_attention" if sliding else "full_attention"]
+    theta = hf.get("rope_theta", 10000.0)
+    if sliding:
+        theta = hf.get("rope_local_base_freq", theta)
+    if "full_attention" in found or "sliding_attention" in found:
+        found = found.get("sliding_attention" if sliding else "full_attention") or {}
     elif sliding:
-        found = dict(rope_theta=hf.get("rope_local_base_freq", rope["rope_theta"]))
-    rope |= dict(original_max_position_embeddings=hf["max_position_embeddings"]) | found
+        found = {}
+    rope = dict(rope_theta=theta, partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
+                original_max_position_embeddings=hf["max_position_embeddings"]) | found
     if "original_max_position_embeddings" in hf:  # Phi has it beside the other settings
         rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -509,8 +513,8 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
-        Special tokens that are typed in a message count as tokens here, as in transformers: a user who types <|im_end|>
-        ends the turn. Those that guard.VettedTokenizer gets are text."""
+        A special token that is typed in a message counts as a token here, as in transformers: a user who types
+        <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and LLM use, it is text."""
         return self.backend.encode(self.render(messages))
 
     def render(self, messages: list[dict]) -> str:

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, partial
@@ -24,11 +24,10 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 from safetensors import safe_open
 
-from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, any_of, check_supported,
-                        config_from_hf, count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
+from checkpoint import (INDEX, WHOLE, Checkpoint, Tokenizer, UserError, any_of, config_from_hf, count_parameters,
+                        head_dim, hf_weights, read_ends, render_plainly, rope_settings, text_settings)
 from model import Config, KVCache
-from sampling import LIMITS as SAMPLING_LIMITS
-from sampling import Sampling
+from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
 GIB = 2 ** 30
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -43,7 +42,7 @@ MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at whi
 
 
 @contextmanager
-def user_errors(source: Path | str) -> Iterator[None]:
+def user_errors(source: Path | str):
     """Turns whatever the content of a file makes libraries raise into a UserError that names the source."""
     try:
         yield
@@ -61,7 +60,7 @@ def user_errors(source: Path | str) -> Iterator[None]:
 # Finding a checkpoint
 
 
-def open_checkpoint(name: str | Path, tokenizer: bool = True) -> tuple[Checkpoint, Tokenizer | None]:
+def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Tokenizer | None]:
     """name: a directory or a Hub id."""
     directory = find_checkpoint(str(name))
     vet(directory, tokenizer)
@@ -97,10 +96,10 @@ def find_checkpoint(name: str) -> Path:
 
 
 def hub_answer(error: Exception) -> str:
-    responses = [getattr(e, "response", None) for e in (error, error.__cause__)]
-    status = next((response.status_code for response in responses if response is not None), None)
-    if status in (401, 403, 404):
-        return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
+    for failure in (error, error.__cause__):
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403, 404):
+            return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
     return (f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and HF_HUB_OFFLINE, or "
             "fetch it on another machine and copy its directory here")
 
@@ -124,7 +123,7 @@ def is_inside(path: Path) -> bool:
     return in_blobs or target.is_relative_to(home)
 
 
-def is_file(path: Path, most: int | None = None, inside: bool = True) -> bool:
+def is_file(path: Path, most: int | None = None, inside=True) -> bool:
     """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
 
     most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer, which no link may take
@@ -167,10 +166,19 @@ def read_json(path: Path) -> dict:
 
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
+SCALE = float, 1e9
 NUMBERS = dict(
     hidden_size=SIZE, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
     vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1))
-OPTIONAL = dict(num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE)
+OPTIONAL = dict(  # these may be missing, or null
+    num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE, sliding_window_pattern=SIZE,
+    no_rope_layer_interval=SIZE, query_pre_attn_scalar=SCALE, embedding_multiplier=SCALE, attention_multiplier=SCALE,
+    residual_multiplier=SCALE, logits_scaling=SCALE)
+ROPE = dict(rope_theta=(float, 1e12), partial_rotary_factor=(float, 1), original_max_position_embeddings=SIZE)
+ROPE_OPTIONAL = dict.fromkeys(
+    "factor low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor "
+    "llama_4_scaling_beta".split(), SCALE)
+ROPE_NEEDS = dict(linear=("factor",), llama3=("factor", "low_freq_factor", "high_freq_factor"))
 
 
 def typed(of: dict, key: str, *kinds: type):
@@ -183,58 +191,88 @@ def typed(of: dict, key: str, *kinds: type):
     return value
 
 
-def check_numbers(of: dict, table: dict[str, tuple[type, float]]) -> None:
+def check_numbers(of: dict, table: dict[str, tuple[type, float]], optional=False):
     for key, (kind, most) in table.items():
         value = of.get(key)
+        if value is None and optional:
+            continue
         if type(value) not in (int, kind) or not 0 < value <= most:
             raise ValueError(f"{key}={value!r}: want {kind.__name__} above 0, up to {most:.0e}")
 
 
-def vet(directory: Path, tokenizer: bool = True) -> None:
+def vet(directory: Path, tokenizer=True):
     """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it."""
     path = directory / "config.json"
     if not is_file(path):
         raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
     hf = read_json(path)
     with user_errors(path):
-        vet_config(hf)
-        vet_tokens("eos_token_id", read_ends(hf), hf["vocab_size"])
+        vocab_size = vet_config(hf)
+        vet_tokens("eos_token_id", read_ends(hf), vocab_size)
     path = directory / "generation_config.json"
     generation = read_json(path)
     with user_errors(path):
-        vet_tokens("eos_token_id", read_ends(generation), hf["vocab_size"])
+        vet_tokens("eos_token_id", read_ends(generation), vocab_size)
         Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
     if tokenizer:
         vet_tokenizer(directory)
     vet_weights(directory)
 
 
-def vet_config(hf: dict) -> None:
-    typed(hf, "rope_parameters", dict)
-    typed(hf, "rope_scaling", dict)
+def vet_config(hf: dict) -> int:
+    """The vocabulary's size."""
+    typed(hf, "model_type", str)
+    for key in ("rope_parameters", "rope_scaling", "text_config"):
+        typed(hf, key, dict)
+    typed(hf.get("text_config") or {}, "model_type", str)
+    hf = text_settings(hf)
     typed(hf, "tie_word_embeddings", bool)
-    check_supported(hf)
-    check_numbers(hf, NUMBERS | {key: limits for key, limits in OPTIONAL.items() if hf.get(key) is not None})
-    rope = rope_settings(hf)
-    check_numbers(rope, dict(rope_theta=(float, 1e12)))
-    if rope["rope_type"] == "llama3":
-        check_numbers(rope, dict.fromkeys(LLAMA3, (float, 1e9)))
-        if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
+    check_numbers(hf, NUMBERS)
+    check_numbers(hf, OPTIONAL, optional=True)
+    n = hf["num_hidden_layers"]
+    for key, values in (("layer_types", ("full_attention", "sliding_attention")), ("no_rope_layers", (0, 1))):
+        found = typed(hf, key, list)
+        if found is not None and (len(found) < n or any(value not in values for value in found)):
+            raise ValueError(f"{key}={str(found):.60}: want one of {values} for each of {n} layers")
+    for sliding in (False, True):
+        vet_rope(hf, sliding)
     config = config_from_hf(hf)
-    dim, heads, kv_heads = config.dim, config.n_head, config.n_kv_head
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    if dim % heads and not hf.get("head_dim"):
-        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    heads = f"num_attention_heads={config.n_head}"
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{heads} is no multiple of num_key_value_heads={config.n_kv_head}")
+    if config.dim % config.n_head and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={config.dim} is no multiple of {heads}; head_dim is missing")
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
     weights = count_parameters(config)
     if weights > MOST_WEIGHTS:
         raise ValueError(f"{weights:.0e} weights: want {MOST_WEIGHTS:.0e} at most; a size is wrong")
+    return config.vocab_size
 
 
-def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
+def vet_rope(hf: dict, sliding: bool):
+    """hf: text_settings()'s."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = typed(hf, key, dict) or {}
+        for kind in ("full_attention", "sliding_attention"):
+            typed(found, kind, dict)
+    rope = rope_settings(hf, sliding)
+    typed(rope, "rope_type", str)
+    typed(rope, "truncate", bool)
+    check_numbers(rope, ROPE)
+    check_numbers(rope, ROPE_OPTIONAL, optional=True)
+    check_numbers(rope, {key: SCALE for key in ROPE_NEEDS.get(rope["rope_type"], ())})
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
+    if rope["rope_type"] == "longrope":
+        pairs = int(head_dim(hf) * rope["partial_rotary_factor"]) // 2
+        for key in ("short_factor", "long_factor"):
+            factors = typed(rope, key, list) or []
+            if len(factors) != pairs or any(type(of) not in (int, float) or not 0 < of < 1e9 for of in factors):
+                raise ValueError(f"{key}={str(factors):.60}: want {pairs} numbers above 0, one for each pair of a head")
+
+
+def vet_tokens(key: str, ids: list, vocab_size: int):
     """None is none. An end that is no token would end no text."""
     for i in ids:
         if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
@@ -242,7 +280,7 @@ def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
                              f"vocab_size of {vocab_size}")
 
 
-def vet_tokenizer(directory: Path) -> None:
+def vet_tokenizer(directory: Path):
     path = directory / "tokenizer_config.json"
     settings = read_json(path)
     with user_errors(path):
@@ -272,7 +310,7 @@ def tokenizer_file(directory: Path) -> Path:
     return there[0]
 
 
-def vet_weights(directory: Path) -> None:
+def vet_weights(directory: Path):
     """The index, and each file's header."""
     path = directory / INDEX
     index = read_json(path)
@@ -304,18 +342,17 @@ def vet_weights(directory: Path) -> None:
 
 def render(template: str, values: dict) -> str:
     """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
-    process, answer = template_process(os.getpid()), ""
+    process = template_process(os.getpid())
     try:
-        with suppress(BrokenPipeError):
-            print(json.dumps([template, values]), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-    finally:
-        if not answer.endswith("\n"):  # or it would answer the next time
-            process.kill()
-            template_process.cache_clear()
-    if not answer.endswith("\n"):
-        raise UserError(f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB")
-    kind, text = json.loads(answer)
+        print(json.dumps([template, values]), file=process.stdin, flush=True)
+        kind, text = json.loads(process.stdout.readline())
+    except BaseException as error:
+        process.kill()  # or its answer would be the next one's
+        template_process.cache_clear()
+        if not isinstance(error, (BrokenPipeError, ValueError)):
+            raise
+        raise UserError(
+            f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB") from None
     if kind:
         raise UserError(f"the chat template: {kind}: {text}")
     return text
@@ -329,7 +366,7 @@ def template_process(pid: int) -> Popen:
                  start_new_session=True)  # so that a terminal's Ctrl-C does not reach it
 
 
-def render_lines() -> None:
+def render_lines():
     """The program of template_process(): for each line of stdin, a template and its values, it prints a line, the kind
     of an error or "" and the text."""
     import json, re, resource, signal, sys  # noqa: E401
@@ -372,19 +409,19 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
     A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
     if not any(patterns):
         return [0] * len(names)
-    with user_errors("config.json: quantization_config: its patterns of layers' names"):
-        done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
-        return json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
+                          capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["they take more than 3 s"])[-1]
+        raise UserError(f"config.json: quantization_config: its patterns of layers' names: {reason}")
+    return json.loads(done.stdout)
 
 
 # The tokenizer
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silenced():
     """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
     with open(os.devnull, "w") as null:
         saved = os.dup(2)
@@ -538,7 +575,7 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def check_compiler(compile: bool, device: torch.device) -> None:
+def check_compiler(compile: bool, device: torch.device):
     """UserError where Inductor would not find a C++ compiler."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
@@ -549,7 +586,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free_memory(device: torch.device, ranks: int = 1) -> int:
+def free_memory(device: torch.device, ranks=1) -> int:
     """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system does not say more."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what PyTorch holds of models that are gone
@@ -561,18 +598,18 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
 
 
 @contextmanager
-def memory_advice(advice: str) -> Iterator[None]:
+def memory_advice(advice: str):
     """Turns running out of memory into a UserError with this advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
-        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+        if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
             raise UserError(advice) from None
         raise
 
 
 def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
-                 dtype: torch.dtype, ranks: int = 1, loaded: bool = False) -> str:
+                 dtype: torch.dtype, ranks=1, loaded=False) -> str:
     """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
 
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
@@ -595,15 +632,14 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     return advice
 
 
-def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]) -> None:
+def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]):
     """UserError if the draft's tokenizer is not the checkpoint's."""
-    configs = [checkpoint.config for checkpoint, _ in (draft, target)]
-    for i in range(min(config.vocab_size for config in configs)):
+    for i in range(min(draft[1].vocab_size, target[1].vocab_size)):
         theirs, ours = draft[1].token(i), target[1].token(i)
         if theirs != ours and None not in (theirs, ours):
             raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or `draft`=prompt-lookup")
-    smaller, larger = map(count_parameters, configs)
+    smaller, larger = [count_parameters(checkpoint.config) for checkpoint, _ in (draft, target)]
     if smaller > larger:
         print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
               "can save", file=sys.stderr)
@@ -617,11 +653,10 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
 CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
-OTHERS = "checkpoint", "device", "compile", "no_kernels", "draft", "draft_tokens", "load", "quiet", "stop"
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
-def check_options(options: dict) -> None:
+def check_options(options: dict):
     """UserError for a value out of its limits, and for options that contradict each other. None: it is not given."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
@@ -641,38 +676,33 @@ def check_options(options: dict) -> None:
         raise UserError("`stop`: an empty text would end everything at once")
     if "group_size" in given and "quantize" not in given:
         raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
-    check_draft_options(given.get("draft"), given.get("draft_tokens"), given.get("draft_quantize"))
-
-
-def check_draft_options(draft: str | None, tokens: int | str | None, quantize: str | None) -> None:
+    draft, tokens = given.get("draft"), given.get("draft_tokens")
     if draft == "":
         raise UserError("`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out")
-    if not draft and (tokens or quantize):
+    if not draft and (tokens or "draft_quantize" in given):
         raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
-    if draft == "prompt-lookup" and quantize:
+    if draft == "prompt-lookup" and "draft_quantize" in given:
         raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
     if tokens is not None and str(tokens) not in DRAFT_TOKENS:
         raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
 
 
-def check_model(options: dict, config: Config) -> None:
+def check_model(options: dict, config: Config):
     length = options["max_seq_length"]
     if length and length > config.context:
         raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
 
 
-def check_call(given: dict, names: Iterable[str]) -> None:
-    """UserError for a keyword of a call that is none of these names."""
-    for name in given:
-        if name in names:
-            continue
-        if name in {*LIMITS, *CHOICES, *OTHERS}:
+def check_call(given: dict, names: tuple, options: dict):
+    """UserError for a keyword of a call that is none of these names. options: all of LLM's."""
+    for name in given.keys() - names:
+        if name in options:
             raise UserError(f"{name}: an option of LLM(...), not of a call")
         near = get_close_matches(name, names, 1)
         raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
 
 
-def check_messages(messages) -> None:
+def check_messages(messages):
     """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
