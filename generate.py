@@ -98,6 +98,7 @@ class Engine:
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
         # when compiled. SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features)
+        self.row_length = None  # the length that each row may reach, where its prompt and new tokens do not say it
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
@@ -159,19 +160,23 @@ class Engine:
             torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
-    def prefill(self, prompts: list[list[int]], start: int = 0, samples: int = 1) -> tuple[Tensor, Tensor]:
+    def prefill(self, prompts: list[list[int]], start: int = 0, samples: int = 1,
+                new_tokens: int = 0) -> tuple[Tensor, Tensor]:
         """Reads P prompts behind `start` cached tokens -> for each prompt's samples a token and its log-probability
-        [P x samples]."""
+        [P x samples]. new_tokens: how many will follow."""
+        lengths = [self.row_length or start + len(prompt) + new_tokens for prompt in prompts]
+        self.model.begin_rows(lengths)
         logits = prefill(self, prompts, start)
         if samples > 1:
             rows = [row for row in range(len(prompts)) for _ in range(samples)]
             self.model.arrange_rows(rows, start + max(map(len, prompts)))
+            self.model.begin_rows([lengths[row] for row in rows])
             logits = logits.repeat_interleave(samples, dim=0)
         return self.choose(logits, self.sampling)
 
     def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> tuple[Tensor, Tensor]:
         """prefill(), and makes step() ready for the new_tokens - 1 tokens that follow."""
-        chosen, logprobs = self.prefill(prompts, start, samples)
+        chosen, logprobs = self.prefill(prompts, start, samples, new_tokens)
         used = len(chosen)
         self.tokens[:used] = chosen
         self.positions.zero_()
