@@ -94,7 +94,7 @@ def test_repeated_rows_continue_as_their_source():
 def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     model = load_model(Checkpoint(FAMILIES[0]), CPU, torch.bfloat16)
     model.setup(max_seq_len=128, batch_size=1)
-    assert model.table(0).cos.dtype == model.table(0).sin.dtype == torch.float32
+    assert model.ropes[0].cos.dtype == model.ropes[0].sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
     cos, sin = rope_tables(Rope(10000.0), E, 128)
