@@ -19,7 +19,7 @@ if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -83,6 +83,11 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
 
 
+def parameter(tensor: Tensor | None, dtype: torch.dtype | None = None):
+    """A parameter that is not trained, None for None."""
+    return None if tensor is None else nn.Parameter(tensor.to(dtype).contiguous(), requires_grad=False)
+
+
 class QuantizedLinear(nn.Module):
     """nn.Linear whose weights are codes, which it dequantizes in each call.
 
@@ -97,12 +102,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.codes = codes
         self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
-
-        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
-            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
-
         self.qweight, self.scales = parameter(qweight), parameter(scales)
-        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
+        self.zeros = parameter(zeros, torch.int16)
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
 
     def groups(self) -> Tensor:
@@ -136,8 +137,7 @@ def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    linear.weight, linear.bias = parameter(weight), parameter(bias)
     return linear
 
 
@@ -179,8 +179,7 @@ def group_of(K: int, group_size: int) -> int:
 # Rounding
 
 
-def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None,
-                widest: Callable | None = None) -> tuple[Tensor, Tensor]:
+def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None, widest: Callable | None = None):
     """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
 
     costs [G]: the range is shrunk to the least sum of squared errors times costs; without costs, shrinking made the
@@ -212,8 +211,7 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
     return ((w / scale).round_() + zero).clamp_(0, 2 ** codes.bits - 1)
 
 
-def round_to_nearest(w: Tensor, codes: Codes, group_size: int, sym: bool,
-                     widest: Callable | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def round_to_nearest(w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None):
     """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for codes.zero everywhere."""
     groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest=widest)  # [N, C, 1]
@@ -242,7 +240,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, act_order: bool,
-         drift: Tensor | None = None) -> tuple:
+         drift: Tensor | None = None):
     """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
     fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
@@ -303,30 +301,27 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
     names = find_linears(model, head)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
-
-    def replace(name: str, hessian: Tensor | None = None, drift: Tensor | None = None) -> None:
-        linear = model.get_submodule(name)
-        g_idx = None
-        if hessian is None:
-            widest = partial(shard.widest, name) if shard and group_size == -1 else None
-            found, scales, zeros = round_to_nearest(linear.weight, codes, group_size, sym, widest)
-        else:
-            found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, codes, group_size, sym, act_order, drift)
-            bar.set_postfix({name: f"{loss:.1e}"})
-        qweight = pack(found, codes.bits)
-        model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
-        bar.update()
-
-    with tqdm(total=len(names), desc="quantizing", unit="matrix", disable=None if progress else True) as bar:
-        if calibration is not None:
-            calibrate(model, calibration, replace, head)
-            return
-        for name in names:
-            replace(name)
+    layers = ((name, None, None) for name in names)
+    if calibration is not None:
+        layers = calibrate(model, calibration, head)
+    with tqdm(layers, "quantizing", len(names), unit="matrix", disable=None if progress else True) as bar:
+        for name, hessian, drift in bar:
+            linear = model.get_submodule(name)
+            how = codes, group_size, sym
+            g_idx = None
+            if hessian is None:
+                widest = partial(shard.widest, name) if shard and group_size == -1 else None
+                found, scales, zeros = round_to_nearest(linear.weight, *how, widest)
+            else:
+                found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
+                bar.set_postfix({name: f"{loss:.1e}"})
+            qweight = pack(found, codes.bits)
+            model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
 
 
-def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
-    """Calls replace(name, hessian, drift) for each linear layer in turn, tokens [S, T].
+def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
+    asks for the next.
 
     hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
     in the original model."""
@@ -334,29 +329,29 @@ def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool)
     chunks = model.embed(tokens).split(size)  # [size, T, D] each: the hidden states so far of the quantized model
     exact = model.embed(tokens).split(size)  # and of the original
 
-    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()) -> None:
+    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()):
         # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
         half = model.get_submodule(name)
         linear = getattr(half, second)
         setattr(half, second, nn.Identity())
         wanted = [half(norm(x), *others) for x in exact]
-        # 2. Quantize the first matrix; then the half returns the second one's inputs in the quantized model.
-        replace(f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact)))
+        # 2. Once the first matrix is quantized, the half returns the second one's inputs in the quantized model.
+        yield f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact))
         inputs = [half(norm(x), *others) for x in chunks]
-        # 3. Quantize the second matrix, and let both models go on.
+        # 3. The second matrix is quantized, and both models go on.
         setattr(half, second, linear)
         for x, y in zip(exact, wanted):
             x += linear(y)
-        replace(f"{name}.{second}", *correlations(inputs, wanted))
+        yield f"{name}.{second}", *correlations(inputs, wanted)
         for x, y in zip(chunks, inputs):
             x += getattr(half, second)(y)
 
     for i, others in enumerate(other_inputs(model, tokens)):
         layer = model.layers[i]
-        calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
-        calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
+        yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
+        yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
     if head:
-        replace("head", *correlations(map(model.norm, chunks), map(model.norm, exact)))
+        yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
 
 
 def other_inputs(model: Transformer, tokens: Tensor) -> list[tuple]:
@@ -371,7 +366,7 @@ def other_inputs(model: Transformer, tokens: Tensor) -> list[tuple]:
     return found
 
 
-def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
     """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
     hessian = drift = 0
     for x, y in zip(chunks, exact):
