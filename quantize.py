@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, hf_weights
-from model import Transformer
+from model import Transformer, visible
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
@@ -36,11 +36,6 @@ CHUNK = 8192  # calibration tokens at a time
 
 
 # The plain quantized layer
-
-
-def from_integers(codes: Tensor) -> Tensor:
-    """uint8 -> fp32"""
-    return codes.float()
 
 
 def from_e4m3(codes: Tensor) -> Tensor:
@@ -65,8 +60,8 @@ class Codes:
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
 
 
-INT4 = Codes("int4", 4, 8, from_integers)
-INT8 = Codes("int8", 8, 128, from_integers)
+INT4 = Codes("int4", 4, 8, Tensor.float)
+INT8 = Codes("int8", 8, 128, Tensor.float)
 E4M3 = Codes("fp8", 8, 0, from_e4m3)
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
 
@@ -83,9 +78,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
 
 
-def parameter(tensor: Tensor | None, dtype: torch.dtype | None = None):
+def parameter(tensor: Tensor | None):
     """A parameter that is not trained, None for None."""
-    return None if tensor is None else nn.Parameter(tensor.to(dtype).contiguous(), requires_grad=False)
+    return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 class QuantizedLinear(nn.Module):
@@ -103,7 +98,7 @@ class QuantizedLinear(nn.Module):
         self.codes = codes
         self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
         self.qweight, self.scales = parameter(qweight), parameter(scales)
-        self.zeros = parameter(zeros, torch.int16)
+        self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
 
     def groups(self) -> Tensor:
@@ -304,14 +299,14 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
     layers = ((name, None, None) for name in names)
     if calibration is not None:
         layers = calibrate(model, calibration, head)
+    how = codes, group_size, sym
     with tqdm(layers, "quantizing", len(names), unit="matrix", disable=None if progress else True) as bar:
         for name, hessian, drift in bar:
             linear = model.get_submodule(name)
-            how = codes, group_size, sym
-            g_idx = None
             if hessian is None:
                 widest = partial(shard.widest, name) if shard and group_size == -1 else None
                 found, scales, zeros = round_to_nearest(linear.weight, *how, widest)
+                g_idx = None
             else:
                 found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
                 bar.set_postfix({name: f"{loss:.1e}"})
@@ -346,24 +341,16 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[
         for x, y in zip(chunks, inputs):
             x += getattr(half, second)(y)
 
-    for i, others in enumerate(other_inputs(model, tokens)):
-        layer = model.layers[i]
+    T = tokens.shape[1]
+    model.setup(T)
+    positions = torch.arange(T, device=tokens.device)[None]
+    for i, layer in enumerate(model.layers):
+        mask = visible(model.slots[:T], positions, layer.config.window)
+        others = positions, *model.table(i)(positions), mask, model.rows  # what a Block takes besides x
         yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
         yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
     if head:
         yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
-
-
-def other_inputs(model: Transformer, tokens: Tensor) -> list[tuple]:
-    """What each Block takes besides x: positions, cos, sin, mask and rows, the same for each sequence."""
-    found = []
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: found.append(inputs[1:])) for layer in model.layers]
-    model.setup(tokens.shape[1])
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    model(tokens[:1], positions, last=positions[0, :1])
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
