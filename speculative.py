@@ -176,7 +176,7 @@ class DraftModel(Drafter):
         engine, slots = self.engine, self.engine.slots(reach)
         # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(2, device=last.device)
-        tokens = text.gather(1, torch.stack([last - 1, last], dim=1))
+        tokens = text.gather(1, at)
         drafted, distributions = [], []
         for _ in range(k):
             logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
@@ -359,9 +359,6 @@ class Speculator:
         self.heard = time.perf_counter()
         return tokens, logprobs
 
-    def unfinished(self) -> list[int]:
-        return [b for b, n in enumerate(self.missing) if n > 0]
-
     def finish(self, row: int):
         """The host has seen the row's text end."""
         self.missing[row] = 0
@@ -369,11 +366,11 @@ class Speculator:
 
     def step(self):
         """Launches a step: what speculate() returns, None where all rows have ended."""
-        rows = self.unfinished()
-        if not rows:
+        live = [length for length, n in zip(self.seq_lens, self.missing) if n > 0]
+        if not live:
             return None
         k = max(n for n in self.step_of if n <= self.policy.k)
-        if min(self.seq_lens[b] for b in rows) >= self.draft.max_seq_len:
+        if min(live) >= self.draft.max_seq_len:
             k = 0
         if k:
             self.draft.catch_up(self.text, self.last, self.reach())
@@ -412,23 +409,24 @@ class Speculator:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         if new is None:  # begin()'s
             return self.target.read(tokens, logprobs)
-        rows = []
-        for row_tokens, row_logprobs, n in zip(tokens.tolist(), logprobs.tolist(), new.tolist()):
+        rows, accepted, counts = [], [], self.counts
+        lists = tokens.tolist(), logprobs.tolist(), new.tolist(), proposed.tolist()
+        for b, (row_tokens, row_logprobs, n, drafted) in enumerate(zip(*lists)):
             rows.append(list(zip(row_tokens, row_logprobs))[:n])
-        live = [b for b in self.unfinished() if rows[b]]
-        accepted = [len(rows[b]) - 1 for b in live]
-        drafted = proposed[live].tolist()
+            if n and self.missing[b] > 0:
+                self.seq_lens[b] += n
+                self.missing[b] -= n
+                accepted.append(n - 1)
+                counts["row_steps"] += 1
+                counts["drafted"] += drafted
+                counts["accepted"] += n - 1
+                counts["rejecting_steps"] += n <= drafted
+        counts["steps"] += bool(accepted)
         k, now = tokens.shape[1] - 1, time.perf_counter()
-        if live and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
+        if accepted and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
             seconds = now - self.heard
             self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
         self.heard = now
-        rejecting = sum(n < most for n, most in zip(accepted, drafted))
-        self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(drafted), accepted=sum(accepted),
-                           rejecting_steps=rejecting)
-        for b in live:
-            self.seq_lens[b] += len(rows[b])
-            self.missing[b] -= len(rows[b])
         return rows
 
 
