@@ -38,7 +38,7 @@ CHUNK = 8192  # calibration tokens at a time
 # The plain quantized layer
 
 
-def from_e4m3(codes: Tensor) -> Tensor:
+def from_e4m3(codes: Tensor):
     """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
 
     A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
@@ -66,13 +66,13 @@ E4M3 = Codes("fp8", 8, 0, from_e4m3)
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int):
     """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
+def unpack(words: Tensor, bits: int):
     """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
@@ -116,12 +116,12 @@ class QuantizedLinear(nn.Module):
         w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
         return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         """x [..., K] -> [..., N]"""
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
-def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
+def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]):
     """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
     # The list holds no such layer itself, so that each is freed once its place is taken.
     for module in [module for module in model.modules() if type(module) is not kind]:
@@ -136,7 +136,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def unpack_layers(model: Transformer) -> None:
+def unpack_layers(model: Transformer):
     """Puts plain layers with the same weights in the place of quantized ones.
 
     Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
@@ -145,7 +145,7 @@ def unpack_layers(model: Transformer) -> None:
 
 
 @cache
-def say_once(message: str) -> None:
+def say_once(message: str):
     from tqdm import tqdm
     tqdm.write(message, file=sys.stderr)
 
@@ -283,7 +283,7 @@ def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, a
 
 @torch.no_grad()
 def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool, act_order: bool = False,
-                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None) -> None:
+                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None):
     """Replaces each linear layer by a QuantizedLinear: rounded or, with calibration tokens [S, T], by GPTQ.
 
     shard: the tp.Shard whose part of the model this is. UserError for weights that are not finite and for groups that
@@ -371,12 +371,12 @@ def default_group(quantize: str | None, group_size: int | None) -> int:
     return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
-def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
+def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None):
     """"int8" or "int4", with its defaults."""
     quantize_model(model, CODES[quantize], default_group(quantize, group_size), sym=quantize == "int8", shard=shard)
 
 
-def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
+def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None):
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
@@ -387,7 +387,7 @@ def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None,
             group_of(weight.shape[1], default_group(quantize, group_size))
 
 
-def main() -> None:
+def main():
     from cli.quantize import main
     main()
 

@@ -142,7 +142,7 @@ class DraftModel(Drafter):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
         self.last_token = engine.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
-        self.prompts = None  # what is to be read before what is unread
+        self.prompts = None  # what the texts begin with, until it is read; the rest is unread
 
     @property
     def captures(self) -> bool:

@@ -159,7 +159,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return all_reduce(self.linear(x))
 
 
@@ -170,7 +170,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.linear, self.vocab_size = linear, vocab_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return all_gather(self.linear(x), self.vocab_size)
 
 
