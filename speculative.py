@@ -58,7 +58,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
     residual = (p - q * (accepted < proposed)[:, None]).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)  # all zero: p and q differ by rounding only
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return tokens, logprobs, accepted
 
 
