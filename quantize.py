@@ -19,7 +19,7 @@ if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, hf_weights
-from model import Transformer
+from model import Transformer, visible
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
 BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
@@ -38,12 +38,7 @@ CHUNK = 8192  # calibration tokens at a time
 # The plain quantized layer
 
 
-def from_integers(codes: Tensor) -> Tensor:
-    """uint8 -> fp32"""
-    return codes.float()
-
-
-def from_e4m3(codes: Tensor) -> Tensor:
+def from_e4m3(codes: Tensor):
     """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
 
     A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
@@ -65,22 +60,27 @@ class Codes:
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
 
 
-INT4 = Codes("int4", 4, 8, from_integers)
-INT8 = Codes("int8", 8, 128, from_integers)
+INT4 = Codes("int4", 4, 8, Tensor.float)
+INT8 = Codes("int8", 8, 128, Tensor.float)
 E4M3 = Codes("fp8", 8, 0, from_e4m3)
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int):
     """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
+def unpack(words: Tensor, bits: int):
     """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
+
+
+def parameter(tensor: Tensor | None):
+    """A parameter that is not trained, None for None."""
+    return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 class QuantizedLinear(nn.Module):
@@ -97,10 +97,6 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.codes = codes
         self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
-
-        def parameter(tensor: Tensor | None) -> nn.Parameter | None:
-            return None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
-
         self.qweight, self.scales = parameter(qweight), parameter(scales)
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
@@ -120,12 +116,12 @@ class QuantizedLinear(nn.Module):
         w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
         return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         """x [..., K] -> [..., N]"""
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
 
-def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]) -> None:
+def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]):
     """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
     # The list holds no such layer itself, so that each is freed once its place is taken.
     for module in [module for module in model.modules() if type(module) is not kind]:
@@ -136,12 +132,11 @@ def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    linear.weight, linear.bias = parameter(weight), parameter(bias)
     return linear
 
 
-def unpack_layers(model: Transformer) -> None:
+def unpack_layers(model: Transformer):
     """Puts plain layers with the same weights in the place of quantized ones.
 
     Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
@@ -150,7 +145,7 @@ def unpack_layers(model: Transformer) -> None:
 
 
 @cache
-def say_once(message: str) -> None:
+def say_once(message: str):
     from tqdm import tqdm
     tqdm.write(message, file=sys.stderr)
 
@@ -179,8 +174,7 @@ def group_of(K: int, group_size: int) -> int:
 # Rounding
 
 
-def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None,
-                widest: Callable | None = None) -> tuple[Tensor, Tensor]:
+def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None, widest: Callable | None = None):
     """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
 
     costs [G]: the range is shrunk to the least sum of squared errors times costs; without costs, shrinking made the
@@ -212,8 +206,7 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
     return ((w / scale).round_() + zero).clamp_(0, 2 ** codes.bits - 1)
 
 
-def round_to_nearest(w: Tensor, codes: Codes, group_size: int, sym: bool,
-                     widest: Callable | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def round_to_nearest(w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None):
     """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for codes.zero everywhere."""
     groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest=widest)  # [N, C, 1]
@@ -242,7 +235,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, act_order: bool,
-         drift: Tensor | None = None) -> tuple:
+         drift: Tensor | None = None):
     """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
     fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
@@ -290,7 +283,7 @@ def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, a
 
 @torch.no_grad()
 def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool, act_order: bool = False,
-                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None) -> None:
+                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None):
     """Replaces each linear layer by a QuantizedLinear: rounded or, with calibration tokens [S, T], by GPTQ.
 
     shard: the tp.Shard whose part of the model this is. UserError for weights that are not finite and for groups that
@@ -303,30 +296,27 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
     names = find_linears(model, head)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
-
-    def replace(name: str, hessian: Tensor | None = None, drift: Tensor | None = None) -> None:
-        linear = model.get_submodule(name)
-        g_idx = None
-        if hessian is None:
-            widest = partial(shard.widest, name) if shard and group_size == -1 else None
-            found, scales, zeros = round_to_nearest(linear.weight, codes, group_size, sym, widest)
-        else:
-            found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, codes, group_size, sym, act_order, drift)
-            bar.set_postfix({name: f"{loss:.1e}"})
-        qweight = pack(found, codes.bits)
-        model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
-        bar.update()
-
-    with tqdm(total=len(names), desc="quantizing", unit="matrix", disable=None if progress else True) as bar:
-        if calibration is not None:
-            calibrate(model, calibration, replace, head)
-            return
-        for name in names:
-            replace(name)
+    layers = ((name, None, None) for name in names)
+    if calibration is not None:
+        layers = calibrate(model, calibration, head)
+    how = codes, group_size, sym
+    with tqdm(layers, "quantizing", len(names), unit="matrix", disable=None if progress else True) as bar:
+        for name, hessian, drift in bar:
+            linear = model.get_submodule(name)
+            if hessian is None:
+                widest = partial(shard.widest, name) if shard and group_size == -1 else None
+                found, scales, zeros = round_to_nearest(linear.weight, *how, widest)
+                g_idx = None
+            else:
+                found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
+                bar.set_postfix({name: f"{loss:.1e}"})
+            qweight = pack(found, codes.bits)
+            model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
 
 
-def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool) -> None:
-    """Calls replace(name, hessian, drift) for each linear layer in turn, tokens [S, T].
+def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
+    asks for the next.
 
     hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
     in the original model."""
@@ -334,44 +324,36 @@ def calibrate(model: Transformer, tokens: Tensor, replace: Callable, head: bool)
     chunks = model.embed(tokens).split(size)  # [size, T, D] each: the hidden states so far of the quantized model
     exact = model.embed(tokens).split(size)  # and of the original
 
-    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()) -> None:
+    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()):
         # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
         half = model.get_submodule(name)
         linear = getattr(half, second)
         setattr(half, second, nn.Identity())
         wanted = [half(norm(x), *others) for x in exact]
-        # 2. Quantize the first matrix; then the half returns the second one's inputs in the quantized model.
-        replace(f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact)))
+        # 2. Once the first matrix is quantized, the half returns the second one's inputs in the quantized model.
+        yield f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact))
         inputs = [half(norm(x), *others) for x in chunks]
-        # 3. Quantize the second matrix, and let both models go on.
+        # 3. The second matrix is quantized, and both models go on.
         setattr(half, second, linear)
         for x, y in zip(exact, wanted):
             x += linear(y)
-        replace(f"{name}.{second}", *correlations(inputs, wanted))
+        yield f"{name}.{second}", *correlations(inputs, wanted)
         for x, y in zip(chunks, inputs):
             x += getattr(half, second)(y)
 
-    for i, others in enumerate(other_inputs(model, tokens)):
-        layer = model.layers[i]
-        calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
-        calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
+    T = tokens.shape[1]
+    model.setup(T)
+    positions = torch.arange(T, device=tokens.device)[None]
+    for i, layer in enumerate(model.layers):
+        mask = visible(model.slots[:T], positions, layer.config.window)
+        others = positions, *model.table(i)(positions), mask, model.rows  # what a Block takes besides x
+        yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
+        yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
     if head:
-        replace("head", *correlations(map(model.norm, chunks), map(model.norm, exact)))
+        yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
 
 
-def other_inputs(model: Transformer, tokens: Tensor) -> list[tuple]:
-    """What each Block takes besides x: positions, cos, sin, mask and rows, the same for each sequence."""
-    found = []
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: found.append(inputs[1:])) for layer in model.layers]
-    model.setup(tokens.shape[1])
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    model(tokens[:1], positions, last=positions[0, :1])
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
     """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
     hessian = drift = 0
     for x, y in zip(chunks, exact):
@@ -389,12 +371,12 @@ def default_group(quantize: str | None, group_size: int | None) -> int:
     return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
-def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None) -> None:
+def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None):
     """"int8" or "int4", with its defaults."""
     quantize_model(model, CODES[quantize], default_group(quantize, group_size), sym=quantize == "int8", shard=shard)
 
 
-def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
+def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None):
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
@@ -405,7 +387,7 @@ def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None,
             group_of(weight.shape[1], default_group(quantize, group_size))
 
 
-def main() -> None:
+def main():
     from cli.quantize import main
     main()
 

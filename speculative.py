@@ -14,8 +14,9 @@ Contents: acceptance, the drafts, the policies that choose k, the steps of a rag
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 """
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -36,8 +37,7 @@ TIMED_LENGTHS = 0, 2, 8  # where each costs as much as decoding; the others' tim
 # Acceptance
 
 
-def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
-           sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling: Sampling):
     """Speculative sampling (arXiv 2211.17192, algorithm 1).
 
     tokens [B, T]: the last token of the text, then the drafted ones; q [B, T, V]: the distributions these were drawn
@@ -58,11 +58,11 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
     residual = (p - q * (accepted < proposed)[:, None]).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)  # all zero: p and q differ by rounding only
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return tokens, logprobs, accepted
 
 
-def propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def propose(logits: Tensor, vocab_size: int, sampling: Sampling):
     """A draft's logits [B, T, any] -> a token [B] after the last column, and the distribution [B, V] it was drawn from.
 
     Tokens that the target lacks are left out. Tokens that the draft lacks have probability 0."""
@@ -74,32 +74,32 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling) -> tuple[Tensor
 # Drafts
 
 
+@dataclass
 class Drafter:
     """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
 
     vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens at the end of the texts
     the draft has not read. The Speculator adds those of its steps without drafts."""
-
-    def __init__(self, vocab_size: int, max_seq_len: int):
-        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
-        self.unread = 0
+    vocab_size: int
+    max_seq_len: int
+    unread: int = 0
 
     @property
     def captures(self) -> bool:
         """Whether a CUDA graph can hold propose()."""
         return True
 
-    def set_sampling(self, sampling: Sampling) -> None:
+    def set_sampling(self, sampling: Sampling):
         """For the drafts from now on."""
 
-    def begin(self, prompts: list[list[int]], start: int, samples: int) -> None:
+    def begin(self, prompts: list[list[int]], start: int, samples: int):
         """New texts: prompts behind `start` tokens of the texts before, and one more token, from the target's prefill.
         Each prompt has `samples` rows."""
 
-    def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
+    def catch_up(self, text: Tensor, last: Tensor, reach: int):
         """Reads what is unread of text [B, L] up to last [B]. reach: no slot beyond it is in use."""
 
-    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(self, text: Tensor, last: Tensor, k: int, reach: int):
         """text [B, L], each row's last token at last [B] -> drafted tokens [B, k], their distributions [B, T, V], the
         last one zero, and how many of them count [B]. Without the host: see captures."""
         raise NotImplementedError
@@ -108,23 +108,23 @@ class Drafter:
 class PromptLookup(Drafter):
     """Drafts from the text's own n-grams: there is no model, and nothing to read."""
 
-    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(self, text, last, k, reach):
         drafted, proposed = lookup(text, last, k)
         return drafted, F.pad(F.one_hot(drafted, self.vocab_size).float(), (0, 0, 0, 1)), proposed
 
 
-def lookup(text: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def lookup(text: Tensor, last: Tensor, k: int):
     """text [B, L], each row's last token at last [B] -> drafted tokens [B, k], how many count [B], 0 or k.
 
     The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
     fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match."""
-    B, L = text.shape
+    L = text.shape[1]
     at = torch.arange(L, device=text.device)
-    same = torch.ones(B, L, dtype=torch.bool, device=text.device)
-    best = at.new_full((B,), -1)
+    same = at < last[:, None]  # [B, L]: whether the last n + 1 tokens are found at this place, too
+    best = torch.full_like(last, -1)
     for n in range(NGRAM):
         token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]
-        same &= (F.pad(text, (n, 0), value=-1)[:, :L] == token) & (at < last[:, None]) & (at >= n)
+        same &= F.pad(text, (n, 0), value=-1)[:, :L] == token
         # The n-gram's length is the high digit, the place the low one: the maximum is the longest, then the latest.
         best = torch.maximum(best, torch.where(same, n * L + at, -1).amax(1))
     place = best % L
@@ -142,25 +142,23 @@ class DraftModel(Drafter):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
         self.last_token = engine.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
-        self.prompts = None  # those that are not read yet
+        self.prompts = None  # what the texts begin with, until it is read; the rest is unread
 
     @property
     def captures(self) -> bool:
         return self.engine.captures
 
-    def set_sampling(self, sampling: Sampling) -> None:
+    def set_sampling(self, sampling):
         self.engine.set_sampling(sampling)
 
-    def begin(self, prompts: list[list[int]], start: int, samples: int) -> None:
-        self.samples = samples
-        if not start:
-            self.prompts, self.unread = prompts, 0
-            return
-        unread = start if self.prompts else self.unread  # all of it, where the draft was not asked so far
-        # 1: the cache may lack the last answer's last token, which was drafted.
-        self.prompts, self.unread = None, unread + 1 + max(map(len, prompts))
+    def begin(self, prompts, start, samples):
+        if start:  # 1: the cache may lack the last answer's last token, which was drafted
+            self.unread += 1 + max(map(len, prompts))
+        else:
+            self.prompts, self.samples = prompts, samples
+            self.unread = 0
 
-    def catch_up(self, text: Tensor, last: Tensor, reach: int) -> None:
+    def catch_up(self, text, last, reach):
         if self.prompts:
             short = [[min(token, self.last_token) for token in prompt[:self.max_seq_len]] for prompt in self.prompts]
             self.engine.prefill(short, 0, self.samples)
@@ -172,13 +170,13 @@ class DraftModel(Drafter):
             for chunk in at.split(max(32, 1024 // len(at)), dim=1):
                 tokens = text.gather(1, chunk).clamp(max=self.last_token)
                 self.engine.model(tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last))
-        self.unread = 0
+            self.unread = 0
 
-    def propose(self, text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(self, text, last, k, reach):
         engine, slots = self.engine, self.engine.slots(reach)
         # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(2, device=last.device)
-        tokens = text.gather(1, torch.stack([last - 1, last], dim=1))
+        tokens = text.gather(1, at)
         drafted, distributions = [], []
         for _ in range(k):
             logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
@@ -186,10 +184,10 @@ class DraftModel(Drafter):
             drafted.append(token)
             distributions.append(q)
             tokens, at = token[:, None], at[:, -1:] + 1
-        distributions.append(torch.zeros(len(last), self.vocab_size, device=last.device))
+        distributions.append(torch.zeros_like(q))
         return torch.stack(drafted, 1), torch.stack(distributions, 1), torch.where(last + k < self.max_seq_len, k, 0)
 
-    def in_targets_words(self, token: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def in_targets_words(self, token: Tensor, q: Tensor):
         """A token [B] and its distribution [B, V] in the draft's numbers -> in the target's."""
         if self.vocabulary is None:
             return token, q
@@ -200,35 +198,33 @@ class DraftModel(Drafter):
 # Policies
 
 
+@dataclass
 class Fixed:
     """How many tokens to draft: always k. The other policies change k from step to step."""
+    k: int = 0
 
-    def __init__(self, k: int = 0):
-        self.k = k
-
-    def update(self, accepted: list[int], k: int, seconds: float) -> None:
+    def update(self, accepted: list[int], k: int, seconds: float):
         """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not ended."""
 
 
+@dataclass
 class Heuristic(Fixed):
     """That of transformers' assisted generation: 5 at first, 2 more when all match, else 1 less.
 
     Of a batch the row that accepted most counts."""
+    k: int = 5
 
-    def __init__(self):
-        self.k = 5
-
-    def update(self, accepted: list[int], k: int, seconds: float) -> None:
+    def update(self, accepted, k, seconds):
         self.k = self.k + 2 if max(accepted) == k else max(1, self.k - 1)
 
 
+@dataclass
 class Bass(Fixed):
     """arXiv 2404.15778, algorithm 1."""
+    k: int = 7
+    decreased: int = 0
 
-    def __init__(self):
-        self.k, self.decreased = 7, 0
-
-    def update(self, accepted: list[int], k: int, seconds: float) -> None:
+    def update(self, accepted, k, seconds):
         if max(accepted) == k:
             self.k, self.decreased = min(self.k + 2, DRAFT_LENGTHS[-1]), 0
         else:
@@ -248,30 +244,30 @@ class Auto(Fixed):
     def __init__(self, seconds: dict[int, float]):
         self.seconds = dict(seconds)  # of a step of each k, as the rows are now
         self.lost = self.elapsed = 0.0
-        self.optimism()
+        self.be_optimistic()
 
-    def optimism(self) -> None:
+    def be_optimistic(self):
         self.accepted, self.tried = 1.6, 2.0
-        self.k = self.best()
+        self.choose()
 
-    def best(self) -> int:
+    def choose(self):
         rate = min(0.999, self.accepted / self.tried)
         tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}  # 1 + rate + rate ** 2 + ...
-        return max(tokens, key=lambda k: tokens[k] / self.seconds[k])
+        self.k = max(tokens, key=lambda k: tokens[k] / self.seconds[k])
 
-    def update(self, accepted: list[int], k: int, seconds: float) -> None:
+    def update(self, accepted, k, seconds):
         usual = self.seconds[k]
         self.seconds[k] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)  # a hiccup moves it little
         spent = min(seconds, 10 * usual)  # what the draft had to catch up on counts, a wait for the reader does not
         self.elapsed += spent
         if k:  # without drafts nothing is learnt about the draft
             self.accepted = self.MEMORY * self.accepted + sum(accepted)
-            self.tried = self.MEMORY * self.tried + sum(n + (n < k) for n in accepted)
+            self.tried = self.MEMORY * self.tried + sum(min(n + 1, k) for n in accepted)
             gained = 1 + sum(accepted) / len(accepted)
             self.lost = max(0.0, self.lost + spent - gained * self.seconds[0])
-            self.k = self.best()
+            self.choose()
         if self.k == 0 and self.lost < self.LOSS * self.elapsed:
-            self.optimism()
+            self.be_optimistic()
 
 
 def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
@@ -290,20 +286,17 @@ class Speculator:
     target: the target's generate.Engine; policy: see make_policy(). agree: with several ranks, gives rank 0's value to
     all, so that they choose the same k."""
 
-    def __init__(self, target, draft: Drafter, policy: str, agree: Callable = lambda value: value):
+    def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
         self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
         rows, self.device = target.batch_size, target.device
         self.text = torch.zeros(rows, target.max_seq_len, dtype=torch.long, device=self.device)
         self.last = torch.ones(rows, dtype=torch.long, device=self.device)  # the index of each row's last token
-        self.ends = torch.full_like(self.last, target.max_seq_len)  # a row whose last token is there is done
-        self.seq_lens = [2] * rows  # the lengths of the texts as far as the host knows them
-        self.limits = [0] * rows  # the lengths at which they end
-        self.launched = deque()  # k of each step that the host has not heard of yet
+        self.ends = torch.zeros_like(self.last)  # a row whose last token is there is done
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
         self.prepare()
 
     @torch.no_grad()
-    def prepare(self) -> None:
+    def prepare(self):
         """Captures, compiles and times the steps that the policy may use."""
         target, name = self.target, self.policy_name
         self.captures = target.captures and self.draft.captures
@@ -315,13 +308,13 @@ class Speculator:
         lengths = [k for k in lengths if k + 2 <= self.draft.max_seq_len] or [0]
         self.step_of = {k: partial(self.speculate, k) for k in lengths}
         self.ends.fill_(target.max_seq_len)  # no row is done
-        self.seq_lens = [2] * len(self.text)
-        pool, seconds = None, {}
+        self.seq_lens = [2]
+        pool = torch.cuda.graph_pool_handle() if self.captures else None
+        seconds = {}
         for k in lengths:
             if target.compiled or name == "auto" and k in TIMED_LENGTHS:
                 self.step_of[k]()
                 if self.captures:
-                    pool = pool or torch.cuda.graph_pool_handle()
                     self.step_of[k] = capture(self.step_of[k], pool)
                 seconds[k] = self.time(self.step_of[k])
         if seconds:
@@ -340,97 +333,100 @@ class Speculator:
             times.append(self.agree(time.perf_counter() - begun))
         return min(times)
 
-    def set_sampling(self, sampling: Sampling) -> None:
+    def set_sampling(self, sampling: Sampling):
         """For the steps from now on. Graphs stay: they read the values on the device."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
         if self.captures != (self.target.captures and self.draft.captures):
             self.prepare()
 
-    def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> tuple[Tensor, Tensor]:
+    def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
         tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
-        self.seq_lens, self.limits = [2] * len(self.text), [0] * len(self.text)
+        used = len(rows)
         for b, prompt in enumerate(rows):
-            length = start + len(prompt)
-            self.text[b, start:length] = torch.tensor(prompt)
-            self.seq_lens[b], self.limits[b] = length + 1, length + new_tokens
-        self.last.copy_(torch.tensor(self.seq_lens) - 1)
-        self.ends.copy_(torch.tensor(self.limits) - 1)
-        self.text[:len(rows)].scatter_(1, self.last[:len(rows), None], tokens[:, None])
+            self.text[b, start:start + len(prompt)] = torch.tensor(prompt)
+        # As far as the host knows: the lengths of the texts, and how many tokens they still lack.
+        self.seq_lens = [start + len(prompt) + 1 for prompt in rows]
+        self.missing = [new_tokens - 1] * used
+        self.last.fill_(1)
+        self.last[:used] = torch.tensor(self.seq_lens) - 1
+        self.ends.zero_()
+        self.ends[:used] = self.last[:used] + new_tokens - 1
+        self.text[:used].scatter_(1, self.last[:used, None], tokens[:, None])
         self.draft.begin(prompts, start, samples)
-        self.launched.clear()
         self.heard = time.perf_counter()
         return tokens, logprobs
 
-    def unfinished(self) -> list[int]:
-        return [b for b, limit in enumerate(self.limits) if limit > self.seq_lens[b]]
-
-    def finish(self, row: int) -> None:
+    def finish(self, row: int):
         """The host has seen the row's text end."""
-        self.limits[row], self.ends[row] = 0, 0
+        self.missing[row] = 0
+        self.ends[row] = 0
 
-    def step(self) -> tuple[Tensor, ...] | None:
+    def step(self):
         """Launches a step: what speculate() returns, None where all rows have ended."""
-        rows = self.unfinished()
-        if not rows:
+        live = [length for length, n in zip(self.seq_lens, self.missing) if n > 0]
+        if not live:
             return None
-        wanted = max(self.policy.k, min(self.step_of))
-        k = max(n for n in self.step_of if n <= wanted)
-        if min(self.seq_lens[b] for b in rows) >= self.draft.max_seq_len:
+        k = max(n for n in self.step_of if n <= self.policy.k)
+        if min(live) >= self.draft.max_seq_len:
             k = 0
         if k:
             self.draft.catch_up(self.text, self.last, self.reach())
         else:
             self.draft.unread += 1
-        self.launched.append(k)
         return self.step_of[k]()
 
     def reach(self) -> int:
         """No slot beyond is in use, nor will be after the next two steps."""
         return max(self.seq_lens) + SLACK
 
-    def speculate(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts k tokens, verifies them and moves on -> tokens [B, T], -1 where there is none, their log-probabilities
-        [B, T], and how many tokens were proposed [B]."""
+    def speculate(self, k: int):
+        """Drafts k tokens, verifies them and moves on -> tokens [B, T], their log-probabilities [B, T], how many of
+        them are new text [B], and how many were proposed [B]."""
         target, active = self.target, self.last < self.ends
         # A row that is done moves to position 1, where its attention reads next to nothing. One row alone stays: its
         # cache may serve the next turn of a chat.
         last = torch.where(active, self.last, 1) if len(self.text) > 1 else self.last.clone()
-        nth = torch.arange(k + 1, device=self.device)
+        at = last[:, None] + torch.arange(k + 1, device=self.device)  # [B, T]
         tokens = self.text.gather(1, last[:, None])
         if k:
             drafted, q, proposed = self.draft.propose(self.text, last, k, self.reach())
             tokens = torch.cat([tokens, drafted], dim=1)
-        logits = target.forward(tokens, last[:, None] + nth, target.slots(self.reach()))
+        logits = target.forward(tokens, at, target.slots(self.reach()))
         if k:
             tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
             tokens, logprobs = (chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling))
             accepted = proposed = torch.zeros_like(last)
-        self.text.scatter_(1, last[:, None] + 1 + nth, tokens)  # what is no text is overwritten before it is read
-        self.last += torch.where(active, accepted + 1, 0)
-        return torch.where(active[:, None] & (nth <= accepted[:, None]), tokens, -1), logprobs, proposed
+        self.text.scatter_(1, at + 1, tokens)  # what is no text is overwritten before it is read
+        new = torch.where(active, accepted + 1, 0)
+        self.last += new
+        return tokens, logprobs, new, proposed
 
-    def read(self, tokens: Tensor, logprobs: Tensor, proposed: Tensor | None = None) -> list[list[tuple[int, float]]]:
+    def read(self, tokens: Tensor, logprobs: Tensor, new: Tensor | None = None, proposed: Tensor | None = None):
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
-        if proposed is None:  # begin()'s
-            return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
-        rows = [[pair for pair in zip(*row) if pair[0] >= 0] for row in zip(tokens.tolist(), logprobs.tolist())]
-        live = [b for b in self.unfinished() if rows[b]]
-        accepted = [len(rows[b]) - 1 for b in live]
-        k, now = self.launched.popleft(), time.perf_counter()
-        if live and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
+        if new is None:  # begin()'s
+            return self.target.read(tokens, logprobs)
+        rows, accepted, counts = [], [], self.counts
+        lists = tokens.tolist(), logprobs.tolist(), new.tolist(), proposed.tolist()
+        for b, (row_tokens, row_logprobs, n, drafted) in enumerate(zip(*lists)):
+            rows.append(list(zip(row_tokens, row_logprobs))[:n])
+            if n and self.missing[b] > 0:
+                self.seq_lens[b] += n
+                self.missing[b] -= n
+                accepted.append(n - 1)
+                counts["row_steps"] += 1
+                counts["drafted"] += drafted
+                counts["accepted"] += n - 1
+                counts["rejecting_steps"] += n <= drafted
+        counts["steps"] += bool(accepted)
+        k, now = tokens.shape[1] - 1, time.perf_counter()
+        if accepted and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
             seconds = now - self.heard
             self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
         self.heard = now
-        drafted = proposed[live].tolist()
-        rejecting = sum(n < most for n, most in zip(accepted, drafted))
-        self.counts.update(steps=bool(live), row_steps=len(live), drafted=sum(drafted), accepted=sum(accepted),
-                           rejecting_steps=rejecting)
-        for b in live:
-            self.seq_lens[b] += len(rows[b])
         return rows
 
 
@@ -440,7 +436,7 @@ def capture(step: Callable, pool: tuple[int, int]) -> Callable:
     with torch.cuda.graph(graph, pool=pool):
         out = step()
 
-    def replay() -> tuple[Tensor, ...]:
+    def replay():
         graph.replay()
         return out
     return replay

@@ -15,7 +15,6 @@ Shapes: as in model.py; R ranks.
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -32,7 +31,7 @@ from model import Config, Transformer
 # A rank's slices
 
 
-def cut(n: int, unit: int, rank: int, ranks: int) -> tuple[int, int]:
+def cut(n: int, unit: int, rank: int, ranks: int):
     """A rank's share of n: [begin, end). Shares are multiples of unit, and as even as that allows."""
     each, more = divmod(-(-n // unit), ranks)
     begin, end = (min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1))
@@ -44,29 +43,28 @@ def part_of(columns: int, ranks: int) -> int:
     return -(-columns // (8 * ranks)) * 8
 
 
-def units(config: Config, group: int) -> tuple[int, int]:
-    """A rank's kv heads and its feed-forward rows are multiples of these.
+def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
+    """A rank's inputs of o, and of down, are multiples of these.
 
-    So many kv heads have outputs that fill whole words, and q heads whose outputs fill whole groups of o. Llama-3-8B
-    has 4 q heads of 128 for each kv head, 512 inputs of o: whole groups of 128, so that the unit is one kv head."""
-    per_kv_head = config.n_head // config.n_kv_head * config.head_dim  # inputs of o
+    The inputs of o are its q heads'. With whole kv heads they fill whole groups of o, and the outputs of k and v fill
+    whole words. Llama-3-8B has 4 q heads of 128 for each kv head, 512 inputs: whole groups of 128, so that 512 is the
+    unit. Several ranks may also share a kv head, each with as many of its q heads."""
+    H, K, E = config.n_head, config.n_kv_head, config.head_dim
     word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
-    fills_words = word // math.gcd(word, config.head_dim)
-    fills_groups = group // math.gcd(group, per_kv_head)
-    return math.lcm(fills_words, fills_groups), math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
+    o_unit = math.lcm(H // K * math.lcm(E, word), group)
+    even = H // ranks * E
+    if ranks % K == H % ranks == 0 and even % group == E % word == 0:
+        o_unit = even
+    return o_unit, math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
 
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     """Why so many ranks cannot share the model, None where they can."""
-    H, K, E = config.n_head, config.n_kv_head, config.head_dim
-    head_unit, ffn_unit = units(config, group)
-    if ranks > -(-K // head_unit):  # several ranks share a kv head, each with as many of its q heads
-        even = ranks % K == 0 and H % ranks == 0
-        between_groups = H // ranks * E % group == 0
-        between_words = group == 1 or E % 8 == 0
-        if not (even and between_groups and between_words):
-            groups = f", in groups of {group} quantized weights" if group > 1 else ""
-            return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
+    H, K = config.n_head, config.n_kv_head
+    o_unit, ffn_unit = units(config, group, ranks)
+    if ranks > -(-H * config.head_dim // o_unit):
+        groups = f", in groups of {group} quantized weights" if group > 1 else ""
+        return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
     if ranks > -(-config.ffn_dim // ffn_unit):
         return f"{ranks} ranks cannot share {config.ffn_dim} feed-forward rows in units of {ffn_unit}"
     return None
@@ -85,10 +83,8 @@ class Shard:
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
         H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, config.vocab_size
-        head_unit, ffn_unit = units(config, group)
-        # With more ranks than kv heads several share one; see cannot_share() for what their number must be.
-        q_unit = H // K * head_unit if ranks <= -(-K // head_unit) else 1
-        q, q_end = cut(H, q_unit, rank, ranks)
+        o_unit, ffn_unit = units(config, group, ranks)
+        q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
         kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
         ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
         part = part_of(V, ranks)
@@ -100,10 +96,10 @@ class Shard:
             "ffn": slice(ffn, ffn_end),
             "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
             None: slice(None)}
-        summed = [weight.ours for weight in hf_weights(config).values() if weight.columns]
-        self.row_parallel = [name.rpartition(".")[0] for name in summed]  # layers of which it has some inputs
+        self.row_parallel = [  # the layers of which it has some inputs
+            weight.ours.removesuffix(".weight") for weight in hf_weights(config).values() if weight.columns]
 
-    def part(self, weight: Weight) -> tuple[slice, slice]:
+    def part(self, weight: Weight):
         """The rows and columns to read of one of Hugging Face's tensors."""
         return self.shares[weight.rows], self.shares[weight.columns]
 
@@ -118,7 +114,7 @@ class Shard:
         share = self.shares["vocab"]
         return nn.Linear(self.whole.dim, share.stop - share.start, bias=False, device="meta")
 
-    def widest(self, name: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def widest(self, name: str, low: Tensor, high: Tensor):
         """low and high of each row's weights over all ranks. name: the layer's in the model."""
         if name in self.row_parallel:
             ranges = torch.stack([-low, high])
@@ -126,7 +122,7 @@ class Shard:
             low, high = -ranges[0], ranges[1]
         return low, high
 
-    def parallelize(self, model: Transformer) -> None:
+    def parallelize(self, model: Transformer):
         """Puts in what talks to the other ranks, once the model's layers are in place."""
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))  # the first one takes seconds
         for name in self.row_parallel:
@@ -138,12 +134,12 @@ class Shard:
         model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
 
 
-def splitter(team: "Team") -> Callable[[Config, int], Shard] | None:
+def splitter(team: "Team"):
     """(config, group) -> this rank's Shard, for generate.load(); None for a rank that is alone."""
     return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
 
 
-def draft_splitter(team: "Team", config: Config) -> Callable[[Config, int], Shard] | None:
+def draft_splitter(team: "Team", config: Config):
     """splitter() for a draft of 10 ** 9 parameters or more that can be split; a smaller draft runs whole on each rank.
 
     A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum (H200) they break even at 0.7
@@ -163,7 +159,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return all_reduce(self.linear(x))
 
 
@@ -174,7 +170,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.linear, self.vocab_size = linear, vocab_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return all_gather(self.linear(x), self.vocab_size)
 
 
@@ -238,7 +234,7 @@ class Team:
         return json.loads(self.store.get(f"agreed {self.agreed}"))
 
 
-def join(device: str | None) -> tuple[str | None, Team]:
+def join(device: str | None):
     """The name of this rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
 
     UserError where torchrun did not start the ranks, or where there are too few GPUs."""
@@ -248,26 +244,27 @@ def join(device: str | None) -> tuple[str | None, Team]:
 
 
 @cache
-def join_ranks(kind: str, ranks: int) -> tuple[str, Team]:
+def join_ranks(kind: str, ranks: int):
     """A process joins once. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
         raise UserError(f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them")
     rank, local, here = (int(os.environ[name]) for name in names[:3])
-    gpus = torch.cuda.device_count()
     if kind not in ("cuda", "cpu"):
         raise UserError(f"`device`={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
-    if kind == "cuda" and here > gpus:
-        raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
-                        "`device`=cpu")
+    device, backend = "cpu", "gloo"
+    if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
+        if here > gpus:
+            raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
+                            "`device`=cpu")
+        torch.cuda.set_device(local)
+        device, backend = f"cuda:{local}", "cpu:gloo,cuda:nccl"
     # NVLink multicast stays off: a program that dies with it can leave a host's GPUs unusable for all.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-    if kind == "cuda":
-        torch.cuda.set_device(local)
     store, _, _ = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(days=365))  # a chat waits for its user
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=ranks)
-    return f"cuda:{local}" if kind == "cuda" else "cpu", Team(rank, ranks, store)
+    return device, Team(rank, ranks, store)
