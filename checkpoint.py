@@ -411,7 +411,10 @@ def read_tensor(files: dict[str, Place], name: str, shapes: list[tuple], dtypes:
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in dtypes.split() or shape not in shapes:
         raise UserError(f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}")
-    return found[part[:len(shape)]] if part else open_shard(path).get_tensor(stored)
+    if part and isinstance(part[0], slice):
+        return found[part[:len(shape)]]
+    tensor = open_shard(path).get_tensor(stored)
+    return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: bool = False,

@@ -320,11 +320,13 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[
 
     hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
     in the original model."""
-    size = max(1, CHUNK // tokens.shape[1])
-    chunks = model.embed(tokens).split(size)  # [size, T, D] each: the hidden states so far of the quantized model
-    exact = model.embed(tokens).split(size)  # and of the original
+    T = tokens.shape[1]
+    model.setup(T)
+    size = max(1, CHUNK // T)
+    # [size, T, D] each: the hidden states so far of the quantized model, and of the original
+    chunks, exact = ((model.embed(tokens) * model.embedding_scale).split(size) for _ in range(2))
 
-    def calibrate_half(name: str, norm: nn.Module, first: str, second: str, others: tuple = ()):
+    def calibrate_half(name: str, norm: nn.Module, post_norm: nn.Module, first: str, second: str, others: tuple = ()):
         # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
         half = model.get_submodule(name)
         linear = getattr(half, second)
@@ -336,19 +338,18 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[
         # 3. The second matrix is quantized, and both models go on.
         setattr(half, second, linear)
         for x, y in zip(exact, wanted):
-            x += linear(y)
+            x.add_(post_norm(linear(y)), alpha=model.config.residual_scale)
         yield f"{name}.{second}", *correlations(inputs, wanted)
         for x, y in zip(chunks, inputs):
-            x += getattr(half, second)(y)
+            x.add_(post_norm(getattr(half, second)(y)), alpha=model.config.residual_scale)
 
-    T = tokens.shape[1]
-    model.setup(T)
     positions = torch.arange(T, device=tokens.device)[None]
+    turns = {table.rope: table(positions, 1) for table in model.ropes}
     for i, layer in enumerate(model.layers):
         mask = visible(model.slots[:T], positions, layer.config.window)
-        others = positions, *model.table(i)(positions), mask, model.rows  # what a Block takes besides x
-        yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, "wqkv", "wo", others)
-        yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, "w_gate_up", "w_down")
+        others = positions, *turns[layer.config.rope], mask, model.rows  # what a Block takes besides x
+        yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, layer.attn_post_norm, "wqkv", "wo", others)
+        yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm, "w_gate_up", "w_down")
     if head:
         yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
 

@@ -141,6 +141,7 @@ class DraftModel(Drafter):
     def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
+        engine.row_length = engine.max_seq_len  # what a row is to be is not said to drafts
         self.last_token = engine.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
         self.prompts = None  # what the texts begin with, until it is read; the rest is unread
 
@@ -342,7 +343,7 @@ class Speculator:
 
     def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
-        tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
+        tokens, logprobs = self.target.prefill(prompts, start, samples, new_tokens)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
         for b, prompt in enumerate(rows):

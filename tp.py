@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from checkpoint import UserError, Weight, count_parameters, hf_weights
-from model import Config, Transformer
+from model import Config, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -90,10 +90,14 @@ class Shard:
         part = part_of(V, ranks)
         self.whole = config
         self.config = replace(config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn)
+        every = torch.arange((H + 2 * K) * E), torch.arange(2 * config.ffn_dim)  # rows of what Phi's files hold as one
+        heads, keys = slice(q * E, q_end * E), slice(kv * E, kv_end * E)
         self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
-            "q": slice(q * E, q_end * E),
-            "kv": slice(kv * E, kv_end * E),
+            "q": heads,
+            "kv": keys,
             "ffn": slice(ffn, ffn_end),
+            "qkv": torch.cat([part[own] for part, own in zip(every[0].split([H * E, K * E, K * E]), (heads, keys, keys))]),
+            "gate_up": torch.cat([part[ffn:ffn_end] for part in every[1].chunk(2)]),
             "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
             None: slice(None)}
         self.row_parallel = [  # the layers of which it has some inputs
@@ -132,6 +136,10 @@ class Shard:
             model.head.weight = nn.Parameter(model.embed.weight[self.shares["vocab"]], requires_grad=False)
             model.config = replace(model.config, tied=False)
         model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
+        if self.whole.qk_norm == "whole":
+            for layer in model.layers:
+                layer.attn.q_norm = ParallelRMSNorm(layer.attn.q_norm)
+                layer.attn.k_norm = ParallelRMSNorm(layer.attn.k_norm)
 
 
 def splitter(team: "Team"):
@@ -161,6 +169,24 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor):
         return all_reduce(self.linear(x))
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMSNorm over the heads of all ranks, of which each has some: x [..., N / R] -> [..., N / R].
+
+    Where ranks share kv heads, all heads count as often."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.norm = norm
+        size = torch.tensor([float(len(norm.weight))], device=norm.weight.device)
+        self.elements = all_reduce(size).item()
+
+    def forward(self, x):
+        y = x.float()
+        mean = all_reduce(y.pow(2).sum(-1, keepdim=True)) / self.elements
+        y = y * torch.rsqrt(mean + self.norm.eps)
+        return (y.type_as(self.norm.weight) * self.norm.weight).type_as(x)
 
 
 class ColumnParallelLinear(nn.Module):

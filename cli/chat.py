@@ -37,6 +37,7 @@ class Chat:
 
     def __init__(self, llm, args):
         self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
+        llm.engine.row_length = llm.room  # all turns of a text are read with the same rope
         self.messages = system_messages(args.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory

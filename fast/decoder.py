@@ -83,6 +83,8 @@ def why_plain_ffn(block: Block) -> str | None:
     ffn = block.ffn
     if type(ffn) is not FeedForward:
         return f"{type(ffn).__name__} in the place of FeedForward"
+    if ffn.activation not in GATES:
+        return f"{ffn.activation} as the gate's function"
     if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
         return "gate and up are quantized apart, or in codes that no kernel knows"
     if unknown_norm(block.ffn_norm, block.ffn_post_norm):
@@ -117,7 +119,12 @@ def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
     collectives.py."""
     if isinstance(layer, RowParallelLinear):
         partial_sum = fused_linear(layer.linear)
-        return lambda x, residual: fused_all_reduce(partial_sum(x), residual, buffer)
+
+        def summed(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            y = partial_sum(x)
+            return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, buffer)
+
+        return summed
     if isinstance(layer, ColumnParallelLinear):
         part = fused_linear(layer.linear)
         return lambda x, norm, eps: fused_all_gather(part(x, norm, eps=eps), layer.vocab_size)

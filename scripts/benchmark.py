@@ -85,8 +85,8 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
             raise UserError(f"--speculate: the bundled model's {name} of {getattr(small, name)} exceeds the shape's")
     if E != small.head_dim or config.n_kv_head < small.n_head:
         raise UserError(f"--speculate: want heads of {small.head_dim}, {small.n_head} kv heads, for the bundled model")
-    layers = (LayerConfig(window=None, rope=Rope(small.layers[0].rope.theta)),) * config.n_layer
-    wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=False,
+    layers = (LayerConfig(rope=small.layers[0].rope),) * config.n_layer
+    wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=None,
                                 layers=layers, tied=False), device, dtype)
     H, G, F = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim
     copied = {name: weight.to(device, dtype) for name, weight in tiny.named_parameters(remove_duplicate=False)}
