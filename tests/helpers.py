@@ -264,3 +264,9 @@ def one_line(result: tuple[int, str, str]) -> str:
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
     """The lines of the program's own on stderr; torchrun has many."""
     return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+
+
+def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
+    """Replaces tensors of model.safetensors, or drops them where they are None."""
+    held = load_file(directory / "model.safetensors") | tensors
+    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
