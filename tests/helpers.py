@@ -270,3 +270,13 @@ def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
     """Replaces tensors of model.safetensors, or drops them where they are None."""
     held = load_file(directory / "model.safetensors") | tensors
     save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+
+
+def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:
+    """model.safetensors; with an index where shards are asked for."""
+    file = {name: f"model-{i % shards}.safetensors" if shards else "model.safetensors"
+            for i, name in enumerate(tensors)}
+    if shards:
+        put(directory / "model.safetensors.index.json", dict(weight_map=file))
+    for one in set(file.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)

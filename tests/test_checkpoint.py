@@ -22,12 +22,12 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from checkpoint import UserError, config_from_hf, hf_weights
 from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
 from helpers import (CPU, LLAMA, ROOT, absent, ended, load_checkpoint, open_tokenizer, put, refusal, with_json,
                      with_model)
+from helpers import save_tensors as save
 from model import Rope, RopeScaling
 
 ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -41,15 +41,6 @@ def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Ten
     put(directory / "config.json", LLAMA | changes)
     weights = hf_weights(config_from_hf(LLAMA | changes))
     return {name: torch.randn(weight.shape).to(dtype) for name, weight in weights.items()}
-
-
-def save(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 0) -> None:
-    """With an index where shards are asked for."""
-    file = {name: f"model-{i % shards}.safetensors" if shards else WHOLE for i, name in enumerate(tensors)}
-    if shards:
-        put(directory / INDEX, dict(weight_map=file))
-    for one in set(file.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
 
 
 def load(directory: Path, dtype=torch.float32) -> torch.nn.Module:
