@@ -280,3 +280,10 @@ def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -
         put(directory / "model.safetensors.index.json", dict(weight_map=file))
     for one in set(file.values()):
         save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
+
+
+def with_template(directory: Path, source: Path = TINY) -> Path:
+    """A copy of a bundled model that has a chat template."""
+    shutil.copytree(source, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory

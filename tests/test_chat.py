@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +20,12 @@ import pytest
 from cli.chat import Chat
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
-from helpers import ROOT, TEMPLATE, TINY
+from helpers import ROOT, TINY, with_template
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory) -> Path:
-    """checkpoints/tiny with a chat template."""
-    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("chatty") / "chatty")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    return with_template(tmp_path_factory.mktemp("chatty") / "tiny")
 
 
 class Session:

@@ -25,7 +25,8 @@ import quantize
 from checkpoint import Checkpoint, Tokenizer
 from cli.options import Parser
 from cli.output import format_report, progress, show, speculation
-from helpers import DRAFT, ROOT, TEMPLATE, TINY, absent, change_tensors, ended, interrupted, one_line, put, tiny
+from helpers import (DRAFT, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, tiny,
+                     with_template)
 from scripts import train_tiny
 
 COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))
@@ -336,8 +337,7 @@ def test_after_a_second_of_waiting_it_says_that_stdin_is_read(cli):
 
 
 def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, tmp_path):
-    directory = shutil.copytree(TINY, tmp_path / "chatty")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    directory = with_template(tmp_path / "chatty")
     line = f"--checkpoint {directory} -p Hi {SHORT}"
     outs, errs = zip(*(cli(f"{line} {more}")[1:] for more in ("", "--chat", "--chat --system 'Be brief.'")))
     assert "--chat puts it into the checkpoint's chat template" in errs[0] and "template" not in errs[1]
