@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from helpers import awq, change, make, save_tensors, with_json, with_model, write  # noqa: E402
+from helpers import awq, change, make, put, rewrite, save_tensors, with_json, with_model, write  # noqa: E402
 
 SECONDS, MEMORY = 20, 2 ** 32  # of a trial: CPU time, and address space beyond what the parent has
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -130,11 +130,6 @@ model {"type": "BPE"}
 # The checkpoints that are broken
 
 
-def rewrite(path: Path, **changes) -> None:
-    """Keys of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def to_fp8(directory: Path) -> None:
     """A checkpoint as one of block-scaled FP8, which Qwen and DeepSeek publish."""
     held = load_file(directory / WEIGHTS)
@@ -172,7 +167,7 @@ def make_bases(root: Path) -> list[Path]:
         else:
             with_model(base, config, bos_token="<s>", add_bos_token=True, added_tokens_decoder={
                 "2047": dict(content="<|im_end|>", special=True)})
-        (base / GENERATION).write_text('{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "eos_token_id": [2]}')
+        put(base / GENERATION, b'{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "eos_token_id": [2]}')
     return bases
 
 

@@ -287,3 +287,8 @@ def with_template(directory: Path, source: Path = TINY) -> Path:
     shutil.copytree(source, directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
+
+
+def rewrite(path: Path, **changes) -> None:
+    """Keys of a JSON file."""
+    put(path, json.loads(path.read_text()) | changes)

@@ -23,7 +23,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from make_golden import greedy, new_model, random_model
 
 OUT = Path(__file__).parent / "quantized_golden.safetensors"
 PROMPT, NEW_TOKENS = 9, 15
@@ -303,16 +305,13 @@ def main() -> None:
             configs = file.metadata()
     for shape, config in SHAPES.items():
         torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        for name, weight in base.named_parameters():  # every one matters: no ones, no zeros
-            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
-            weight.copy_(weight.bfloat16())  # the files hold bf16
+        base = random_model(config)
         state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
         for setting, (of, make, changes) in wanted.items():
             if of != shape:
                 continue
             torch.manual_seed(len(golden))
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            model = new_model(config)
             model.load_state_dict(state)
             tensors, weights, settings = make(model)
             settings = {key: value for key, value in (settings | changes).items() if value is not None}
@@ -322,11 +321,9 @@ def main() -> None:
             golden |= kept
             golden |= {f"{setting}/{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
             base.load_state_dict(state | weights)
-            tokens = torch.randint(config.vocab_size, (1, PROMPT))
-            for _ in range(NEW_TOKENS):
-                tokens = torch.cat([tokens, base(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-            golden |= {f"{setting}/golden tokens": tokens[0], f"{setting}/golden logits": base(tokens).logits[0]}
-            print(f"{setting}: {tokens[0, PROMPT:].tolist()}")
+            tokens, logits = greedy(base, PROMPT, NEW_TOKENS)
+            golden |= {f"{setting}/golden tokens": tokens, f"{setting}/golden logits": logits}
+            print(f"{setting}: {tokens[PROMPT:].tolist()}")
     save_file(golden, OUT, metadata=configs)
     OUT.chmod(0o644)  # safetensors lets its owner alone read it
 

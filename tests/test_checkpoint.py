@@ -215,7 +215,8 @@ def test_a_header_of_over_16_mib_is_refused(tmp_path):
     save(tmp_path, make(tmp_path))
     held = (tmp_path / WHOLE).read_bytes()
     size = int.from_bytes(held[:8], "little")
-    put(tmp_path / WHOLE, (size + 2 ** 24).to_bytes(8, "little") + held[8:].replace(b"}}", b"}" + b" " * 2 ** 24 + b"}"))
+    padded = held[8:8 + size] + b" " * 2 ** 24
+    put(tmp_path / WHOLE, len(padded).to_bytes(8, "little") + padded + held[8 + size:])
     assert absent("model.safetensors header 16777216", refusal(load, tmp_path)) == []
 
 

@@ -267,8 +267,8 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
 
 
 def test_train_tiny_writes_a_pair_that_generates(call, cli, tmp_path):
-    story = "Once upon a time, there was a fox. The fox ran to the {0} and said: \"Hello, {1}!\" They played all day.\n" \
-            "Then the {1} went home to the {0}.\n"
+    story = ("Once upon a time, there was a fox. The fox ran to the {0} and said: \"Hello, {1}!\" They played all "
+             "day.\nThen the {1} went home to the {0}.\n")
     words = "tree house bird river cat dog ball moon sun girl boy park".split()
     text, out = tmp_path / "stories.txt", tmp_path / "out"
     text.write_text("".join(story.format(a, b) for a in words for b in words) * 2)

@@ -15,7 +15,7 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, put, refusal, write
+from helpers import F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, put, refusal, rewrite, write
 from model import Config, Transformer
 from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
@@ -39,11 +39,6 @@ def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor
     save_file({name: tensor.contiguous() for name, tensor in (own | tensors).items() if tensor is not None},
               directory / "model.safetensors")
     return golden
-
-
-def configure(directory: Path, settings: dict) -> None:
-    path = directory / "config.json"
-    put(path, json.loads(path.read_text()) | dict(quantization_config=settings))
 
 
 @torch.no_grad()
@@ -143,7 +138,8 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
         N, K = held[layer].shape
         want[layer] = held[layer].float() * scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     save_file(held, tmp_path / "model.safetensors")
-    configure(tmp_path, dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"))
+    rewrite(tmp_path / "config.json", quantization_config=dict(
+        quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"))
     layer = load_checkpoint(tmp_path).layers[0]
     gate, up, down = (want[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     assert weight_of(layer.ffn.w_gate_up).equal(torch.cat([gate, up])) and weight_of(layer.ffn.w_down).equal(down)
@@ -215,7 +211,7 @@ def test_rows_that_leave_a_word_of_zero_points_unfilled_are_refused(tmp_path, me
         tensors |= {layer + "qweight": torch.zeros(shape).int(), layer + "scales": torch.ones(1, N),
                     layer + "qzeros": torch.zeros(1, N // 8).int()}
     save_file(tensors, tmp_path / "model.safetensors")
-    configure(tmp_path, dict(quant_method=method, bits=4, group_size=32))
+    rewrite(tmp_path / "config.json", quantization_config=dict(quant_method=method, bits=4, group_size=32))
     assert absent("k_proj 4 rows multiple of 8", refusal(load_checkpoint, tmp_path)) == []
 
 

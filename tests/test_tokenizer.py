@@ -22,7 +22,8 @@ from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Tokenizer
 from guard import template_process
-from helpers import BOS, EOS, EOT, IM_END, LLAMA, absent, ended, open_tokenizer, put, refusal, with_json, with_model
+from helpers import (BOS, EOS, EOT, IM_END, LLAMA, absent, ended, open_tokenizer, put, refusal, rewrite, with_json,
+                     with_model)
 
 SETTINGS = "tokenizer_config.json"
 
@@ -327,7 +328,7 @@ STRIP = '"decoder": {"type": "Strip", "content": "h", "start": 0, "stop": 100000
 def with_part(directory: Path, part: str) -> Path:
     """tokenizer.json with another part."""
     path = directory / "tokenizer.json"
-    put(path, json.loads(path.read_text()) | json.loads(f"{{{part}}}"))
+    rewrite(path, **json.loads(f"{{{part}}}"))
     return path
 
 
