@@ -59,6 +59,7 @@ KEYS = """
     eos_token_id bos_token_id eos_token bos_token chat_template add_bos_token added_tokens_decoder normalizer
     truncation
 """.split()
+NO_SIZE = f'null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}'
 WRONG = f"""
 config.json eos_token_id "2" 99999 -1 2.5 "</s>" true [99999] [[1]] {{}}
 generation_config.json eos_token_id "2" 99999 -1 2.5 "</s>" true [99999] [[1]] {{}}
@@ -71,13 +72,13 @@ config.json tie_word_embeddings "false" "x" 2 [] {{}}
 config.json model_type "gpt2" null [] 3
 tokenizer_config.json added_tokens_decoder {{"7":{{"content":""}}}} {{"x":{{"content":"a"}}}} [1] 3
 config.json quantization_config {{"quant_method":"x"}} {{"quant_method":"gptq","bits":3}} [1] "x" 3
-config.json hidden_size null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json num_hidden_layers null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json num_attention_heads null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json intermediate_size null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json vocab_size null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json max_position_embeddings null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
-config.json rms_norm_eps null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10 ** 400}
+config.json hidden_size {NO_SIZE}
+config.json num_hidden_layers {NO_SIZE}
+config.json num_attention_heads {NO_SIZE}
+config.json intermediate_size {NO_SIZE}
+config.json vocab_size {NO_SIZE}
+config.json max_position_embeddings {NO_SIZE}
+config.json rms_norm_eps {NO_SIZE}
 """.strip().splitlines()  # a file, a key whose limits are known, and values that must be refused
 TEMPLATES = ["{{ 'a' * 10 ** 13 }}", "{{ 10 ** (10 ** 10) }}", "{{ [1] | slice(10 ** 10) | list }}",
              "{{ lipsum(n=10 ** 7) }}",

@@ -191,11 +191,9 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
 
 def change(directory: Path, config: dict = {}, **tensors) -> None:
     """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
-    held = load_file(directory / "model.safetensors") | tensors
-    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    change_tensors(directory, **tensors)
     whole = json.loads((directory / "config.json").read_text())
-    whole["quantization_config"] |= config
-    (directory / "config.json").write_text(json.dumps(whole))
+    rewrite(directory / "config.json", quantization_config=whole["quantization_config"] | config)
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ from safetensors import safe_open
 
 from checkpoint import UserError, config_from_hf, hf_weights
 from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
-from helpers import (CPU, LLAMA, ROOT, absent, ended, load_checkpoint, open_tokenizer, put, refusal, with_json,
-                     with_model)
+from helpers import LLAMA, ROOT, absent, ended, open_tokenizer, put, refusal, with_json, with_model
+from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 from model import Rope, RopeScaling
 
@@ -43,16 +42,11 @@ def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Ten
     return {name: torch.randn(weight.shape).to(dtype) for name, weight in weights.items()}
 
 
-def load(directory: Path, dtype=torch.float32) -> torch.nn.Module:
-    """A checkpoint, vetted first."""
-    return load_checkpoint(directory, CPU, dtype)
-
-
 @pytest.mark.parametrize("stored, wanted", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_tensors_are_of_the_wanted_dtype(tmp_path, stored, wanted):
     """test_model.py shows that each lands where it belongs."""
     save(tmp_path, make(tmp_path, getattr(torch, stored)))
-    found, exact = load(tmp_path, getattr(torch, wanted)), load(tmp_path)
+    found, exact = load(tmp_path, dtype=getattr(torch, wanted)), load(tmp_path)
     for one, other in zip(found.parameters(), exact.parameters()):
         assert str(one.dtype) == f"torch.{wanted}" and torch.equal(one, other.to(one.dtype))
 
@@ -121,13 +115,13 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path, index):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc")
 def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     save(tmp_path, make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6), shards=6)
-    program = ("import sys, torch, safetensors.torch, tqdm; from pathlib import Path\n"
+    program = ("import torch, safetensors.torch, tqdm; from pathlib import Path\n"
                "from checkpoint import Checkpoint, load_model\n"
                "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
                "before = status('VmRSS')\n"
-               "model = load_model(Checkpoint(Path(sys.argv[1])), torch.device('cpu'), torch.float32)\n"
+               f"model = load_model(Checkpoint(Path('{tmp_path}')), torch.device('cpu'), torch.float32)\n"
                "print(status('VmHWM') - before)")
-    grown = int(subprocess.check_output([sys.executable, "-c", program, tmp_path], cwd=ROOT)) / 1024
+    grown = int(ended([sys.executable, "-c", program], 60).stdout) / 1024
     shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
     assert sum(shards) < grown < sum(shards) + max(shards) + 25
 

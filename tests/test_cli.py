@@ -18,6 +18,7 @@ from threading import Timer
 from unittest.mock import Mock
 
 import pytest
+import tokenizers as hf
 import torch
 
 import generate
@@ -89,12 +90,6 @@ def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
     assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
 
 
-@pytest.fixture
-def no_work(monkeypatch):
-    """Loading would fail."""
-    monkeypatch.setattr(generate, "load", lambda *_, **__: 1 / 0)
-
-
 def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
     (tmp_path / "trace.partial.json").write_text("kept")
     (tmp_path / "trace.json").write_text("old")
@@ -107,10 +102,12 @@ def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
 @pytest.mark.parametrize("name, said", [
     ("pipe", ": want a file"), (".", ": want a file"), ("link", ": cannot write there, name another place: "),
     ("none/file", ": cannot write there, name another place: No such file"), ("x" * 250, ": cannot write there, ")])
-def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, no_work, tmp_path, name, said):
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkeypatch, tmp_path, name, said):
+    monkeypatch.setattr(generate, "load", lambda *_, **__: 1 / 0)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "none" / "trace.json")
-    assert "--profile " in (err := one_line(cli(f"--profile {tmp_path / name}"))) and said in err
+    err = one_line(cli(f"--profile {tmp_path / name}"))
+    assert "--profile " in err and said in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo()
 
 
@@ -138,14 +135,13 @@ def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     assert size < before / 2
 
 
-@pytest.mark.parametrize("CXX, named", [
-    (None, "clang++" if sys.platform == "darwin" else "g++"), ("/no/c++", "/no/c++")])
-def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch, CXX, named):
+@pytest.mark.parametrize("CXX", ["clang++" if sys.platform == "darwin" else "g++", "/no/c++"])
+def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch, CXX):
     monkeypatch.delenv("CXX", raising=False)
-    if CXX:
+    if CXX == "/no/c++":
         monkeypatch.setenv("CXX", CXX)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == named else name)
-    assert absent(f"runs {named} CXX", one_line(cli("--compile"))) == []
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == CXX else name)
+    assert absent(f"runs {CXX} CXX", one_line(cli("--compile"))) == []
 
 
 def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
@@ -221,12 +217,11 @@ def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path
 
 
 def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
-    from tokenizers import Tokenizer, models
-    shutil.copytree(DRAFT, tmp_path / "draft")
-    (tmp_path / "draft" / "tokenizer.model").unlink()
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "other": 3}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(tmp_path / "draft" / "tokenizer.json"))
-    assert "token 3 is 'other' there and" in one_line(cli(f"--draft {tmp_path}/draft"))
+    draft = shutil.copytree(DRAFT, tmp_path / "draft")
+    (draft / "tokenizer.model").unlink()
+    model = hf.models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "other": 3}, unk_token="<unk>")
+    hf.Tokenizer(model).save(str(draft / "tokenizer.json"))
+    assert "token 3 is 'other' there and" in one_line(cli(f"--draft {draft}"))
 
 
 def test_a_draft_larger_than_its_target_is_said_and_runs(cli):

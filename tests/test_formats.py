@@ -15,7 +15,8 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, put, refusal, rewrite, write
+from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, refusal,
+                     rewrite, write)
 from model import Config, Transformer
 from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
@@ -151,10 +152,10 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
     ({}, ()), ({}, (1,))])
 def test_fp8_blocks_as_others_write_them(tmp_path, settings, shape):
     """Larger than the matrix; the method under gptqmodel's key; the one scale of a tensor with fewer dimensions."""
-    unfold("fp8 blocks", tmp_path)
-    scales = {name: tensor.view(shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()
-              if name.endswith("weight_scale_inv")}
-    tokens, logits = unfold("fp8 blocks", tmp_path, settings, **scales)
+    tokens, logits = unfold("fp8 blocks", tmp_path, settings)
+    held = load_file(tmp_path / "model.safetensors")
+    scales = {name: scale.view(shape) for name, scale in held.items() if name.endswith("weight_scale_inv")}
+    change_tensors(tmp_path, **scales)
     assert len(scales) == 7 and error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
 
 

@@ -72,6 +72,11 @@ def test_special_tokens_in_rendered_text_become_their_ids(tmp_path, make_tokeniz
     assert encode("<s>hi<|im_end|> there</s>") == [ids[0], *encode("hi"), ids[2], *encode(" there"), ids[1]]
 
 
+def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_found(tmp_path):
+    added = {"2048": dict(content="<|a|>"), "2049": dict(content="<|a|>b")}
+    assert with_model(tmp_path, dict(vocab_size=2050), added_tokens_decoder=added).backend.encode("<|a|>b") == [2049]
+
+
 def said(text: str, **more) -> list[dict]:
     """What a user says."""
     return [dict(role="user", content=text, **more)]
