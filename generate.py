@@ -34,7 +34,7 @@ from checkpoint import Checkpoint, UserError, load_model
 from completion import Completion, pieces, rank_completions
 from model import Transformer
 from quantize import check_quantize, default_group, round_model
-from sampling import Sampling, choose
+from sampling import LIMITS, Sampling, choose
 from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, propose
 from tp import draft_splitter, join, splitter
 
@@ -228,23 +228,22 @@ def round_up(n: int, multiple: int) -> int:
 
 
 @torch.no_grad()
-def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1,
-             speculator: Speculator | None = None) -> Iterator[list[list[tuple[int, float]]]]:
+def generate(runner: "Engine | Speculator", prompts: list[list[int]], new_tokens: int, start: int = 0,
+             samples: int = 1) -> Iterator[list[list[tuple[int, float]]]]:
     """Yields for each step and row the new tokens with their log-probabilities, until all rows have new_tokens.
 
     Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so many tokens, the
     same for all prompts, are in the cache already. On a GPU a step is yielded after the next one is launched, so that
     the GPU never waits; a speculative step may go beyond new_tokens."""
-    loop = speculator or engine
-    on_gpu = engine.device.type == "cuda"
-    step = loop.begin(prompts, new_tokens, start, samples)
+    ahead = runner.device.type == "cuda"
+    step = runner.begin(prompts, new_tokens, start, samples)
     while step:
         host = to_host(step)
-        if on_gpu:
-            step = loop.step()
-        yield loop.read(*host())
-        if not on_gpu:
-            step = loop.step()
+        if ahead:
+            step = runner.step()
+        yield runner.read(*host())
+        if not ahead:
+            step = runner.step()
 
 
 def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
@@ -305,13 +304,10 @@ class LLM:
         self.context = max_seq_length or self.checkpoint.config.context
         self.settings = formats.read_settings(self.checkpoint)
         check_quantize(self.checkpoint, self.settings, quantize, group_size)
-        self._sizes = [(self.checkpoint.config, self.settings.get("bits"))]  # for guard.check_memory()
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
             self.draft_checkpoint, theirs = guard.open_checkpoint(draft)
             guard.check_draft(draft, (self.draft_checkpoint, theirs), opened)
-            bits = formats.read_settings(self.draft_checkpoint).get("bits")
-            self._sizes.append((self.draft_checkpoint.config, bits))
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0  # room: tokens of a prompt and its completion
         self.progress = say_compiling
@@ -347,52 +343,58 @@ class LLM:
         options = self._options(options)
         if options.num_samples > 1:
             raise UserError(f"`num_samples`={options.num_samples}: a stream is of one sample")
-        [completion] = self.completions([prompt], options)
-        return pieces(completion, self._steps([completion], options))
+        completions = self.completions([prompt], options)
+        return pieces(completions[0], self._steps(completions, options))
 
-    def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
-        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its completion's together. What
-        is not loaded yet is loaded, and what is to be compiled is compiled.
+    def _options(self, given: dict) -> SimpleNamespace:
+        """The constructor's options with those of a call in their place. None: as if it were not given."""
+        guard.check_call(given, GENERATION, vars(self.options))
+        options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
+        guard.check_options(options)
+        return SimpleNamespace(**options)
 
-        prompts: how many a call has, where that is known; for other numbers prefill compiles when they come."""
-        options = self.options
-        if self.engine and rows <= self.engine.batch_size and length <= self.room:
-            return
-        if self.engine and options.compile:  # compiled code and kernels hold the old cache
-            if not options.quiet:
-                print(f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
-                      file=sys.stderr)
-            self.model = self.draft_model = None
-            torch._dynamo.reset()
-        self.engine = self.speculator = None
-        for model in (self.model, self.draft_model):
-            if model is not None:
-                model.setup(1, 1)  # frees the old cache
-        gc.collect()
-        if self.model is None:
-            self._load(rows, length)
-        begun, self.advice = time.perf_counter(), self._check_memory(rows, length)
-        with guard.memory_advice(self.advice):
-            if options.compile:
-                with nullcontext() if options.quiet else self.progress():
-                    self._make_engine(rows, length, "compile" if options.no_kernels else "fast")
-                    for count in {prompts} if prompts else {1, rows}:
-                        self.engine.warm_up(count, self.speculator, self.team.ranks == 1)
-                self.compile_s = time.perf_counter() - begun
-            else:
-                for model in (self.model, self.draft_model):
-                    if model is not None:
-                        formats.unpack_quantized(model, rows * length, options.quiet, self.team.ranks)
-                self._make_engine(rows, length, "eager")
-        self.room = length
+    def _sampling(self, options) -> Sampling:
+        """The options that were given, else generation_config.json's, else Sampling's defaults."""
+        found = {}
+        for source in (self.checkpoint.generation, vars(options)):
+            found |= {name: source[name] for name in LIMITS if source.get(name) is not None}
+        return Sampling(**found)
 
-    def _check_memory(self, rows: int, length: int) -> str:
-        """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        slots = length + SLACK if self.options.draft else length
-        return guard.check_memory(self._sizes, rows, slots, self.device, self.dtype, self.team.ranks,
-                                  loaded=self.model is not None)
+    def completions(self, prompts: list, options) -> list[Completion]:
+        """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the
+        context, or max_seq_length, has no room for it."""
+        if not prompts:
+            raise UserError("no prompt: want a text, messages, or a list of these")
+        encoded = [self._encode(prompt) for prompt in prompts]
+        if [] in encoded:
+            raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
+        longest = max(map(len, encoded))
+        new_tokens = options.max_new_tokens or max(1, min(256, self.context - longest))
+        if longest + new_tokens > self.context:
+            limit = "`max_seq_length`" if self.options.max_seq_length else "the model's context"
+            raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
+                            "shorten the prompt or lower `max_new_tokens`")
+        stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+        completions = []
+        for prompt, tokens in zip(prompts, encoded):
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            for _ in range(options.num_samples):
+                completions.append(Completion(text, tokens, self.tokenizer, new_tokens, stops))
+        return completions
+
+    def _encode(self, prompt: str | list[dict]) -> list[int]:
+        with guard.user_errors("a prompt"):
+            if isinstance(prompt, str):
+                return self.tokenizer.encode_text(prompt)
+            guard.check_messages(prompt)
+            if not self.tokenizer.template:
+                raise UserError("this checkpoint has no chat template: give a text, which is continued")
+            return self.tokenizer.encode_chat(prompt)
+
+    # Weights, cache and compiled code
 
     def _load(self, rows: int, length: int) -> None:
+        """Reads the weights, for a cache of so many rows and tokens."""
         options, begun = self.options, time.perf_counter()
         read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
         with guard.memory_advice(self._check_memory(rows, length)):
@@ -403,10 +405,61 @@ class LLM:
                 self.draft_model = read(self.draft_checkpoint, quantize=options.draft_quantize, split=split)
         self.load_s = time.perf_counter() - begun
 
-    def _make_engine(self, rows: int, length: int, mode: str) -> None:
-        options, sampling = self.options, self._sampling(self.options)
-        slots = length + SLACK if options.draft else length
-        self.engine = Engine(self.model, slots, rows, sampling, mode)
+    def _check_memory(self, rows: int, length: int) -> str:
+        """What to say if memory runs out. UserError if weights and caches alone do not fit."""
+        checkpoints = [self.checkpoint, self.draft_checkpoint] if self.draft_checkpoint else [self.checkpoint]
+        sizes = [(checkpoint.config, formats.read_settings(checkpoint).get("bits")) for checkpoint in checkpoints]
+        return guard.check_memory(sizes, rows, self._slots(length), self.device, self.dtype, self.team.ranks,
+                                  loaded=self.model is not None)
+
+    def _slots(self, length: int) -> int:
+        return length + SLACK if self.options.draft else length
+
+    def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
+        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its completion's together. What
+        is not loaded yet is loaded, and what is to be compiled is compiled.
+
+        prompts: how many a call has, where that is known; for other numbers prefill compiles when they come."""
+        if self.engine and rows <= self.engine.batch_size and length <= self.room:
+            return
+        self._free_cache(rows, length)
+        if self.model is None:
+            self._load(rows, length)
+        begun, self.advice = time.perf_counter(), self._check_memory(rows, length)
+        with guard.memory_advice(self.advice):
+            if self.options.compile:
+                with nullcontext() if self.options.quiet else self.progress():
+                    self._make_engine(rows, length)
+                    for count in {prompts} if prompts else {1, rows}:
+                        self.engine.warm_up(count, self.speculator, self.team.ranks == 1)
+                self.compile_s = time.perf_counter() - begun
+            else:
+                for model in (self.model, self.draft_model):
+                    formats.unpack_quantized(model, rows * length, self.options.quiet, self.team.ranks)
+                self._make_engine(rows, length)
+        self.room = length
+
+    def _free_cache(self, rows: int, length: int) -> None:
+        """The old one, before one of so many rows and tokens is made."""
+        if self.engine and self.options.compile:  # compiled code and kernels hold it
+            if not self.options.quiet:
+                print(f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
+                      file=sys.stderr)
+            self.model = self.draft_model = None
+            torch._dynamo.reset()
+        self.engine = self.speculator = None
+        for model in (self.model, self.draft_model):
+            if model is not None:
+                model.setup(1, 1)
+        gc.collect()
+
+    def _make_engine(self, rows: int, length: int) -> None:
+        options, slots = self.options, self._slots(length)
+        mode = "eager"
+        if options.compile:
+            mode = "compile" if options.no_kernels else "fast"
+        engine = partial(Engine, batch_size=rows, sampling=self._sampling(options), mode=mode)
+        self.engine = engine(self.model, slots)
         if not options.draft:
             return
         vocab_size = self.model.config.vocab_size
@@ -415,73 +468,28 @@ class LLM:
             context = min(slots, self.draft_model.config.context)
             if context < length:
                 print(f"the draft's context is {context} tokens: no token beyond is drafted", file=sys.stderr)
-            draft = DraftModel(Engine(self.draft_model, context, rows, sampling, mode), vocab_size)
+            draft = DraftModel(engine(self.draft_model, context), vocab_size)
         self.speculator = Speculator(self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree)
 
-    def _sampling(self, options) -> Sampling:
-        """The options that were given, else generation_config.json's, else Sampling's defaults."""
-        found = {}
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            given = getattr(options, name)
-            found[name] = self.checkpoint.generation.get(name) if given is None else given
-        return Sampling(**{name: value for name, value in found.items() if value is not None})
-
-    def _options(self, given: dict) -> SimpleNamespace:
-        """The constructor's options with those of a call in their place. None: as if it were not given."""
-        guard.check_call(given, GENERATION)
-        options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
-        guard.check_options(options)
-        return SimpleNamespace(**options)
-
-    def completions(self, prompts: list, options) -> list[Completion]:
-        """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the
-        context, or max_seq_length, has no room for it."""
-        if not prompts:
-            raise UserError("no prompt: want a text, messages, or a list of these")
-        encoded = [self.encode(prompt) for prompt in prompts]
-        if [] in encoded:
-            raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
-        longest = max(map(len, encoded))
-        new_tokens = options.max_new_tokens or max(1, min(256, self.context - longest))
-        if longest + new_tokens > self.context:
-            limit = "`max_seq_length`" if self.options.max_seq_length else "the model's context"
-            raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
-                            "shorten the prompt or lower `max_new_tokens`")
-        texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
-        stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
-        return [Completion(text, tokens, self.tokenizer, new_tokens, stops)
-                for text, tokens in zip(texts, encoded) for _ in range(options.num_samples)]
-
-    def encode(self, prompt: str | list[dict]) -> list[int]:
-        """A text's tokens or, through the chat template, those of messages."""
-        with guard.user_errors("a prompt"):
-            if isinstance(prompt, str):
-                return self.tokenizer.encode_text(prompt)
-            guard.check_messages(prompt)
-            if not self.tokenizer.template:
-                raise UserError("this checkpoint has no chat template: give a text, which is continued")
-            return self.tokenizer.encode_chat(prompt)
+    # Generation
 
     def _steps(self, completions: list[Completion], options) -> Iterator[None]:
         """complete() for a call: what it needs is made first."""
         if self._running:
             self._running.close()  # a stream that goes on ends here
+        rows, most = len(completions), self.options.max_batch_size
+        if most and rows > most:
+            raise UserError(f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer")
         length = max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
-        self.prepare(*self._room(len(completions), length))
+        # The limits that were given, else no less than is there.
+        least = min(2048, self.context) if self.options.compile else 1
+        there = self.engine.batch_size if self.engine else 1
+        self.prepare(most or max(rows, there), self.options.max_seq_length or max(length, self.room, least))
         (self.speculator or self.engine).set_sampling(self._sampling(options))
         if options.seed is not None:
             torch.manual_seed(options.seed)
         self._running = self.complete(completions, options.num_samples, budget=options.time_budget)
         return self._running
-
-    def _room(self, rows: int, length: int) -> tuple[int, int]:
-        """The rows and the length to make for a call: the limits that were given, else no less than is there."""
-        options, most = self.options, self.options.max_batch_size
-        if most and rows > most:
-            raise UserError(f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer")
-        there = self.engine.batch_size if self.engine else 1
-        least = min(2048, self.context) if options.compile else 1
-        return most or max(rows, there), options.max_seq_length or max(length, self.room, least)
 
     def complete(self, completions: list[Completion], samples: int = 1, start: int = 0,
                  budget: float | None = None) -> Iterator[None]:
@@ -493,7 +501,7 @@ class LLM:
         agree = self.team.agree if budget else float  # with a budget all ranks must stop at the same step
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
         with guard.memory_advice(self.advice):
-            for rows in generate(self.engine, prompts, limit, start, samples, self.speculator):
+            for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
                 seconds = agree(time.perf_counter() - begun)
                 for b, completion in enumerate(completions):
                     if budget and seconds > budget and not completion.finish_reason:

@@ -73,4 +73,4 @@ def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     # Greedy, without the distribution: 64 rows of 49,152 logits take two CPU cores 10 ms so, 56 ms with it.
     tokens = logits.argmax(-1) if sampling.greedy else draw(probabilities(logits, sampling), sampling)
-    return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)

@@ -367,7 +367,7 @@ def until_the_end(engine: Engine, speculator: Speculator | None, prompts: list[l
                   stops: set[int], at_first: Callable = lambda: None) -> list[float]:
     """Milliseconds a token after the first, of each row, up to a stop token; at_first is called when that came."""
     counts, ended, first = [0] * len(prompts), {}, None
-    for step in generate(engine, prompts, new_tokens, speculator=speculator):
+    for step in generate(speculator or engine, prompts, new_tokens):
         if first is None:
             at_first()
         now = time.perf_counter()

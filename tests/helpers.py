@@ -102,8 +102,6 @@ def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, 
 
 def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1):
     """generate(), with a Speculator if one is given in the engine's place."""
-    if isinstance(engine, Speculator):
-        return generate(engine.target, prompts, new_tokens, start, samples, engine)
     return generate(engine, prompts, new_tokens, start, samples)
 
 
