@@ -189,11 +189,9 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
 
 def change(directory: Path, config: dict = {}, **tensors) -> None:
     """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
-    held = load_file(directory / "model.safetensors") | tensors
-    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    change_tensors(directory, **tensors)
     whole = json.loads((directory / "config.json").read_text())
-    whole["quantization_config"] |= config
-    (directory / "config.json").write_text(json.dumps(whole))
+    rewrite(directory / "config.json", quantization_config=whole["quantization_config"] | config)
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:
@@ -262,3 +260,31 @@ def one_line(result: tuple[int, str, str]) -> str:
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
     """The lines of the program's own on stderr; torchrun has many."""
     return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+
+
+def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
+    """Replaces tensors of model.safetensors, or drops them where they are None."""
+    held = load_file(directory / "model.safetensors") | tensors
+    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+
+
+def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:
+    """model.safetensors; with an index where shards are asked for."""
+    file = {name: f"model-{i % shards}.safetensors" if shards else "model.safetensors"
+            for i, name in enumerate(tensors)}
+    if shards:
+        put(directory / "model.safetensors.index.json", dict(weight_map=file))
+    for one in set(file.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
+
+
+def with_template(directory: Path, source: Path = TINY) -> Path:
+    """A copy of a bundled model that has a chat template."""
+    shutil.copytree(source, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def rewrite(path: Path, **changes) -> None:
+    """Keys of a JSON file."""
+    put(path, json.loads(path.read_text()) | changes)
