@@ -116,6 +116,31 @@ def speculator(model: Transformer, length: int, draft: Transformer | None, polic
     return Speculator(target, drafter, policy, agree)
 
 
+@torch.no_grad()
+def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
+                      bound: float) -> None:
+    """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
+    exact.setup(max(map(len, prompts)) + max(map(len, rows)))
+    for prompt, row, other in zip(prompts, rows, found, strict=True):
+        assert len(row) == len(other)
+        differ = [at for at, (a, b) in enumerate(zip(row, other)) if a != b]
+        if differ:
+            at = differ[0]
+            text = torch.tensor([[*prompt, *row[:at]]])
+            logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
+            gap = logits[row[at]] - logits[other[at]]
+            assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
+
+
+def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int, float]]) -> None:
+    """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
+    tokens, logprobs = zip(*pairs)
+    text = torch.tensor([[*prompt, *tokens]])
+    logits = model(text, torch.arange(text.shape[1])[None])[0, len(prompt) - 1:-1]
+    expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
+
+
 # Tokenizers
 
 
