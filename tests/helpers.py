@@ -72,6 +72,19 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
+def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each row tokens, as transformers goes on greedily, and their logits."""
+    values = load_file(family / "golden.safetensors")
+    return tuple([values[f"{kind}.{row}"] for row in range(len(values) // 2)] for kind in ("tokens", "logits"))
+
+
+def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -> list[list[int]]:
+    """Rows of golden tokens, of which a ragged batch has read 13, 1 and 6."""
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (13, 1, 6))]
+    found = run(Engine(model, 13 + 24, 3, GREEDY, mode), prompts, 24)
+    return [prompt + more for prompt, more in zip(prompts, found)]
+
+
 def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
                     group_size: int | None = None, split=None) -> Transformer:
     """A checkpoint, vetted and loaded."""
