@@ -23,9 +23,7 @@ def test_eight_families_have_golden_values():
 
 @pytest.fixture
 def model(family) -> Transformer:
-    loaded = load_model(Checkpoint(family), CPU, F32)
-    loaded.setup(max_seq_len=64, batch_size=1)
-    return loaded
+    return load_model(Checkpoint(family), CPU, F32)
 
 
 @pytest.mark.parametrize("cached, sliced", [(1, False), (1, True), (0, False)])
@@ -40,6 +38,7 @@ def test_logits_equal_transformers(model, family, cached, sliced):
 
 def test_token_by_token_equals_one_chunk(model, family):
     tokens, logits = (rows[0] for rows in golden(family))
+    model.setup(max_seq_len=64, batch_size=1)
     steps = [model(token[None, None], torch.tensor([[i]])) for i, token in enumerate(tokens)]
     assert error(torch.cat(steps, dim=1)[0], logits) < 1e-5
 
