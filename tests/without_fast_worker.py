@@ -76,13 +76,13 @@ EAGER = {"draft auto", "draft hf", "draft bass"}
 
 def main() -> None:
     device, out, *options = sys.argv[1:]
-    results = {}
+    commands = {}
     for name, (script, command_main, args) in COMMANDS.items():
         more = options if script == "generate.py" and name not in EAGER else []
-        results[name] = command(script, command_main, *args, *more, "--device", device)
+        commands[name] = command(script, command_main, *args, *more, "--device", device)
+    results = dict(commands=commands, generate=generate.__file__)
     results["golden"] = {family.name: check_golden(family, torch.device(device)) for family in sorted(GOLDEN.iterdir())}
     results["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "fast")
-    results["generate"] = generate.__file__
     Path(out).write_text(json.dumps(results))
 
 
