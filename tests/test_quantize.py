@@ -20,7 +20,7 @@ import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
-                     quantized_layers, refusal, tiny, write)
+                     put, quantized_layers, refusal, tiny, write)
 from model import Transformer
 from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
 from tp import Shard
@@ -305,6 +305,7 @@ def test_a_file_made_by_hand_loads(tmp_path, made, form, offset, bits):
 
 @pytest.mark.parametrize("kept", [(), (Q,), (K, V)])
 @pytest.mark.parametrize("act_order", [False, True])
+@torch.no_grad()
 def test_some_of_q_k_and_v_may_be_left_as_they_were_or_have_groups_of_their_own(tmp_path, made, lone, kept, act_order):
     """Biases included; with what fast/ makes of them too, on a CPU bytes of codes; and of ranks, the parts."""
     import fast
@@ -312,38 +313,18 @@ def test_some_of_q_k_and_v_may_be_left_as_they_were_or_have_groups_of_their_own(
     held[V + "g_idx"] = held[V + "g_idx"].flip(0)
     change(tmp_path / "out", **held | {name + "weight": theirs[name + "weight"] for name in kept}
            | {part: None for name in kept for part in parts_of(name)})
-    wqkv, *ranks = (load_checkpoint(tmp_path / "out", CPU, torch.float64, split=split).layers[1].attn.wqkv
-                    for split in (None, *(partial(Shard, rank=rank, ranks=2) for rank in (0, 1))))
-    assert not isinstance(wqkv, QuantizedLinear)
+    splits = None, *(partial(Shard, rank=rank, ranks=2) for rank in (0, 1))
+    models = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=split) for split in splits]
     x = torch.randn(3, 64, dtype=torch.float64)
-    weights = [theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
-               for name in (Q, K, V)]
-    want = torch.cat([x @ w.T + held[name + "bias"] for w, name in zip(weights, (Q, K, V))], dim=-1)
-    torch.testing.assert_close(wqkv(x), want)
-    for whole, *parts in zip(wqkv, *ranks, strict=True):
-        torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1), whole(x))
+    for name, layer, *parts in zip((Q, K, V), *(model.layers[1].attn.wqkv for model in models), strict=True):
+        w = theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
+        torch.testing.assert_close(layer(x), x @ w.T + held[name + "bias"])
+        torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1), layer(x))
     tokens, positions = torch.randint(64, (1, 9)), torch.arange(9)[None]
     model = load_checkpoint(tmp_path / "out")
     model.setup(16, 1)
-    with torch.no_grad():
-        plain = model(tokens, positions)
-        torch.testing.assert_close(fast.optimize(model).decoder(tokens, positions), plain)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(32, 32), (64, 8)])
-def test_ranks_cut_between_words_where_a_row_is_one_group(tmp_path, lone, heads, kv_heads):
-    """A head of 20 ends inside of one."""
-    make(tmp_path / "in", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=20)
-    write(tmp_path / "in", tmp_path / "out", 4, -1, False)
-    whole = load_checkpoint(tmp_path / "out", CPU, torch.float64).layers[1].attn
-    ranks = [load_checkpoint(tmp_path / "out", CPU, torch.float64, split=partial(Shard, rank=rank, ranks=3))
-             for rank in range(3)]
-    x, y = torch.randn(3, 64, dtype=torch.float64), torch.randn(3, heads * 20, dtype=torch.float64)
-    sizes = [(rank.config.n_head * 20, rank.config.n_kv_head * 20, rank.config.n_kv_head * 20) for rank in ranks]
-    qkv = zip(*(rank.layers[1].attn.wqkv(x).split(size, dim=-1) for rank, size in zip(ranks, sizes)))
-    torch.testing.assert_close(torch.cat([torch.cat(parts, -1) for parts in qkv], -1), whole.wqkv(x))
-    outs = [rank.layers[1].attn.wo(part) for rank, part in zip(ranks, y.split([q for q, _, _ in sizes], dim=-1))]
-    torch.testing.assert_close(sum(outs), whole.wo(y))
+    plain = model(tokens, positions)
+    torch.testing.assert_close(fast.optimize(model).decoder(tokens, positions), plain)
 
 
 def test_modules_left_as_they_were_load_as_they_are(tmp_path, made):
@@ -427,19 +408,18 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--group-size", "64"], "64 96 32"), (["--head"], "--head"), (["--bits", "3"], "3"),
-    (["--gptq"], "--calibration"), (["--act-order"], "--gptq"), (["--calibration-tokens", "9"], "--gptq"),
-    (["--format", "awq"], "--format compressed-tensors"), (["--out", "."], "exists"),
-    (["--format", "compressed-tensors", "--gptq", "--act-order", "--calibration", __file__], "--act-order gptq"),
-    (["--gptq", "--calibration", __file__, "--calibration-tokens", "99999999"], "99999999 tokens"),
-    (["--gptq", "--calibration", "/none"], "/none"), (["--out", "/none/x"], "/none make"),
-    (["--out", "{}/link"], "link exists")])
+    ("--group-size 64", "64 96 32"), ("--head", "--head"), ("--bits 3", "3"), ("--gptq", "--calibration"),
+    ("--act-order", "--gptq"), ("--calibration-tokens 9", "--gptq"),
+    ("--format awq", "--format compressed-tensors"), ("--out .", "exists"),
+    (f"--format compressed-tensors --gptq --act-order --calibration {__file__}", "--act-order gptq"),
+    (f"--gptq --calibration {__file__} --calibration-tokens 99999999", "99999999 tokens"),
+    ("--gptq --calibration /none", "/none"), ("--out /none/x", "/none make"), ("--out {}/link", "link exists")])
 def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, command, options, words):
     make(tmp_path / "in", tie_word_embeddings=True, vocab_size=2048)
     (tmp_path / "in" / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises((UserError, OSError)) as caught:
-        command(*(str(option).format(tmp_path) for option in options))
+        command(*options.format(tmp_path).split())
     assert absent(words, str(caught.value)) == [] and names(tmp_path) == ["in", "link"]
 
 
@@ -451,7 +431,7 @@ def test_sizes_no_machine_holds_and_weights_that_are_no_numbers_are_refused(tmp_
     weights = make(tmp_path / "in")
     weights[K + "weight"][3, 5] = weight
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    (tmp_path / "in" / "config.json").write_text(json.dumps(SHAPE | dict(model_type="llama") | config))
+    put(tmp_path / "in" / "config.json", SHAPE | dict(model_type="llama") | config)
     assert words in refusal(command) and names(tmp_path) == ["in"]
 
 

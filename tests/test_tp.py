@@ -41,13 +41,13 @@ GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "awq")} | {
+LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", "awq")} | {
     "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
     "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4")}
 WEIGHTS_CASES = {f"{name}, weights": LOGITS_CASES[name] for name in (
-    "int8", "int4", "int4, a row", "bias, int8", "tied, int4", "gptq-4-32", "gptq-8--1", "awq")}
+    "int8", "int4", "int4, a row", "bias, int8", "tied, int4", "gptq-4-32", "gptq-8--1", "words", "awq")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
@@ -115,6 +115,8 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))  # 36 rows of the head a rank: no multiple of 8
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
+    make(directory / "heads", num_attention_heads=12, num_key_value_heads=6, head_dim=20)  # three end inside of a word
+    write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
     return placed(CASES, directory)
