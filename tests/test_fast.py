@@ -202,6 +202,9 @@ def test_where_no_half_can_be_replaced_none_is(capsys):
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
+PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 5e-3))  # the type, and how far the two may differ
+
+
 @torch.no_grad()
 def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance: float, T: int = 17) -> None:
     """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once, ragged."""
@@ -228,20 +231,20 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
     """Over a dirty cache."""
-    dtype = F32 if device == "cpu" else torch.float16
+    dtype, tolerance = PRECISION[device]
     plain, fast = (load_checkpoint(GOLDEN / family, torch.device(device), dtype) for _ in range(2))
     for model in (plain, fast):
         model.setup(64, 3)
         for layer in model.layers:
             layer.attn.cache.k.fill_(3)
             layer.attn.cache.v.fill_(-2)
-    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 5e-3)
+    compare(plain, fast, install_kernels(fast), tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_each_layer_has_its_own_window_and_rope(device):
-    dtype = F32 if device == "cpu" else torch.float16
+    dtype, tolerance = PRECISION[device]
     layers = LayerConfig(5), LayerConfig(rope=None), LayerConfig(rope=Rope(3.0)), LayerConfig(9, Rope(1e6))
     config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm=True)
     with torch.device(device):
@@ -254,21 +257,21 @@ def test_each_layer_has_its_own_window_and_rope(device):
         model.requires_grad_(False).setup(64, 3)
         for block in (model.layers[0], model.layers[2]):  # their attention stays plain
             block.attn.cache.__class__ = OtherCache
-    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 1e-2)
+    compare(plain, fast, install_kernels(fast), 2 * tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_hidden_states_are_kept_where_they_are_asked_for(device):
     """Those of prefill and of decode."""
-    dtype = F32 if device == "cpu" else torch.float16
+    dtype, tolerance = PRECISION[device]
     plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
     n = plain.config.n_layer
     for model in (plain, fast):
         model.setup(64, 3, features=(n, 0, 1))
-    compare(plain, fast, install_kernels(fast), 1e-5 if device == "cpu" else 5e-3)
+    compare(plain, fast, install_kernels(fast), tolerance)
     assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
-    assert error(fast.features, plain.features) < (1e-5 if device == "cpu" else 5e-3)
+    assert error(fast.features, plain.features) < tolerance
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -115,7 +115,7 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))  # 36 rows of the head a rank: no multiple of 8
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
-    make(directory / "heads", num_attention_heads=12, num_key_value_heads=6, head_dim=20)  # three end inside of a word
+    make(directory / "heads", num_attention_heads=48, num_key_value_heads=6, head_dim=20)  # half of them end in a word
     write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
