@@ -323,16 +323,6 @@ def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
     assert error(layer(x), x.double() @ exact_weights(weight).T) < 5e-3 and not layer.semaphores.any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_packed_linear_in_a_model(device):
-    """[B, T, K] in, as in prefill."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    weight = random_weight(64, 96, "int4", 3, "zeros order", device)
-    x = torch.randn(2, 5, 96, device=device, dtype=dtype)
-    ref = x.double() @ exact_weights(weight).T
-    assert error(PackedLinear(weight.layer)(x), ref) < (1e-6 if device == "cpu" else 5e-3)
-
-
 # What another project takes
 
 

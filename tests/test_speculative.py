@@ -121,10 +121,10 @@ def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
 
 @pytest.mark.parametrize("name", ["tiny-draft", "prompt-lookup"])
 def test_a_ragged_batch_is_its_rows_alone(prompts, name):
-    batch, alone = (speculator(tiny(), 40 + 50, draft_of(name), "4", rows) for rows in (5, 1))
-    out = run(batch, prompts, 50)
+    batch, alone = (speculator(tiny(), 40 + 30, draft_of(name), "4", rows) for rows in (5, 1))
+    out = run(batch, prompts, 30)
     same_greedy(prompts, out)
-    assert out == [run(alone, [prompt], 50)[0] for prompt in prompts]
+    assert out == [run(alone, [prompt], 30)[0] for prompt in prompts]
 
 
 def test_log_probabilities_are_those_of_the_raw_logits(prompts):
@@ -176,12 +176,13 @@ def test_a_text_ends_inside_an_accepted_run():
     llm = LLM(device="cpu", temperature=0, draft=str(TINY), draft_tokens=7, quiet=True)  # its own draft: all are kept
     prompt, decode = "Once upon a time", llm.tokenizer.decode
     whole = llm(prompt, max_new_tokens=40)
-    assert llm.speculator.counts["drafted"] == llm.speculator.counts["accepted"] == 5 * 7
+    assert dict(steps=5, drafted=35, accepted=35).items() <= llm.speculator.counts.items()
     before, behind = (decode(whole.prompt_tokens + whole.tokens[:n]) for n in (11, 13))
-    stopped, limited = llm(prompt, max_new_tokens=40, stop=behind[len(before):]), llm(prompt, max_new_tokens=13)
-    assert stopped.tokens == limited.tokens == whole.tokens[:13] and len(stopped.logprobs) == 13
-    assert (stopped.finish_reason, limited.finish_reason) == ("stop", "length")
-    assert (prompt + stopped.text, prompt + limited.text) == (before, behind)
+    for options, reason, text in [(dict(stop=behind[len(before):]), "stop", before),
+                                  (dict(max_new_tokens=13), "length", behind)]:
+        ended = llm(prompt, **dict(max_new_tokens=40) | options)
+        assert ended.tokens == whole.tokens[:13] and len(ended.logprobs) == 13
+        assert (ended.finish_reason, prompt + ended.text) == (reason, text)
     assert llm.speculator.counts["steps"] == 5 + 2 + 2
 
 
@@ -206,10 +207,9 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
     """A context of 32: one row's prompt is longer, one's text grows beyond it."""
     draft, reached, both = tiny(directory=DRAFT), [], [prompts[0], prompts[2]]
     draft.config = replace(draft.config, context=32)
+    draft.register_forward_pre_hook(lambda _, inputs: reached.append(int(inputs[1].max())))
     made = speculator(tiny(), 40 + 40, draft, "4", rows=2)
-    engine, seen = made.draft.engine, spy(made)
-    forward = engine.forward
-    engine.forward = lambda tokens, at, slots: reached.append(int(at.max())) or forward(tokens, at, slots)
+    seen = spy(made)
     same_greedy(both, run(made, both, 40))
     assert max(reached) < 32 and max(second for _, second in seen) < 32 and made.counts["accepted"]
 
