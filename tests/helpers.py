@@ -15,7 +15,7 @@ import tokenizers as hf
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import formats
 import guard
@@ -51,6 +51,31 @@ def exact_linear(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None,
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     return y if residual is None else residual + y
+
+
+def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
+    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards."""
+    B, T, heads, E = qkv.shape
+    K = k_cache.shape[1]
+    H, G = heads - 2 * K, heads // K - 2
+    k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
+
+    def turned(x, norm, at):
+        x = x.double()
+        if isinstance(norm, nn.Module) and hasattr(norm, "weight"):
+            x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+        half = torch.cat((-x[..., E // 2:], x[..., :E // 2]), -1)
+        return x * table.cos[at].double() + half * table.sin[at].double()
+
+    for b in range(B):
+        for t, at in enumerate(positions[b % len(positions)].tolist()):
+            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, at)
+            v_cache[b, :, at] = qkv[b, t, H + K:].double()
+            first = max(0, at + 1 - window) if window else 0
+            q = turned(qkv[b, t, :H], attn.q_norm, at).view(K, G, E)
+            scores = q @ k_cache[b, :, first:at + 1].mT / E ** 0.5
+            out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
+    return out, k_cache, v_cache
 
 
 def refusal(function, *args) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.linear import linear, plain_linear, rms_norm
-from helpers import error, exact_linear
+from helpers import error, exact_attention, exact_linear
 from model import Attention, Config, KVCache, LayerConfig, Rope, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -64,31 +64,6 @@ CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one 
     (1, 2, 4, 1, 80, 5000, 4096, False, False), (2, 300, 6, 2, 64, 500, None, False, False),
     (1, 400, 32, 8, 128, 900, 256, True, False), (2, 3, 4, 2, 64, 200, None, False, True),
     (2, 50, 4, 2, 64, 200, 20, True, True)]
-
-
-def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
-    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards."""
-    B, T, heads, E = qkv.shape
-    K = k_cache.shape[1]
-    H, G = heads - 2 * K, heads // K - 2
-    k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
-
-    def turned(x, norm, at):
-        x = x.double()
-        if isinstance(norm, nn.Module) and hasattr(norm, "weight"):
-            x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-        half = torch.cat((-x[..., E // 2:], x[..., :E // 2]), -1)
-        return x * table.cos[at].double() + half * table.sin[at].double()
-
-    for b in range(B):
-        for t, at in enumerate(positions[b % len(positions)].tolist()):
-            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, at)
-            v_cache[b, :, at] = qkv[b, t, H + K:].double()
-            first = max(0, at + 1 - window) if window else 0
-            q = turned(qkv[b, t, :H], attn.q_norm, at).view(K, G, E)
-            scores = q @ k_cache[b, :, first:at + 1].mT / E ** 0.5
-            out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
-    return out, k_cache, v_cache
 
 
 @pytest.mark.parametrize("device, case", [

@@ -1,13 +1,12 @@
 """The model against golden values of transformers; what a token sees depends on its position alone."""
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint import Checkpoint, load_model
-from helpers import CPU, DEVICES, F32, GOLDEN, error, golden
-from model import Config, LayerConfig, Rope, Transformer, rope_tables
+from helpers import CPU, DEVICES, F32, GOLDEN, error, exact_attention, golden
+from model import Config, LayerConfig, Rope, RopeTable, Transformer, rope_tables
 
 FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
 
@@ -79,6 +78,8 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     assert model.table(0).cos.dtype == model.table(0).sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
+    cos, sin = rope_tables(None, E, 128)
+    assert (cos == 1).all() and (sin == 0).all()
     cos, sin = rope_tables(Rope(10000.0), E, 128)
     assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
 
@@ -99,36 +100,17 @@ def mixed_model() -> Transformer:
                                  context=64)).double()
 
 
-def spelt_out(model: Transformer, tokens: torch.Tensor, layer: int) -> torch.Tensor:
-    """The attention of one layer over hidden states tokens [T, D], head by head and pair by pair."""
-    attn, (window, rope) = model.layers[layer].attn, (MIXED[layer].window, MIXED[layer].rope)
-    q, k, v = attn.wqkv(tokens).unflatten(-1, (8, 8)).split([4, 2, 2], dim=1)
-    out = torch.zeros(len(tokens), 4, 8, dtype=torch.double)
-    for t in range(len(tokens)):
-        seen = [s for s in range(t + 1) if window is None or s > t - window]
-        for h in range(4):
-            scores = []
-            for s in seen:
-                score = 0.0
-                for i in range(4):  # a pair is a complex number, and rope turns it
-                    angle = (t - s) * rope.theta ** (-i / 4) if rope else 0.0
-                    turned = complex(q[t, h, i], q[t, h, i + 4]) * complex(k[s, h // 2, i], -k[s, h // 2, i + 4])
-                    score += (turned * complex(math.cos(angle), math.sin(angle))).real
-                scores.append(score / 8 ** 0.5)
-            weights = torch.tensor(scores, dtype=torch.double).softmax(0)
-            out[t, h] = sum(w * v[s, h // 2] for w, s in zip(weights, seen))
-    return attn.wo(out.flatten(1))
-
-
 @pytest.mark.parametrize("layer", range(4))
+@torch.no_grad()
 def test_a_layer_has_the_window_and_the_rope_that_its_config_names(layer):
-    model = mixed_model()
+    model, positions, found = mixed_model(), torch.arange(12)[None], []
+    attn, (window, rope) = model.layers[layer].attn, (MIXED[layer].window, MIXED[layer].rope)
     model.setup(max_seq_len=16, batch_size=1)
-    found = []
-    model.layers[layer].attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0][0], out[0]]))
-    with torch.no_grad():
-        model(torch.randint(96, (1, 12)), torch.arange(12)[None])
-        assert error(found[1], spelt_out(model, found[0], layer)) < 1e-6  # rope's tables are fp32
+    attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0], out]))
+    model(torch.randint(96, (1, 12)), positions)
+    qkv = attn.wqkv(found[0]).unflatten(-1, (8, 8))
+    out, _, _ = exact_attention(qkv, positions, RopeTable(rope, 8, 16, CPU), *torch.zeros(2, 1, 2, 16, 8), attn, window)
+    assert error(found[1], attn.wo(out.flatten(2))) < 1e-6  # rope's tables are fp32
 
 
 def test_hidden_states_of_named_places_are_kept_by_position():

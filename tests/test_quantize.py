@@ -154,16 +154,6 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size,
         assert all(a.min() >= b.max() for a, b in pairwise(sizes)) and len({len(size) for size in sizes}) == 1
 
 
-@pytest.mark.parametrize("sym", [False, True])
-@pytest.mark.parametrize("act_order", [False, True])
-def test_inputs_without_correlation_leave_nothing_to_do_but_round(monkeypatch, sym, act_order):
-    monkeypatch.setattr(quantize, "SHRINK", [1.0])
-    w = torch.randn(6, 128)
-    codes, scales, zeros, _, _ = gptq(w, torch.eye(128), INT4, 64, sym, act_order)
-    for got, want in zip((codes, scales, zeros), round_to_nearest(w, INT4, 64, sym)):
-        assert got is None and want is None or torch.equal(got, want)
-
-
 def test_a_dead_input_is_rounded_and_disturbs_no_other():
     w, x = torch.randn(6, 64), correlated(64)
     x[:, 7] = 0
