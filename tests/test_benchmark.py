@@ -18,7 +18,8 @@ def benchmark(call, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def run(options: str) -> list[dict]:
-        code, out, err = call("benchmark.py", main, "checkpoints/tiny", "--device", "cpu", "--no-compile", *options.split())
+        model = "checkpoints/tiny", "--device", "cpu", "--no-compile"
+        code, out, err = call("benchmark.py", main, *model, *options.split())
         assert code == 0, err
         return [json.loads(line) for line in out.splitlines()]
     return run

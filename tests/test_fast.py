@@ -54,10 +54,9 @@ def test_the_decoder_of_a_cpu_has_the_same_weights():
     x, before = torch.randn(2, 3), dict(model.named_parameters())
     ref = model(x)
     install_linears(model)
-    decoder = row_decoder(model)
-    for found, decodes in (model, False), (decoder, True):
-        assert type(found[0]) is type(found[1][0]) is CpuLinear
-        assert found[0].decodes is found[1][0].decodes is decodes
+    for found, decodes in (model, False), (row_decoder(model), True):
+        for layer in found[0], found[1][0]:
+            assert type(layer) is CpuLinear and layer.decodes is decodes
         assert all(before[name] is parameter for name, parameter in found.named_parameters())
         torch.testing.assert_close(found(x), ref)
 

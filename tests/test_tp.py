@@ -23,8 +23,8 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal, same_but_for_ties, told,
-                     torchrun, write)
+from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal,
+                     same_but_for_ties, told, torchrun, write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
 

@@ -45,7 +45,7 @@ def tree(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(tree) -> dict:
-    """Each once, two at a time: the worker's commands, and generate.py as users start it, compiled, and on two ranks."""
+    """Each once, two at a time: the worker's commands; generate.py as users start it, compiled, and on two ranks."""
     options = (*GREEDY, "--device", "cpu")
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.submit(in_tree, tree, [sys.executable, *options, "--compile"])
