@@ -7,7 +7,8 @@ here and in no other file.
     tokenizer = Tokenizer(checkpoint)
 
 Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but who reads a directory of unknown
-origin calls guard.open_checkpoint(), which vets it first. What a user can get wrong is a UserError of one line.
+origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens as text.
+What a user can get wrong is a UserError of one line.
 
 Shapes: as in model.py.
 """
@@ -21,14 +22,13 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import Config, LayerConfig, Rope, RopeScaling, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"  # They end a turn, whether or not generation_config.json lists them.
-MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
 
 
 class UserError(ValueError):
@@ -42,7 +42,7 @@ class UserError(ValueError):
         super().__init__(one_line(re.sub(r"`(\w+)`", r"\1", message)))
 
     def command_line(self) -> str:
-        message = re.sub(r"`(\w+)`=", r"`\1` ", self.message)
+        message = self.message.replace("`=", "` ")
         return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
 
 
@@ -85,8 +85,15 @@ class Checkpoint:
 
 # In the order of RopeScaling's fields:
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-SUPPORTED = dict(  # key -> the only value that is read here
-    hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
+SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
+    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "rope_type": ("default", "llama3"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+}
 
 
 def rope_settings(hf: dict) -> dict:
@@ -98,26 +105,24 @@ def rope_settings(hf: dict) -> dict:
 
 def check_supported(hf: dict) -> None:
     """ValueError names the key and the value that are not supported."""
-    kind, rope = hf.get("model_type"), rope_settings(hf)
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type {kind!r} is not supported: want llama, mistral, qwen2 or qwen3")
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"rope_type {rope['rope_type']!r} is not supported: want 'default' or 'llama3'")
-    for key, want in SUPPORTED.items():
-        found = (rope | hf).get(key, want)
-        if found != want:
-            raise ValueError(f"{key}={found!r} is not supported: want {want!r}")
+    rope = rope_settings(hf)
+    settings = rope | hf | dict(rope_type=rope["rope_type"], model_type=hf.get("model_type"))
+    for key, values in SUPPORTED.items():
+        found = settings.get(key, values[0])
+        if found not in values:
+            raise ValueError(f"{key}={found!r} is not supported: want {' or '.join(map(repr, values))}")
 
 
 def config_from_hf(hf: dict) -> Config:
     """hf: the content of config.json. ValueError for a value that is not supported."""
     check_supported(hf)
     kind, rope = hf["model_type"], rope_settings(hf)
-    scaling = None
+    scaling = window = None
     if rope["rope_type"] == "llama3":
         scaling = RopeScaling(*[rope[key] for key in LLAMA3])
-    window = hf.get("sliding_window") if kind == "mistral" else None
-    layer = LayerConfig(window or None, Rope(rope["rope_theta"], scaling))
+    if kind == "mistral":
+        window = hf.get("sliding_window") or None
+    layer = LayerConfig(window, Rope(rope["rope_theta"], scaling))
     n_head = hf["num_attention_heads"]
     return Config(
         dim=hf["hidden_size"],
@@ -155,18 +160,32 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
     sizes = {"q": q, "kv": kv, "ffn": F, None: D}
-    matrices = {  # theirs -> ours, its first row there, what ranks share rows and columns by
-        "self_attn.q_proj": ("attn.wqkv", 0, "q", None),
-        "self_attn.k_proj": ("attn.wqkv", q, "kv", None),
-        "self_attn.v_proj": ("attn.wqkv", q + kv, "kv", None),
-        "self_attn.o_proj": ("attn.wo", 0, None, "q"),
-        "mlp.gate_proj": ("ffn.w_gate_up", 0, "ffn", None),
-        "mlp.up_proj": ("ffn.w_gate_up", F, "ffn", None),
-        "mlp.down_proj": ("ffn.w_down", 0, None, "ffn"),
+
+    def matrix(ours: str, row: int, rows: str | None, columns: str | None = None):
+        return Weight(ours, row, (sizes[rows], sizes[columns]), rows, columns, quantized=True)
+
+    of_layer = {
+        "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
+        "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
+        "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
+        "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
+        "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
+        "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
+        "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
+        "input_layernorm.weight": Weight("attn_norm.weight", 0, (D,)),
+        "post_attention_layernorm.weight": Weight("ffn_norm.weight", 0, (D,)),
     }
-    norms = {"input_layernorm": ("attn_norm", D), "post_attention_layernorm": ("ffn_norm", D)}
+    if config.qkv_bias:
+        of_layer |= {
+            "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),
+            "self_attn.k_proj.bias": Weight("attn.wqkv.bias", q, (kv,), "kv"),
+            "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
+        }
     if config.qk_norm:
-        norms |= {"self_attn.q_norm": ("attn.q_norm", E), "self_attn.k_norm": ("attn.k_norm", E)}
+        of_layer |= {
+            "self_attn.q_norm.weight": Weight("attn.q_norm.weight", 0, (E,)),
+            "self_attn.k_norm.weight": Weight("attn.k_norm.weight", 0, (E,)),
+        }
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
         "model.norm.weight": Weight("norm.weight", 0, (D,)),
@@ -174,15 +193,8 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
     for i in range(config.n_layer):
-        layer = f"layers.{i}"
-        for name, (ours, row, rows, columns) in matrices.items():
-            shape = sizes[rows], sizes[columns]
-            place = Weight(f"{layer}.{ours}.weight", row, shape, rows, columns, quantized=True)
-            table[f"model.{layer}.{name}.weight"] = place
-            if config.qkv_bias and ours == "attn.wqkv":
-                table[f"model.{layer}.{name}.bias"] = Weight(f"{layer}.{ours}.bias", row, shape[:1], rows)
-        for name, (ours, size) in norms.items():
-            table[f"model.{layer}.{name}.weight"] = Weight(f"{layer}.{ours}.weight", 0, (size,))
+        for name, weight in of_layer.items():
+            table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
 
@@ -228,8 +240,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=device, dtype=dtype)
-            parameters[name] = nn.Parameter(empty, requires_grad=False)
+            parameters[name] = torch.empty_like(parameter, device=device, dtype=dtype)
     places = hf_weights(model.config)
     names = [name for name, place in places.items() if place.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
@@ -239,9 +250,9 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         parameters[place.ours][place.row:place.row + place.shape[0]].copy_(tensor)
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()
-    if model.config.tied:
-        parameters["head.weight"] = parameters["embed.weight"]
     model.load_state_dict(parameters, strict=False, assign=True)
+    if model.config.tied:
+        model.head.weight = model.embed.weight
     return model.eval()
 
 
@@ -257,15 +268,30 @@ def refuse_surplus(files: dict[str, Path], checkpoint: Checkpoint) -> None:
 # Tokenizer
 
 
+def render_plainly(template: str, values: dict) -> str:
+    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
+    guard.render() does."""
+    import json
+    from functools import partial
+    from time import strftime
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str):
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
+    return env.from_string(template).render(values)
+
+
 class Tokenizer:
-    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none).
+    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none)."""
+    render_template = staticmethod(render_plainly)
 
-    render(template, values): makes the text of a chat."""
-
-    def __init__(self, checkpoint: Checkpoint, render: Callable[[str, dict], str] | None = None):
+    def __init__(self, checkpoint: Checkpoint):
         settings = checkpoint.read_json("tokenizer_config.json")
-        self.render_template = render or render_plainly
-        self.vocab_size = checkpoint.config.vocab_size
         self.special_tokens = read_special(settings)
         self.template = read_template(checkpoint.directory, settings)
         self.bos = checkpoint.hf.get("bos_token_id")
@@ -278,18 +304,10 @@ class Tokenizer:
         else:
             self.backend = SentencePiece(checkpoint.directory / "tokenizer.model", settings)
             self.add_bos = True
-        self.token, self.decode = self.backend.token, self.backend.decode  # decode() leaves special tokens out
-
         ends = *CHAT_ENDS, self.special_tokens.get("eos_token")
         self.stops = {self.backend.id(text) for text in ends if text}
         self.stops.update(read_ends(checkpoint.hf), read_ends(checkpoint.generation))
         self.stops.discard(None)
-
-        # What a user's text must not give. An end may be no special token; one character is what any text has.
-        texts = {self.token(i): i for i in self.stops}
-        self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
-        self.marks = dict(zip(self.reserved, map(chr, MARKS)))
-        self.meant = {mark: text for text, mark in self.marks.items()}
 
     def encode_text(self, text: str) -> list[int]:
         """A special token that is written in the text is one. The beginning of sequence is added by tokenizer.json's
@@ -299,57 +317,25 @@ class Tokenizer:
             ids = [self.bos, *ids]
         return ids
 
-    def encode_typed(self, text: str) -> list[int]:
-        """As encode_text(), but a special token that is written in the text is text."""
-        return self.encode_text("") + self.encode_marked(self.mark(text))
-
     def encode_chat(self, messages: list[dict]) -> list[int]:
-        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone begins and ends turns.
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
-        In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
-        token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
-        return self.encode_marked(self.render(self.mark(messages)))
+        A special token that is typed in a message counts as a token here, as in transformers: a user who types
+        <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and LLM use, it is text."""
+        return self.backend.encode(self.render(messages))
 
     def render(self, messages: list[dict]) -> str:
         """The text that the chat template makes of messages, up to where the answer begins."""
         values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
         return self.render_template(self.template, values | self.special_tokens)
 
-    def mark(self, value):
-        """Messages, or a part of them, with a mark in the place of each reserved text."""
-        if isinstance(value, str):
-            if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
-                raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
-            return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
-        if isinstance(value, dict):
-            return dict(self.mark(list(value.items())))
-        if isinstance(value, (list, tuple)):
-            return [self.mark(item) for item in value]
-        return value
+    def token(self, i: int) -> str | None:
+        """The token's own text."""
+        return self.backend.token(i)
 
-    def encode_marked(self, text: str) -> list[int]:
-        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for, as plain text."""
-        parts = re.split(f"({any_of([*self.reserved, *self.meant])})", text)
-        # Any text may give the unknown token, special or not. So does the last character of all.
-        reserved = set(self.reserved.values()).difference(self.backend.encode("\U0010fffd", plain=True))
-
-        # The whole, where nothing was typed: some tokenizers treat the beginning of a text apart.
-        whole = self.backend.encode(text)
-        written = [self.reserved[part] for part in parts if part in self.reserved]
-        same = [i for i in whole if i in reserved] == [i for i in written if i in reserved]
-        if same and not any(part in self.meant for part in parts):
-            return whole
-
-        ids = []
-        for part in parts:
-            plain = self.meant.get(part, part)
-            found = self.backend.encode(plain, plain=True)
-            if part in self.reserved:
-                found = [self.reserved[part]]
-            elif reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
-                found = [i for character in plain for i in self.backend.encode(character, plain=True)]
-            ids += found
-        return ids
+    def decode(self, ids: list[int]) -> str:
+        """The text, without special tokens."""
+        return self.backend.decode(ids)
 
 
 def any_of(texts: Iterable[str]) -> str:
@@ -381,24 +367,6 @@ def read_template(directory: Path, settings: dict) -> str | None:
     if isinstance(template, list):
         template = {of.get("name"): of.get("template") for of in template}.get("default")
     return template
-
-
-def render_plainly(template: str, values: dict) -> str:
-    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
-    guard.render() does."""
-    import json
-    from functools import partial
-    from time import strftime
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str):
-        raise TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
-    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
-    return env.from_string(template).render(values)
 
 
 class TokenizerJson:

@@ -25,10 +25,10 @@ class Completion:
 
     def __post_init__(self):
         # New tokens are decoded together with the tokens before them: their spaces depend on these.
-        self.window = self.prompt_tokens[-8:]
-        self.decoded = len(self.window)  # how many tokens of the window are in the text already
+        self.before = self.prompt_tokens[-8:]
+        self.pending = []  # tokens that are not in the text yet
 
-    def add(self, token: int, logprob: float, seconds: float) -> None:
+    def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
             raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
         self.steps += 1
@@ -38,11 +38,12 @@ class Completion:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.window.append(token)
-        before, after = self.tokenizer.decode(self.window[:self.decoded]), self.tokenizer.decode(self.window)
+        self.pending.append(token)
+        before = self.tokenizer.decode(self.before)
+        after = self.tokenizer.decode(self.before + self.pending)
         if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
             self.text += after[len(before):]
-            self.window, self.decoded = self.window[self.decoded:], len(self.window) - self.decoded
+            self.before, self.pending = self.pending, []
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
             self.text, self.finish_reason = self.text[:min(ends)], "stop"
@@ -73,7 +74,7 @@ def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
 
 def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
     """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
-    def place(completion: Completion) -> tuple[bool, bool, float]:
+    def place(completion: Completion):
         return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
 
     ranked = []

@@ -8,11 +8,11 @@ Quantized checkpoints: the Hub's formats, and how they are read and written.
     fp8                  e4m3 with a scale a block or a tensor
 
 A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and have no zero. A group of G weights of one
-row, along K, shares scale and zero. The layouts of the files are in the docstrings of QuantizedReader's methods. They
+row, along K, shares scale and zero. The layouts of the files are in the docstrings of the functions in READERS. They
 follow the packages that define them: gptqmodel 7.7, autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
-A new format is a function in RULES, which makes schemes of its settings, and a method of QuantizedReader, if its layout
-is new. Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
+A new format is a function in RULES, which makes schemes of its settings, and one in READERS, if its layout is new.
+Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
@@ -21,9 +21,8 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from quantize import (CODES, E4M3, Codes, QuantizedLinear, group_of, pack, plain
                       unpack_layers)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
+GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
 SHARD_BYTES = 4 * GIB
 ALL = slice(None)
 
@@ -64,27 +64,24 @@ class SeparateLinears(nn.ModuleList):
         return torch.cat([linear(x) for linear in self], dim=-1)
 
 
-def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether both are quantized, with the same codes and groups."""
-    if not isinstance(one, QuantizedLinear) or not isinstance(other, QuantizedLinear):
-        return False
-    return one.codes == other.codes and torch.equal(one.groups(), other.groups())
-
-
 def fuse(linears: list[nn.Module]) -> nn.Module:
-    """One layer of q, k and v, or of gate and up, where all are quantized alike."""
+    """One layer of q, k and v, or of gate and up, where all are quantized with the same codes and groups."""
     first = linears[0]
-    if not all(alike(first, linear) for linear in linears):
-        return SeparateLinears(linears)
-    zeros = None
+    for linear in linears:
+        quantized = isinstance(linear, QuantizedLinear)
+        if not quantized or linear.codes != first.codes or not torch.equal(linear.groups(), first.groups()):
+            return SeparateLinears(linears)
+    zeros = bias = None
     if any(linear.zeros is not None for linear in linears):
         zeros = torch.cat([zeros_of(linear) for linear in linears])
+    if first.bias is not None:
+        bias = torch.cat([linear.bias for linear in linears])
     return QuantizedLinear(
         torch.cat([linear.qweight for linear in linears]),
         torch.cat([linear.scales for linear in linears]),
         zeros,
         first.codes,
-        None if first.bias is None else torch.cat([linear.bias for linear in linears]),
+        bias,
         first.g_idx)
 
 
@@ -102,7 +99,7 @@ def zeros_of(layer: QuantizedLinear) -> Tensor:
 class Scheme:
     """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; -1: all of them do.
 
-    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes) or int (int8); e4m3."""
+    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8) or e4m3; fp8."""
     layout: str
     codes: Codes
     group: int = -1
@@ -165,9 +162,8 @@ def gptq_rules(settings: dict) -> Rules:
 
 def awq_rules(settings: dict) -> Rules:
     """autoawq calls the layout `version`, gptqmodel `checkpoint_format` or `format`."""
-    names = [settings[key] for key in ("version", "checkpoint_format", "format") if settings.get(key)]
-    version = str(names[0]).lower() if names else "gemm"
-    wanted(dict(version=version), "version", ["gemm"])
+    version = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
+    wanted(dict(version=str(version).lower()), "version", ["gemm"])
     return [(EVERY, Scheme("awq", integers(wanted(settings, "bits", [4])), wanted_group(settings)))]
 
 
@@ -180,7 +176,15 @@ def fp8_rules(settings: dict) -> Rules:
         rows, group = wanted_block(settings, "weight_block_size")
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
     rules = [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
-    return [*rules, (EVERY, Scheme("e4m3", E4M3, group, rows, zeros=False))]
+    return [*rules, (EVERY, Scheme("fp8", E4M3, group, rows, zeros=False))]
+
+
+COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the layout
+    "pack-quantized": {"int": "packed"},
+    "int-quantized": {"int": "int"},
+    "float-quantized": {"int": "int", "float": "e4m3"},
+    "naive-quantized": {"int": "int", "float": "e4m3"},
+}
 
 
 def compressed_tensors_rules(settings: dict) -> Rules:
@@ -197,35 +201,36 @@ def compressed_tensors_rules(settings: dict) -> Rules:
 
     schemes = {}
     for group in settings["config_groups"].values():
-        scheme = None
-        if group.get("weights") is not None:
-            scheme = compressed_tensors_scheme(group["weights"], group.get("format") or settings.get("format"))
+        scheme = compressed_tensors_scheme(group.get("weights"), group.get("format") or settings.get("format"))
         schemes |= dict.fromkeys(group["targets"], scheme)
     order = sorted(schemes, key=lambda target: (target == "Linear", "re:" in target, target))
     ignored = [(pattern(target), None) for target in settings.get("ignore") or []]
     return ignored + [(pattern(target), schemes[target]) for target in order]
 
 
-def compressed_tensors_scheme(weights: dict, form: str) -> Scheme:
+def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
     """weights: the description of a config group's weights; form: what the package calls its format."""
-    wanted(dict(format=form), "format", ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"])
-    kinds = ["int"] if form in ("pack-quantized", "int-quantized") else ["int", "float"]
-    kind = wanted(weights, "type", kinds, "int")
+    if weights is None:
+        return None
+    wanted(dict(format=form), "format", list(COMPRESSED))
+    layouts = COMPRESSED[form]
+    kind = wanted(weights, "type", list(layouts), "int")
     bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
     inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
     strategy = weights.get("strategy") or inferred
     wanted(dict(strategy=strategy), "strategy", ["tensor", "channel", "group", "block"])
     wanted(weights, "dynamic", [False], False)
-    zeros = not wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
-    codes, layout = integers(bits), "packed" if form == "pack-quantized" else "int"
-    if kind == "float":
-        codes, layout = E4M3, "e4m3"
+    symmetric = wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    rows, group = 1, -1
+    if strategy == "tensor":
+        rows = -1
+    if strategy == "group":
+        group = wanted_group(weights)
     if strategy == "block":
         rows, group = wanted_block(weights, "block_structure")
-        return Scheme(layout, codes, group, rows, zeros)
-    group = wanted_group(weights) if strategy == "group" else -1
+    codes = E4M3 if kind == "float" else integers(bits)
     act_order = weights.get("actorder") in ("group", "dynamic", True)
-    return Scheme(layout, codes, group, -1 if strategy == "tensor" else 1, zeros, act_order)
+    return Scheme(layouts[kind], codes, group, rows, not symmetric, act_order)
 
 
 RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules}
@@ -240,8 +245,8 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     if not settings:
         return {}
     with user_errors(f"{checkpoint.directory / 'config.json'}: quantization_config"):
-        settings = settings | dict(quant_method=settings.get("quant_method") or settings.get("method"))
-        method = wanted(settings, "quant_method", list(RULES))
+        method = settings.get("quant_method") or settings.get("method")
+        wanted(settings | dict(quant_method=method), "quant_method", list(RULES))
         rules = RULES[method](settings)
         codes = [scheme.codes for _, scheme in rules if scheme]
         if not codes:
@@ -273,58 +278,20 @@ def lossless(scales: Tensor) -> Tensor:
     return half if torch.equal(half.float(), scales.float()) else scales.float()
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What is read of one of Hugging Face's matrices: its name, its shape, and the rank's part of it."""
-    weight: str
-    N: int
-    K: int
-    rows: slice
-    columns: slice
-    scheme: Scheme
-
-    @property
-    def name(self) -> str:
-        return stem(self.weight)
-
-    @property
-    def bits(self) -> int:
-        return self.scheme.codes.bits
-
-    @property
-    def G(self) -> int:
-        """Inputs of a group. A file's block may be larger than the matrix."""
-        return self.K if self.scheme.group == -1 else min(self.scheme.group, self.K)
-
-    @property
-    def C(self) -> int:
-        return -(-self.K // self.G)
-
-    def words(self, codes: slice) -> slice:
-        """Codes from where to where -> the words that hold them."""
-        per = 32 // self.bits
-        return codes if codes.stop is None else slice(codes.start // per, -(-codes.stop // per))
-
-
+@dataclass
 class QuantizedReader:
-    """Reads the quantized layers of a checkpoint, one by one, to the device. Another layout is another method here.
+    """Reads the quantized layers of a checkpoint, one by one, to the device.
 
-    settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard.
-
-    A read_LAYOUT method gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros
-    [N, C] or None, with the rank's rows, and of qweight its columns."""
-
-    def __init__(self, settings: dict, device: torch.device, dtype: torch.dtype, shard=None):
-        self.settings, self.device, self.dtype, self.shard = settings, device, dtype, shard
-        self.layouts: dict[str, Callable] = dict(
-            gptq=self.read_gptq, gptq_v2=self.read_gptq, awq=self.read_awq, packed=self.read_packed, int=self.read_int,
-            e4m3=self.read_e4m3)
+    settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard."""
+    settings: dict
+    device: torch.device
+    dtype: torch.dtype
+    shard: object = None
 
     def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
         table = hf_weights(self.shard.whole if self.shard else model.config)
-        rows = {(weight.ours, weight.row): name for name, weight in table.items()}
         matrices = {name: weight for name, weight in table.items() if weight.quantized or weight.ours == "head.weight"}
         schemes = self.find_schemes(matrices)
         parts = {}  # our layer -> Hugging Face's names of its matrices
@@ -332,10 +299,7 @@ class QuantizedReader:
             parts.setdefault(weight.ours.removesuffix(".weight"), []).append(name)
         for ours, names in parts.items():
             if any(schemes[name] for name in names):
-                linears = []
-                for name in names:
-                    bias = rows.get((f"{ours}.bias", table[name].row))
-                    linears.append(self.read_linear(name, table[name], schemes[name], bias))
+                linears = [self.read_linear(name, table, schemes[name]) for name in names]
                 model.set_submodule(ours, fuse(linears))
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
@@ -352,7 +316,7 @@ class QuantizedReader:
         found = {}
         for (name, weight), i in zip(matrices.items(), first):
             scheme = None if i is None else rules[i][1]
-            untold = scheme and (weight.ours == "head.weight" or scheme.layout in ("gptq", "gptq_v2", "awq"))
+            untold = scheme and (weight.ours == "head.weight" or scheme.layout in GPTQ_AND_AWQ)
             if untold and name in self.files:
                 kinds = "qweight", "weight_packed", "weight_scale", "weight_scale_inv"
                 if not any(stem(name) + kind in self.files for kind in kinds):
@@ -360,130 +324,177 @@ class QuantizedReader:
             found[name] = scheme
         return found
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: str = FLOATS, part: tuple[slice, ...] = (),
-             others: Iterable[tuple] = ()) -> Tensor:
-        """The tensor, on the device, of this shape or one of the others. UserError for NaN and infinite numbers: a
-        bias's, a scale's."""
-        tensor = read_tensor(self.files, name, [shape, *others], dtypes, part).to(self.device)
+    def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers: a bias's, a
+        scale's."""
+        tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
         if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
             raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
         return tensor
 
-    def read_linear(self, name: str, weight: Weight, scheme: Scheme | None, bias: str | None) -> nn.Module:
-        """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None. bias: its name."""
-        N, K = weight.shape
-        rows, columns = self.shard.part(weight) if self.shard else (ALL, ALL)
-        if bias:
-            bias = self.read(bias, (N,), part=(rows,)).to(self.dtype)
+    def read_linear(self, name: str, table: dict[str, Weight], scheme: Scheme | None) -> nn.Module:
+        """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
+        N, K = table[name].shape
+        part = self.shard.part(table[name]) if self.shard else (ALL, ALL)
+        bias = None
+        if stem(name) + "bias" in table:
+            bias = self.read(stem(name) + "bias", [(N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_linear(self.read(name, (N, K), part=(rows, columns)).to(self.dtype), bias)
-        group_of(K, scheme.group if scheme.rows == 1 else -1)
-        layer = Layer(name, N, K, rows, columns, scheme)
-        if scheme.layout in ("gptq", "gptq_v2", "awq") and N * layer.bits % 32:
-            raise UserError(f"the layer {layer.name[:-1]} has {N} rows; want a multiple of {32 // layer.bits}")
-        qweight, scales, zeros = self.layouts[scheme.layout](layer)
-        kept, g_idx = self.read_groups(layer)
-        scales = lossless(scales)[:, kept]
-        if scheme.codes == E4M3:
-            scales = scales.float()
+            return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
+        codes = scheme.codes
+        G = group_of(K, scheme.group if scheme.rows == 1 else -1)
+        if scheme.rows > 1:
+            G = min(scheme.group, K)  # a file's block may be larger than the matrix
+        if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
+            raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // codes.bits}")
+        layer = Layer(self, name, N, K, G, *part, scheme)
+        qweight, scales, zeros = READERS[scheme.layout](layer)
+        kept, g_idx = layer.groups()
+        scales = scales.float() if codes == E4M3 else lossless(scales)
         if zeros is not None:
             zeros = zeros[:, kept]
-            zeros = None if (zeros == scheme.codes.zero).all() else zeros
-        return QuantizedLinear(qweight, scales, zeros, scheme.codes, bias, g_idx)
+            zeros = None if (zeros == codes.zero).all() else zeros
+        return QuantizedLinear(qweight, scales[:, kept], zeros, codes, bias, g_idx)
 
-    def read_groups(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
+
+@dataclass(frozen=True)
+class Layer:
+    """One of Hugging Face's matrices in the files: its name, its shape, the rank's part of it, and how it is held."""
+    reader: QuantizedReader
+    weight: str
+    N: int
+    K: int
+    G: int  # inputs of a group
+    rows: slice
+    columns: slice
+    scheme: Scheme
+
+    @property
+    def bits(self) -> int:
+        return self.scheme.codes.bits
+
+    @property
+    def C(self) -> int:
+        return -(-self.K // self.G)
+
+    def name(self, kind: str) -> str:
+        return self.weight if kind == "weight" else stem(self.weight) + kind
+
+    def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
+        """The rank's part of a tensor. axes: its shape, such as "C N/w"; N/w and K/w are words of codes, along N or K.
+        """
+        per = 32 // self.bits
+
+        def words(codes: slice) -> slice:
+            return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
+
+        known = {
+            "N": (self.N, self.rows),
+            "K": (self.K, self.columns),
+            "C": (self.C, ALL),
+            "N/w": (-(-self.N // per), words(self.rows)),
+            "K/w": (self.K // per, words(self.columns))}
+        shape, part = zip(*[known[axis] for axis in axes.split()])
+        return self.reader.read(self.name(kind), [shape], dtypes, part)
+
+    def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
+        """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
+
+        A tensor's one number may be [] or [1]; a number a row may be [N]."""
+        rows = self.N if self.scheme.rows == -1 else min(self.scheme.rows, self.N)
+        shape = -(-self.N // rows), self.C
+        shapes = [shape, (math.prod(shape),)]
+        if shape == (1, 1):
+            shapes.append(())
+        block = torch.arange(self.N, device=self.reader.device)[self.rows] // rows
+        return self.reader.read(self.name(kind), shapes, dtypes).view(shape)[block]
+
+    def groups(self) -> tuple[Tensor, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
 
         A block may end early, at K or where a rank's columns begin or end. Then it becomes several groups of one size:
         K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
-        K, G, C = layer.K, layer.G, layer.C
-        consecutive = (torch.arange(K, device=self.device) // G)[layer.columns]
-        g_idx = None
-        name = layer.name + ("g_idx" if layer.scheme.layout.startswith("gptq") else "weight_g_idx")
-        if name in self.files or layer.scheme.act_order:
-            g_idx = self.read(name, (K,), "I32", (layer.columns,)).long()
-            counts = g_idx.clamp(0, C).bincount(minlength=C)
-            if g_idx.amin() < 0 or len(counts) > C or len(g_idx) == K and not (counts == K // C).all():
-                raise UserError(f"{name}: want each of {C} groups {K // C} times; config.json is of another model")
-        if g_idx is not None and not torch.equal(g_idx, consecutive):
-            return torch.arange(C, device=self.device), g_idx
+        K, G, C = self.K, self.G, self.C
+        consecutive = (torch.arange(K, device=self.reader.device) // G)[self.columns]
+        kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
+        if self.name(kind) in self.reader.files or self.scheme.act_order:
+            g_idx = self.read(kind, "K", "I32").long()
+            known = g_idx.amin() >= 0 and g_idx.amax() < C
+            if not known or len(g_idx) == K and (g_idx.bincount() != K // C).any():
+                raise UserError(f"{self.name(kind)}: want each of {C} groups {K // C} times; config.json is of another "
+                                "model")
+            if not torch.equal(g_idx, consecutive):
+                return torch.arange(C, device=g_idx.device), g_idx
         step = here = len(consecutive)
         if C > 1:
-            step = math.gcd(G, layer.columns.start or 0, here)
+            step = math.gcd(G, self.columns.start or 0, here)
         return consecutive[::max(1, step)], None
 
-    def read_gptq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
-        name, N, K, C, bits, rows = layer.name, layer.N, layer.K, layer.C, layer.bits, layer.rows
-        qweight = self.read(name + "qweight", (K * bits // 32, N), "I32", (layer.words(layer.columns), rows)).T
-        qzeros = self.read(name + "qzeros", (C, N * bits // 32), "I32", (ALL, layer.words(rows)))
-        if layer.scheme.layout == "gptq":
-            # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added
-            # to whole words, the borrow comes back.
-            qzeros = qzeros + {4: 0x11111111, 8: 0x01010101}[bits]
-        return qweight, self.read(name + "scales", (C, N), part=(ALL, rows)).T, unpack(qzeros, bits).T
 
-    def read_awq(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
-        name, N, K, C, rows = layer.name, layer.N, layer.K, layer.C, layer.rows
+# A reader gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros [N, C] or None,
+# with the rank's rows, and of qweight its columns.
 
-        def codes(kind: str, length: int, part: slice) -> Tensor:
-            words = self.read(name + kind, (length, N // 8), "I32", (part, layer.words(rows)))
-            return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
 
-        qweight = pack(codes("qweight", K, layer.columns), 4)
-        return qweight, self.read(name + "scales", (C, N), part=(ALL, rows)).T, codes("qzeros", C, ALL)
+def read_gptq(layer: Layer):
+    """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N; scales [C, N]."""
+    qweight = layer.read("qweight", "K/w N", "I32").T
+    zeros = layer.read("qzeros", "C N/w", "I32")
+    if layer.scheme.layout == "gptq":
+        # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its neighbour. Added to
+        # whole words, the borrow comes back.
+        zeros = zeros + {4: 0x11111111, 8: 0x01010101}[layer.bits]
+    return qweight, layer.read("scales", "C N").T, unpack(zeros, layer.bits).T
 
-    def read_packed(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
-        weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
-        name, N, K, C, bits = layer.name, layer.N, layer.K, layer.C, layer.bits
-        shape = self.read(name + "weight_shape", (2,), "I64 I32").tolist()
-        if shape != [N, K]:
-            raise UserError(f"{name}weight_shape says {shape}, want {[N, K]}: config.json is of another model")
-        part = layer.rows, layer.words(layer.columns)
-        qweight = self.read(name + "weight_packed", (N, K * bits // 32), "I32", part)
-        zeros = None
-        if layer.scheme.zeros:
-            words = self.read(name + "weight_zero_point", (-(-N * bits // 32), C), "I32", (layer.words(layer.rows),))
-            zeros = unpack(words.T, bits).T[:len(qweight)]
-        return qweight, self.read_scales(layer, "weight_scale"), zeros
 
-    def read_int(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
-        bits, middle = layer.bits, layer.scheme.codes.zero
-        codes = self.read(layer.weight, (layer.N, layer.K), "I8", (layer.rows, layer.columns)).view(torch.uint8)
-        codes = codes + middle
-        if (codes > 2 ** bits - 1).any():
-            raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of "
-                            "another model")
-        zeros = None
-        if layer.scheme.zeros:
-            zeros = self.read_scales(layer, "weight_zero_point", "I8").to(torch.int16) + middle
-        return pack(codes, bits), self.read_scales(layer, "weight_scale"), zeros
+def read_awq(layer: Layer):
+    """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C, N]."""
+    def codes(kind: str, axes: str) -> Tensor:
+        words = layer.read(kind, axes, "I32")
+        return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
 
-    def read_e4m3(self, layer: Layer) -> tuple[Tensor, Tensor, None]:
-        """weight float8_e4m3fn [N, K]; weight_scale or weight_scale_inv, which multiplies too: see read_scales()."""
-        part = layer.rows, layer.columns
-        codes = self.read(layer.weight, (layer.N, layer.K), "F8_E4M3", part).view(torch.uint8)
-        if (codes & 0x7F).eq_(0x7F).any():
-            raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
-        inverse = self.settings["quant_method"] == "fp8" and layer.name + "weight_scale" not in self.files
-        scales = self.read_scales(layer, "weight_scale_inv" if inverse else "weight_scale")
-        return codes.contiguous().view(torch.int32), scales, None
+    return pack(codes("qweight", "K N/w"), 4), layer.read("scales", "C N").T, codes("qzeros", "C N/w")
 
-    def read_scales(self, layer: Layer, kind: str, dtypes: str = FLOATS) -> Tensor:
-        """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
 
-        A tensor's one number may be [] or [1]; a number a row may be [N]."""
-        rows = layer.N if layer.scheme.rows == -1 else min(layer.scheme.rows, layer.N)
-        shape = -(-layer.N // rows), layer.C
-        others = [(math.prod(shape),)]
-        if shape == (1, 1):
-            others.append(())
-        block = torch.arange(layer.N, device=self.device)[layer.rows] // rows
-        return self.read(layer.name + kind, shape, dtypes, others=others).view(shape)[block]
+def read_packed(layer: Layer):
+    """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
+    weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
+    shape = layer.reader.read(layer.name("weight_shape"), [(2,)], "I64 I32").tolist()
+    if shape != [layer.N, layer.K]:
+        raise UserError(f"{layer.name('weight_shape')} says {shape}, want {[layer.N, layer.K]}: config.json is of "
+                        "another model")
+    qweight, zeros = layer.read("weight_packed", "N K/w", "I32"), None
+    if layer.scheme.zeros:
+        words = layer.read("weight_zero_point", "N/w C", "I32")
+        zeros = unpack(words.T, layer.bits).T[:len(qweight)]
+    return qweight, layer.read_scales("weight_scale"), zeros
+
+
+def read_int(layer: Layer):
+    """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
+    bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
+    codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
+    if (codes > 2 ** bits - 1).any():
+        raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of another "
+                        "model")
+    if layer.scheme.zeros:
+        zeros = layer.read_scales("weight_zero_point", "I8").to(torch.int16) + middle
+    return pack(codes, bits), layer.read_scales("weight_scale"), zeros
+
+
+def read_e4m3(layer: Layer):
+    """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too. See read_scales().
+    """
+    codes = layer.read("weight", "N K", "F8_E4M3").view(torch.uint8)
+    if (codes & 0x7F).eq_(0x7F).any():
+        raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
+    inverse = layer.scheme.layout == "fp8" and layer.name("weight_scale") not in layer.reader.files
+    scales = layer.read_scales("weight_scale_inv" if inverse else "weight_scale")
+    return codes.contiguous().view(torch.int32), scales, None
+
+
+READERS = dict(
+    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, e4m3=read_e4m3, fp8=read_e4m3)
 
 
 # Writing a checkpoint
@@ -514,7 +525,7 @@ CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
 
 
 def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
-    """The tensors of some rows of a layer, as QuantizedReader.read_gptq() describes them."""
+    """The tensors of some rows of a layer, as read_gptq() describes them."""
     stored = zeros_of(layer)[rows] - int(config["checkpoint_format"] == "gptq")
     return dict(
         qweight=layer.qweight[rows].T,
@@ -524,7 +535,7 @@ def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str,
 
 
 def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
-    """The tensors of some rows of a layer, as QuantizedReader.read_packed() describes them."""
+    """The tensors of some rows of a layer, as read_packed() describes them."""
     qweight = layer.qweight[rows]
     tensors = dict(
         weight_packed=qweight,
@@ -551,20 +562,23 @@ def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> I
             yield stem(name) + kind, tensor.contiguous().cpu()
 
 
-def write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
     """Writes safetensors files of at most SHARD_BYTES, one at a time, and an index if there are several."""
-    held, shard, size = [], {}, 0  # the names in each file so far; the file to come
-    for name, tensor in chain(tensors, [(None, None)]):
-        if shard and (tensor is None or size + tensor.nbytes > SHARD_BYTES):
-            path = directory / f"{len(held)}.safetensors"
-            with user_errors(path):  # a full disk raises an exception of its own
-                save_file(shard, path, metadata={"format": "pt"})
-                path.chmod(0o644)  # safetensors lets its owner alone read it
-            held.append(list(shard))
-            shard, size = {}, 0
-        if tensor is not None:
-            shard[name] = tensor.contiguous()
-            size += tensor.nbytes
+    held, shard = [], {}  # the names in each file so far; the file to come
+
+    def save():
+        path = directory / f"{len(held)}.safetensors"
+        with user_errors(path):  # a full disk raises an exception of its own
+            save_file(shard, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors lets its owner alone read it
+        held.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            save()
+        shard[name] = tensor
+    save()
     places = {}
     for i, names in enumerate(held):
         file = WHOLE if len(held) == 1 else f"model-{i + 1:05}-of-{len(held):05}.safetensors"
@@ -582,8 +596,8 @@ def write_json(path: Path, content: dict) -> None:
 def write_checkpoint(model: Transformer, source: Checkpoint, directory: Path, quantization_config: dict) -> None:
     write_shards(quantized_tensors(model, source, quantization_config), directory)
     for path in source.directory.iterdir():  # the tokenizer's files, the chat template and the like
-        wanted = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
+        copied = path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
-        if wanted and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
+        if copied and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
             shutil.copyfile(path, directory / path.name)
     write_json(directory / "config.json", source.hf | dict(quantization_config=quantization_config))

@@ -348,7 +348,7 @@ class LLM:
 
     def _options(self, given: dict) -> SimpleNamespace:
         """The constructor's options with those of a call in their place. None: as if it were not given."""
-        guard.check_call(given, GENERATION)
+        guard.check_call(given, GENERATION, vars(self.options))
         options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
         guard.check_options(options)
         return SimpleNamespace(**options)
@@ -455,7 +455,9 @@ class LLM:
 
     def _make_engine(self, rows: int, length: int) -> None:
         options, slots = self.options, self._slots(length)
-        mode = ("compile" if options.no_kernels else "fast") if options.compile else "eager"
+        mode = "eager"
+        if options.compile:
+            mode = "compile" if options.no_kernels else "fast"
         engine = partial(Engine, batch_size=rows, sampling=self._sampling(options), mode=mode)
         self.engine = engine(self.model, slots)
         if not options.draft:

@@ -14,21 +14,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from subprocess import DEVNULL, PIPE, Popen
 
 import torch
 from safetensors import safe_open
 
-from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, check_supported, config_from_hf,
-                        count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
+from checkpoint import (INDEX, LLAMA3, WHOLE, Checkpoint, Tokenizer, UserError, any_of, check_supported,
+                        config_from_hf, count_parameters, hf_weights, read_ends, render_plainly, rope_settings)
 from model import Config, KVCache
-from sampling import LIMITS as SAMPLING_LIMITS
-from sampling import Sampling
+from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
 GIB = 2 ** 30
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -38,11 +37,12 @@ PICKLE = "a pickle, which is never read, as it could run code"
 OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
 MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
 MOST_TEXT = 2 ** 26  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
+MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
 MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
 
 
 @contextmanager
-def user_errors(source: Path | str) -> Iterator[None]:
+def user_errors(source: Path | str):
     """Turns whatever the content of a file makes libraries raise into a UserError that names the source."""
     try:
         yield
@@ -60,7 +60,7 @@ def user_errors(source: Path | str) -> Iterator[None]:
 # Finding a checkpoint
 
 
-def open_checkpoint(name: str | Path, tokenizer: bool = True) -> tuple[Checkpoint, Tokenizer | None]:
+def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Tokenizer | None]:
     """name: a directory or a Hub id."""
     directory = find_checkpoint(str(name))
     vet(directory, tokenizer)
@@ -96,10 +96,10 @@ def find_checkpoint(name: str) -> Path:
 
 
 def hub_answer(error: Exception) -> str:
-    responses = [getattr(e, "response", None) for e in (error, error.__cause__)]
-    status = next((response.status_code for response in responses if response is not None), None)
-    if status in (401, 403, 404):
-        return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
+    for failure in (error, error.__cause__):
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403, 404):
+            return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
     return (f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and HF_HUB_OFFLINE, or "
             "fetch it on another machine and copy its directory here")
 
@@ -123,7 +123,7 @@ def is_inside(path: Path) -> bool:
     return in_blobs or target.is_relative_to(home)
 
 
-def is_file(path: Path, most: int | None = None, inside: bool = True) -> bool:
+def is_file(path: Path, most: int | None = None, inside=True) -> bool:
     """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
 
     most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer, which no link may take
@@ -168,8 +168,9 @@ KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"
 SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
 NUMBERS = dict(
     hidden_size=SIZE, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
-    vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1))
-OPTIONAL = dict(num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE)
+    vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1),
+    num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE)
+OPTIONAL = "num_key_value_heads", "head_dim", "sliding_window"
 
 
 def typed(of: dict, key: str, *kinds: type):
@@ -182,14 +183,16 @@ def typed(of: dict, key: str, *kinds: type):
     return value
 
 
-def check_numbers(of: dict, table: dict[str, tuple[type, float]]) -> None:
+def check_numbers(of: dict, table: dict[str, tuple[type, float]]):
     for key, (kind, most) in table.items():
         value = of.get(key)
+        if value is None and key in OPTIONAL:
+            continue
         if type(value) not in (int, kind) or not 0 < value <= most:
             raise ValueError(f"{key}={value!r}: want {kind.__name__} above 0, up to {most:.0e}")
 
 
-def vet(directory: Path, tokenizer: bool = True) -> None:
+def vet(directory: Path, tokenizer=True):
     """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it."""
     path = directory / "config.json"
     if not is_file(path):
@@ -208,12 +211,12 @@ def vet(directory: Path, tokenizer: bool = True) -> None:
     vet_weights(directory)
 
 
-def vet_config(hf: dict) -> None:
+def vet_config(hf: dict):
     typed(hf, "rope_parameters", dict)
     typed(hf, "rope_scaling", dict)
     typed(hf, "tie_word_embeddings", bool)
     check_supported(hf)
-    check_numbers(hf, NUMBERS | {key: limits for key, limits in OPTIONAL.items() if hf.get(key) is not None})
+    check_numbers(hf, NUMBERS)
     rope = rope_settings(hf)
     check_numbers(rope, dict(rope_theta=(float, 1e12)))
     if rope["rope_type"] == "llama3":
@@ -221,11 +224,11 @@ def vet_config(hf: dict) -> None:
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
             raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
     config = config_from_hf(hf)
-    dim, heads, kv_heads = config.dim, config.n_head, config.n_kv_head
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    if dim % heads and not hf.get("head_dim"):
-        raise ValueError(f"hidden_size={dim} is no multiple of num_attention_heads={heads}; head_dim is missing")
+    heads = f"num_attention_heads={config.n_head}"
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{heads} is no multiple of num_key_value_heads={config.n_kv_head}")
+    if config.dim % config.n_head and not hf.get("head_dim"):
+        raise ValueError(f"hidden_size={config.dim} is no multiple of {heads}; head_dim is missing")
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: want an even number, as rope turns pairs")
     weights = count_parameters(config)
@@ -233,7 +236,7 @@ def vet_config(hf: dict) -> None:
         raise ValueError(f"{weights:.0e} weights: want {MOST_WEIGHTS:.0e} at most; a size is wrong")
 
 
-def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
+def vet_tokens(key: str, ids: list, vocab_size: int):
     """None is none. An end that is no token would end no text."""
     for i in ids:
         if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
@@ -241,7 +244,7 @@ def vet_tokens(key: str, ids: list, vocab_size: int) -> None:
                              f"vocab_size of {vocab_size}")
 
 
-def vet_tokenizer(directory: Path) -> None:
+def vet_tokenizer(directory: Path):
     path = directory / "tokenizer_config.json"
     settings = read_json(path)
     with user_errors(path):
@@ -271,7 +274,7 @@ def tokenizer_file(directory: Path) -> Path:
     return there[0]
 
 
-def vet_weights(directory: Path) -> None:
+def vet_weights(directory: Path):
     """The index, and each file's header."""
     path = directory / INDEX
     index = read_json(path)
@@ -298,79 +301,22 @@ def vet_weights(directory: Path) -> None:
                 raise ValueError(f"{missing[0]} is not in it, though {INDEX} says so")
 
 
-class VettedTokenizer(Tokenizer):
-    """Whatever its libraries raise is a UserError, and what they write to stderr by themselves goes nowhere."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self.path = tokenizer_file(checkpoint.directory)
-        with user_errors(self.path), silenced():
-            super().__init__(checkpoint, render)
-            if self.path.suffix == ".json":
-                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
-                tokens = [*range(self.backend.tokenizer.get_vocab_size())]
-                self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
-        with user_errors(checkpoint.directory / "tokenizer_config.json"):
-            if end := self.special_tokens.get("eos_token"):
-                vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
-            if self.add_bos:
-                vet_tokens("bos_token_id", [self.bos], self.vocab_size)
-            if any(len(token) > 1000 for token in self.reserved):
-                raise ValueError("a special token has more than 1000 characters: this is no such token")
-        self.token, self.decode = self.vetted(self.token), self.vetted(self.decode)
-        for name in ("encode_text", "encode_typed", "encode_chat"):
-            setattr(self, name, self.vetted_encoder(getattr(self, name)))
-
-    def vetted(self, function: Callable) -> Callable:
-        def call(of):
-            with user_errors(self.path):
-                return function(of)
-
-        return call
-
-    def vetted_encoder(self, encode: Callable) -> Callable:
-        """encode: of a text, or of a chat's messages."""
-        def call(of):
-            with user_errors("the text"):
-                # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
-                json.dumps(of, ensure_ascii=False).encode()
-            with user_errors(self.path), silenced():
-                ids = encode(of)
-                vet_tokens("token", ids, self.vocab_size)
-            return ids
-
-        return call
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
-    with open(os.devnull, "w") as null:
-        saved = os.dup(2)
-        os.dup2(null.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-
-
 # Processes with limits
 
 
 def render(template: str, values: dict) -> str:
     """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
-    process, answer = template_process(os.getpid()), ""
+    process = template_process(os.getpid())
     try:
-        with suppress(BrokenPipeError):
-            print(json.dumps([template, values]), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-    finally:
-        if not answer.endswith("\n"):  # or it would answer the next time
-            process.kill()
-            template_process.cache_clear()
-    if not answer.endswith("\n"):
-        raise UserError(f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB")
-    kind, text = json.loads(answer)
+        print(json.dumps([template, values]), file=process.stdin, flush=True)
+        kind, text = json.loads(process.stdout.readline())
+    except BaseException as error:
+        process.kill()  # or its answer would be the next one's
+        template_process.cache_clear()
+        if not isinstance(error, (BrokenPipeError, ValueError)):
+            raise
+        raise UserError(
+            f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB") from None
     if kind:
         raise UserError(f"the chat template: {kind}: {text}")
     return text
@@ -384,7 +330,7 @@ def template_process(pid: int) -> Popen:
                  start_new_session=True)  # so that a terminal's Ctrl-C does not reach it
 
 
-def render_lines() -> None:
+def render_lines():
     """The program of template_process(): for each line of stdin, a template and its values, it prints a line, the kind
     of an error or "" and the text."""
     import json, re, resource, signal, sys  # noqa: E401
@@ -427,12 +373,133 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
     A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
     if not any(patterns):
         return [0] * len(names)
-    with user_errors("config.json: quantization_config: its patterns of layers' names"):
-        done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError((done.stderr.splitlines() or ["they take more than 3 s"])[-1])
-        return json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
+                          capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["they take more than 3 s"])[-1]
+        raise UserError(f"config.json: quantization_config: its patterns of layers' names: {reason}")
+    return json.loads(done.stdout)
+
+
+# The tokenizer
+
+
+@contextmanager
+def silenced():
+    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
+    with open(os.devnull, "w") as null:
+        saved = os.dup(2)
+        os.dup2(null.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def vetted(encode: Callable) -> Callable:
+    """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no token, is refused."""
+    def call(tokenizer, of):
+        with user_errors("the text"):
+            # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
+            json.dumps(of, ensure_ascii=False).encode()
+        with user_errors(tokenizer.path), silenced():
+            ids = encode(tokenizer, of)
+            vet_tokens("token", ids, tokenizer.vocab_size)
+        return ids
+
+    return call
+
+
+class VettedTokenizer(Tokenizer):
+    """Special tokens that are typed in a chat are text. Whatever a library raises is a UserError, and what it writes to
+    stderr by itself goes nowhere.
+
+    In messages each special token that is typed gives way to a mark, a character without a meaning, before the template
+    writes its own. Then a mark is encoded as the text that it stands for."""
+    render_template = staticmethod(render)
+    encode_text = vetted(Tokenizer.encode_text)
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.path = tokenizer_file(checkpoint.directory)
+        self.vocab_size = checkpoint.config.vocab_size
+        with user_errors(self.path), silenced():
+            super().__init__(checkpoint)
+            # What a user's text must not give. An end may be no special token; one character is what any text has.
+            texts = {self.token(i): i for i in self.stops}
+            self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
+            if self.path.suffix == ".json":
+                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
+                tokens = [*range(self.backend.tokenizer.get_vocab_size())]
+                self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
+        with user_errors(checkpoint.directory / "tokenizer_config.json"):
+            if end := self.special_tokens.get("eos_token"):
+                vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
+            if self.add_bos:
+                vet_tokens("bos_token_id", [self.bos], self.vocab_size)
+            if any(len(token) > 1000 for token in self.reserved):
+                raise ValueError("a special token has more than 1000 characters: this is no such token")
+        self.marks = dict(zip(self.reserved, map(chr, MARKS)))
+        self.meant = {mark: text for text, mark in self.marks.items()}
+
+    def token(self, i: int) -> str | None:
+        with user_errors(self.path):
+            return super().token(i)
+
+    def decode(self, ids: list[int]) -> str:
+        with user_errors(self.path):
+            return super().decode(ids)
+
+    @vetted
+    def encode_typed(self, text: str) -> list[int]:
+        """As encode_text(), but a special token that is written in the text is text."""
+        return self.encode_text("") + self.encode_marked(self.mark(text))
+
+    @vetted
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone begins and ends turns.
+
+        In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
+        token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
+        return self.encode_marked(self.render(self.mark(messages)))
+
+    def mark(self, value):
+        """Messages, or a part of them, with a mark in the place of each reserved text."""
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
+            raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
+        return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for, as plain text."""
+        encode_plainly = partial(self.backend.encode, plain=True)
+        parts = re.split(f"({any_of([*self.reserved, *self.meant])})", text)
+        # Any text may give the unknown token, special or not. So does the last character of all.
+        reserved = set(self.reserved.values()).difference(encode_plainly("\U0010fffd"))
+
+        # The whole, where nothing was typed: some tokenizers treat the beginning of a text apart.
+        whole = self.backend.encode(text)
+        written = [self.reserved[part] for part in parts if part in self.reserved]
+        same = [i for i in whole if i in reserved] == [i for i in written if i in reserved]
+        if same and not any(part in self.meant for part in parts):
+            return whole
+
+        ids = []
+        for part in parts:
+            if part in self.reserved:
+                ids.append(self.reserved[part])
+                continue
+            plain = self.meant.get(part, part)
+            found = encode_plainly(plain)
+            if reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
+                found = [i for character in plain for i in encode_plainly(character)]
+            ids += found
+        return ids
 
 
 # Device and memory
@@ -472,7 +539,7 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def check_compiler(compile: bool, device: torch.device) -> None:
+def check_compiler(compile: bool, device: torch.device):
     """UserError where Inductor would not find a C++ compiler."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
@@ -483,7 +550,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free_memory(device: torch.device, ranks: int = 1) -> int:
+def free_memory(device: torch.device, ranks=1) -> int:
     """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system does not say more."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what PyTorch holds of models that are gone
@@ -495,18 +562,18 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
 
 
 @contextmanager
-def memory_advice(advice: str) -> Iterator[None]:
+def memory_advice(advice: str):
     """Turns running out of memory into a UserError with this advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
-        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+        if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
             raise UserError(advice) from None
         raise
 
 
 def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
-                 dtype: torch.dtype, ranks: int = 1, loaded: bool = False) -> str:
+                 dtype: torch.dtype, ranks=1, loaded=False) -> str:
     """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
 
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
@@ -529,15 +596,14 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     return advice
 
 
-def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]) -> None:
+def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]):
     """UserError if the draft's tokenizer is not the checkpoint's."""
-    configs = [checkpoint.config for checkpoint, _ in (draft, target)]
-    for i in range(min(config.vocab_size for config in configs)):
+    for i in range(min(draft[1].vocab_size, target[1].vocab_size)):
         theirs, ours = draft[1].token(i), target[1].token(i)
         if theirs != ours and None not in (theirs, ours):
             raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or `draft`=prompt-lookup")
-    smaller, larger = map(count_parameters, configs)
+    smaller, larger = [count_parameters(checkpoint.config) for checkpoint, _ in (draft, target)]
     if smaller > larger:
         print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
               "can save", file=sys.stderr)
@@ -551,11 +617,10 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
 CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
-OTHERS = "checkpoint", "device", "compile", "no_kernels", "draft", "draft_tokens", "load", "quiet", "stop"
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
-def check_options(options: dict) -> None:
+def check_options(options: dict):
     """UserError for a value out of its limits, and for options that contradict each other. None: it is not given."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
@@ -575,38 +640,33 @@ def check_options(options: dict) -> None:
         raise UserError("`stop`: an empty text would end everything at once")
     if "group_size" in given and "quantize" not in given:
         raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
-    check_draft_options(given.get("draft"), given.get("draft_tokens"), given.get("draft_quantize"))
-
-
-def check_draft_options(draft: str | None, tokens: int | str | None, quantize: str | None) -> None:
+    draft, tokens = given.get("draft"), given.get("draft_tokens")
     if draft == "":
         raise UserError("`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out")
-    if not draft and (tokens or quantize):
+    if not draft and (tokens or "draft_quantize" in given):
         raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
-    if draft == "prompt-lookup" and quantize:
+    if draft == "prompt-lookup" and "draft_quantize" in given:
         raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
     if tokens is not None and str(tokens) not in DRAFT_TOKENS:
         raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
 
 
-def check_model(options: dict, config: Config) -> None:
+def check_model(options: dict, config: Config):
     length = options["max_seq_length"]
     if length and length > config.context:
         raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
 
 
-def check_call(given: dict, names: Iterable[str]) -> None:
-    """UserError for a keyword of a call that is none of these names."""
-    for name in given:
-        if name in names:
-            continue
-        if name in {*LIMITS, *CHOICES, *OTHERS}:
+def check_call(given: dict, names: tuple, options: dict):
+    """UserError for a keyword of a call that is none of these names. options: all of LLM's."""
+    for name in given.keys() - names:
+        if name in options:
             raise UserError(f"{name}: an option of LLM(...), not of a call")
         near = get_close_matches(name, names, 1)
         raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
 
 
-def check_messages(messages) -> None:
+def check_messages(messages):
     """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")

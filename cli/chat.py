@@ -11,11 +11,9 @@ import signal
 import sys
 import termios
 import tty
-from argparse import Namespace
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from select import select
 
@@ -37,10 +35,9 @@ Ctrl-C stops an answer. A pasted text of several lines is one turn."""
 class Chat:
     """llm: a generate.LLM that is prepared for one row; args: the command line's."""
 
-    def __init__(self, llm, args: Namespace):
+    def __init__(self, llm, args):
         self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
-        self.system = system_messages(args.system)
-        self.messages = list(self.system)
+        self.messages = system_messages(args.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
@@ -71,7 +68,7 @@ class Chat:
                 print()
         return self.answers
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         if not self.args.quiet:
             print(text, file=sys.stderr)
 
@@ -82,7 +79,7 @@ class Chat:
         on_terminal, interrupted = sys.stdin.isatty() and sys.stdout.isatty(), False
         while True:
             try:
-                return self.read_turn("> ") if on_terminal else input("")
+                return self.read_turn() if on_terminal else input("")
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -93,57 +90,67 @@ class Chat:
                 interrupted = empty
                 self.say("Ctrl-C again leaves." if empty else "")
 
-    def read_turn(self, prompt: str) -> str:
+    def read_turn(self) -> str:
         """A line that is typed or, as one turn, all lines that came during the answer: a terminal sends what is pasted
         then as if it were typed. If the last of them is not ended, the user goes on with it."""
         if self.readline:
             waiting = read_waiting()
             if waiting.endswith("\n"):
-                print(prompt + waiting, end="")
+                print(f"> {waiting}", end="")
                 return waiting.removesuffix("\n")
             self.readline.set_startup_hook(lambda: self.readline.insert_text(waiting))
-        return input(prompt)
+        return input("> ")
 
-    def command(self, name: str, text: str | None) -> None:
+    def command(self, name: str, text: str | None):
         """A line "/name text". UserError where it cannot be done; then nothing has changed."""
         if name == "help":
             print(HELP, file=sys.stderr)
         elif name == "reset":
-            self.messages = list(self.system)
+            self.messages = system_of(self.messages)
             self.say("The conversation is forgotten.")
         elif name == "system":
             if not self.tokenizer.template:
                 raise UserError("/system: this checkpoint has no chat template, so there is no system message")
-            self.system = system_messages(text or None)
-            self.messages = list(self.system)
-            self.say("The conversation is forgotten; " + ("the system message is set." if text else "none is set."))
+            self.messages = system_messages(text or None)
+            now = "the system message is set" if text else "none is set"
+            self.say(f"The conversation is forgotten; {now}.")
         elif name in ("save", "load") and not text:
             raise UserError(f"/{name}: want a file's name")
         elif name == "save":
             if self.team.rank == 0:
-                save_messages(self.messages, text)
+                self.save(text)
             self.say(f"{len(self.messages)} messages are in {text}.")
         elif name == "load":
             loaded = self.team.agree(lambda: load_messages(text))
             if isinstance(loaded, str):
                 raise UserError(loaded)
             self.messages = loaded
-            self.system = loaded[:1] if loaded[0]["role"] == "system" else []
             self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
         else:
             raise UserError(f"/{name}: no such command; /help lists them")
 
+    def save(self, name: str):
+        with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
+            text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+            partial.write_text(text + "\n", encoding="utf-8")
+
     # A turn
 
-    def turn(self, text: str) -> None:
+    def turn(self, text: str):
         """The user's turn and the answer. UserError where the turn alone is too long; it is then forgotten."""
-        room, most = self.llm.room, self.args.max_new_tokens
+        room = self.llm.room
         messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
         start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
-        answer = Completion(text, tokens, self.tokenizer, min(most or room, room - len(tokens)), self.args.stop)
+        limit = min(self.args.max_new_tokens or room, room - len(tokens))
+        answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
-        with stopped_by_ctrl_c(answer) if self.team.ranks == 1 else nullcontext():  # ranks all end: see ranks.run()
+        before = signal.getsignal(signal.SIGINT)
+        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see ranks.run()
+            signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
+        try:
             show([("", answer)], self.llm.complete([answer], start=start))
+        finally:
+            signal.signal(signal.SIGINT, before)
         if answer.finish_reason == "interrupted" and not answer.tokens:
             return  # as if the turn had not been
         self.answers.append(answer)
@@ -161,15 +168,16 @@ class Chat:
         """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
         until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
         long."""
-        tokens, room, kept, before = self.encode(messages), self.llm.room, len(self.system), len(messages)
+        tokens, room, before = self.encode(messages), self.llm.room, len(messages)
         if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
-            turns = [kept, *(i for i in range(kept + 1, len(messages)) if messages[i]["role"] == "user")]
+            kept = system_of(messages)
+            turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
 
             def fits(turn: int) -> bool:
-                return len(self.encode(messages[:kept] + messages[turn:])) <= room * 3 // 4
+                return len(self.encode(kept + messages[turn:])) <= room * 3 // 4
 
-            first = turns[bisect_left(turns[:-1], True, key=fits)]
-            messages = messages[:kept] + messages[first:]
+            first = bisect_left(turns[:-1], True, key=fits)
+            messages = kept + messages[turns[first]:]
             tokens = self.encode(messages)
         if len(tokens) >= room:
             raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`")
@@ -199,28 +207,17 @@ def read_waiting() -> str:
     return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
 
 
-def save_messages(messages: list[dict], name: str) -> None:
-    with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
-        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+def system_of(messages: list[dict]) -> list[dict]:
+    """The system message, if there is one: it is the first."""
+    return [message for message in messages[:1] if message["role"] == "system"]
 
 
 def load_messages(name: str) -> list[dict] | str:
     """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
-    path = Path(name).expanduser()
     try:
-        with user_errors(f"/load {path}"):
-            messages = json.loads(read_text(path))
+        with user_errors(f"/load {name}"):
+            messages = json.loads(read_text(Path(name).expanduser()))
             check_messages(messages)
             return messages
     except UserError as error:
         return str(error)
-
-
-@contextmanager
-def stopped_by_ctrl_c(answer: Completion) -> Iterator[None]:
-    """Ctrl-C ends the answer after the current step."""
-    before = signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

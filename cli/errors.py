@@ -11,13 +11,13 @@ from checkpoint import UserError, one_line
 from tp import world_size
 
 
-def report_errors(main: Callable[[], None], ranks: bool = False) -> None:
+def report_errors(main: Callable[[], None], ranks=False):
     """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
 
     ranks: the command may be one of several processes."""
-    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started the command closed it
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, "r+"))
     try:
         if world_size() > 1 and not ranks:
             raise UserError(f"{world_size()} processes, want one: start it without torchrun")

@@ -5,14 +5,13 @@ import json
 import signal
 import sys
 import warnings
-from argparse import Namespace
 from contextlib import nullcontext
 
 import torch
 
 from checkpoint import UserError
 from cli.chat import Chat
-from cli.options import generate_args, keywords
+from cli.options import DEFAULTS, generate_args
 from cli.output import format_report, headings, progress, report, show, written_whole
 from cli.prompts import as_messages, read_prompts
 from completion import Completion, rank_completions
@@ -20,18 +19,19 @@ from generate import LLM
 from guard import user_errors
 
 
-def main(description: str) -> None:
+def main(description: str):
     """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(description)
-    llm = LLM(load=False, **keywords(args))
-    llm.progress = progress
+    given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
+    llm = LLM(load=False, **given)
+    if sys.stderr.isatty():
+        llm.progress = progress
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
         raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        completions = []
         llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
@@ -44,12 +44,11 @@ def main(description: str) -> None:
         torch.manual_seed(args.seed)
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         if args.interactive:
-            runs = [[answer] for answer in Chat(llm, args).run() if answer.steps]
+            runs = [[answer] for answer in Chat(llm, args).run()]
         else:
             runs = [run_prompts(llm, completions, args)]
     if runs:
-        quantize = args.quantize or llm.settings.get("name")
-        result = report(llm, runs, args.logprobs, checkpoint=args.checkpoint, quantize=quantize)
+        result = report(llm, runs, args)
         if args.json:
             print(json.dumps(result))
         if not args.quiet:
@@ -59,7 +58,7 @@ def main(description: str) -> None:
             profiler.export_chrome_trace(str(trace))
 
 
-def run_prompts(llm: LLM, completions: list[Completion], args: Namespace) -> list[Completion]:
+def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
     texts = [*zip(headings(completions, args.chat, args.num_samples), completions)]
     streamed = not args.json and not args.time_budget

@@ -16,13 +16,14 @@ from checkpoint import UserError
 from generate import LLM
 from guard import CHOICES, LIMITS, user_errors
 
+# The keywords of generate.LLM:
 DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
 
 
 class Parser(argparse.ArgumentParser):
     """Its errors are UserErrors, and name the option that was probably meant."""
 
-    def __init__(self, description: str = ""):
+    def __init__(self, description: str):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                          allow_abbrev=False)
 
@@ -56,15 +57,15 @@ def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
     return parse
 
 
-MODEL = dict(  # keywords of generate.LLM: what their value is called, and their help
+MODEL = dict(  # an option -> what its value is called, and its help; only a help: the option is a switch
     checkpoint=("DIR", "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: the bundled model)"),
     max_seq_length=("N", "prompt and new tokens at most (default: the model's context; in a chat at most 8192)"))
 DEVICE = dict(
     device=(None, "cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)"),
     dtype=("TYPE", "float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on a CPU)"))
 SPEED = dict(
-    compile=(None, "torch.compile: a wait first, then faster (default: off)"),
-    no_kernels=(None, "with --compile: plain PyTorch, without fast/ (default: off)"))
+    compile="torch.compile: a wait first, then faster (default: off)",
+    no_kernels="with --compile: plain PyTorch, without fast/ (default: off)")
 QUANTIZATION = dict(
     quantize=(None, "round the layers' weights as they are loaded (default: no rounding)"),
     group_size=("N", "weights that share a scale: a multiple of 32, or -1: a row (default: int8 -1, int4 32)"))
@@ -72,6 +73,12 @@ SPECULATION = dict(
     draft=("D", "a smaller checkpoint with the same tokenizer, or prompt-lookup (default: none)"),
     draft_tokens=("N", "1 to 32, or a rule: auto, hf or bass (default: auto)"),
     draft_quantize=(None, "round the draft's weights (default: no rounding)"))
+PROMPT = dict(
+    prompt_file=("FILE", "a prompt a line; -: stdin's lines (default: none)"),
+    whole="the whole of --prompt-file is one prompt (default: off)",
+    chat="put each prompt into the chat template (default: off)",
+    interactive="chat or, without a template, continue your text (default: off)",
+    system=("TEXT", "with --chat or --interactive: the system message (default: the template's)"))
 GENERATION = dict(  # what a single call of LLM may set, too
     max_new_tokens=("N", "default: 256, or what the context leaves; in a chat, what the context leaves"),
     temperature=("T", "0: greedy (default: generation_config.json's, else 0.8)"),
@@ -81,18 +88,24 @@ GENERATION = dict(  # what a single call of LLM may set, too
     seed=(None, "the same seed, the same text (default: a random one)"),
     num_samples=("N", "of each prompt (default: 1)"),
     time_budget=("S", "seconds; then rank what there is (default: none)"))
+OUTPUT = dict(
+    json="print one JSON object instead of the text (default: off)",
+    logprobs="with --json: the tokens' log-probabilities, too (default: off)",
+    quiet="no progress, no hints, no table (default: off)",
+    profile=("FILE", "write a Chrome trace of the generation (default: none)"))
 
 
-def add_keywords(group, keywords: dict[str, tuple[str | None, str]]) -> None:
-    """Adds the options for keywords of generate.LLM to a parser, or to a group of its options."""
-    for name, (metavar, text) in keywords.items():
+def add_keywords(group, options: dict[str, tuple[str | None, str] | str]):
+    """Adds options to a parser, or to a group of its options. Keywords of generate.LLM have its defaults."""
+    for name, said in options.items():
         option = "--" + name.replace("_", "-")
-        if DEFAULTS[name] is False:
-            group.add_argument(option, action="store_true", help=text)
+        if isinstance(said, str):
+            group.add_argument(option, action="store_true", help=said)
         else:
+            metavar, text = said
             kind = within(*LIMITS[name]) if name in LIMITS else None
-            group.add_argument(option, type=kind, choices=CHOICES.get(name), default=DEFAULTS[name], metavar=metavar,
-                               help=text)
+            group.add_argument(option, type=kind, choices=CHOICES.get(name), default=DEFAULTS.get(name),
+                               metavar=metavar, help=text)
 
 
 def generate_parser(description: str) -> Parser:
@@ -102,27 +115,16 @@ def generate_parser(description: str) -> Parser:
     add_keywords(group("speed"), SPEED)
     add_keywords(group("quantization", "e.g. --compile --quantize int4 --group-size 128"), QUANTIZATION)
     add_keywords(group("speculation", "e.g. --draft checkpoints/tiny-draft --draft-tokens 4"), SPECULATION)
-
-    add = group("prompt", 'e.g. -p "One day" -p "Tom and Sue", or echo "One day" | python generate.py').add_argument
-    add("-p", "--prompt", action="append", default=[], metavar="TEXT",
-        help="several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, else Once upon a "
-             "time)")
-    add("--prompt-file", type=Path, metavar="FILE", help="a prompt a line; -: stdin's lines (default: none)")
-    add("--whole", action="store_true", help="the whole of --prompt-file is one prompt (default: off)")
-    add("--chat", action="store_true", help="put each prompt into the chat template (default: off)")
-    add("--interactive", action="store_true", help="chat or, without a template, continue your text (default: off)")
-    add("--system", metavar="TEXT", help="with --chat or --interactive: the system message (default: the template's)")
-
+    prompt = group("prompt", 'e.g. -p "One day" -p "Tom and Sue", or echo "One day" | python generate.py')
+    prompt.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT",
+                        help="several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, "
+                             "else Once upon a time)")
+    add_keywords(prompt, PROMPT)
     generation = group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
     add_keywords(generation, GENERATION)
     generation.add_argument("--stop", action="append", default=[], metavar="TEXT",
                             help="end before TEXT; repeat it for more")
-
-    add = group("output").add_argument
-    add("--json", action="store_true", help="print one JSON object instead of the text (default: off)")
-    add("--logprobs", action="store_true", help="with --json: the tokens' log-probabilities, too (default: off)")
-    add("--quiet", action="store_true", help="no progress, no hints, no table (default: off)")
-    add("--profile", metavar="FILE", help="write a Chrome trace of the generation (default: none)")
+    add_keywords(group("output"), OUTPUT)
     return parser
 
 
@@ -139,7 +141,7 @@ def generate_args(description: str) -> argparse.Namespace:
         parser.error("--whole goes with --prompt-file")
     if args.logprobs and not args.json:
         parser.error("--logprobs goes with --json")
-    if [*args.prompt, str(args.prompt_file)].count("-") > 1:
+    if [*args.prompt, args.prompt_file].count("-") > 1:
         parser.error("stdin can be read once: one - among --prompt and --prompt-file")
     if args.profile:
         args.profile = writable(args.profile, parser)
@@ -154,8 +156,3 @@ def writable(profile: str, parser: Parser) -> Path:
     with user_errors(f"--profile {path}: cannot write there, name another place"):
         TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent).cleanup()
     return path
-
-
-def keywords(args: argparse.Namespace) -> dict:
-    """Those of generate.LLM among the options."""
-    return {name: value for name, value in vars(args).items() if name in DEFAULTS}

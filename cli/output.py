@@ -36,7 +36,7 @@ def headings(completions: list[Completion], chat: bool, samples: int) -> list[st
     return found
 
 
-def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())) -> None:
+def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
     """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
     learnt, or been told, to write some that it obeys."""
@@ -62,34 +62,31 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())) 
 
 
 @contextmanager
-def progress(what: str = "compiling") -> Iterator[None]:
-    """Says on stderr what takes long and, on a terminal, the seconds that pass."""
-    on_terminal, ended = sys.stderr.isatty(), Event()
-    line_end = "\r" if on_terminal else "\n"  # other lines may take the place of this one
-    print(f"{what} ...", end=line_end, file=sys.stderr, flush=True)
+def progress():
+    """Says on a terminal that it compiles, and the seconds that pass."""
+    ended = Event()
 
-    def count() -> None:
+    def count():
         begun = time.monotonic()
         while not ended.wait(1):
-            print(f"{what} ... {time.monotonic() - begun:.0f} s", end=line_end, file=sys.stderr, flush=True)
+            print(f"compiling ... {time.monotonic() - begun:.0f} s", end="\r", file=sys.stderr, flush=True)
 
-    if on_terminal:
-        Thread(target=count, daemon=True).start()
+    print("compiling ...", end="\r", file=sys.stderr, flush=True)  # another line may take the place of this one
+    Thread(target=count, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        if on_terminal:
-            print(file=sys.stderr)
+        print(file=sys.stderr)
 
 
 # The report
 
 
-def report(llm: LLM, runs: list[list[Completion]], logprobs: bool = False, **known) -> dict:
-    """The object of --json. runs: the batch, or each answer of a chat."""
+def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
+    """The object of --json. runs: the batch, or each answer of a chat; args: the command line's."""
     model, device = llm.model, llm.device
-    completions = [completion for run in runs for completion in run]
+    completions = sum(runs, [])
     steps = sum(max(c.steps for c in run) - 1 for run in runs)
     if llm.speculator:
         steps = min(steps, llm.speculator.counts["steps"])
@@ -99,12 +96,14 @@ def report(llm: LLM, runs: list[list[Completion]], logprobs: bool = False, **kno
     if not model.config.tied:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
     rate = weights * steps / seconds
-    return known | dict(
+    return dict(
+        checkpoint=args.checkpoint,
         device=str(device),
-        dtype=str(model.embed.weight.dtype).removeprefix("torch."),
+        dtype=str(llm.dtype).removeprefix("torch."),
+        quantize=args.quantize or llm.settings.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
-        samples=[sample(completion, logprobs) for completion in completions],
+        samples=[sample(completion, args.logprobs) for completion in completions],
         load_s=llm.load_s,
         compile_s=llm.compile_s,
         first_token_s=sum(run[0].first_s for run in runs) / len(runs),

@@ -2,7 +2,7 @@
 Where prompts come from: options, files and stdin.
 """
 import sys
-from argparse import Namespace
+from pathlib import Path
 from threading import Timer
 
 from checkpoint import Tokenizer, UserError
@@ -26,10 +26,10 @@ def read_stdin(quiet: bool) -> str:
         hint.cancel()
 
 
-def read_prompts(args: Namespace) -> list[str]:
+def read_prompts(args) -> list[str]:
     """--prompt's texts, then --prompt-file's; without both, what a pipe or a redirected file holds. One newline at the
     end of a text is left out. UserError where a source that was named has no text."""
-    if not args.prompt and not args.prompt_file:
+    if not args.prompt and args.prompt_file is None:
         text = "" if sys.stdin.isatty() else read_stdin(args.quiet)
         return [text if text.strip() else "Once upon a time"]
     prompts = []
@@ -39,17 +39,17 @@ def read_prompts(args: Namespace) -> list[str]:
             if not prompt.strip():
                 raise UserError("--prompt -: stdin is empty; want a text")
         prompts.append(prompt)
-    if args.prompt_file:
+    if args.prompt_file is not None:
         prompts += read_file(args)
     return prompts
 
 
-def read_file(args: Namespace) -> list[str]:
+def read_file(args) -> list[str]:
     """--prompt-file's prompts."""
-    if str(args.prompt_file) == "-":
+    if args.prompt_file == "-":
         text = read_stdin(args.quiet)
     else:
-        text = read_text(args.prompt_file, encoding="utf-8-sig").removesuffix("\n")
+        text = read_text(Path(args.prompt_file), encoding="utf-8-sig").removesuffix("\n")
     if not text.strip():
         raise UserError(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
     return [text] if args.whole else [line for line in text.split("\n") if line.strip()]
@@ -59,7 +59,7 @@ def system_messages(text: str | None) -> list[dict]:
     return [] if text is None else [dict(role="system", content=text)]
 
 
-def as_messages(prompts: list[str], args: Namespace, tokenizer: Tokenizer) -> list:
+def as_messages(prompts: list[str], args, tokenizer: Tokenizer) -> list:
     """With --chat each prompt as a chat's messages. Without it a line on stderr says that there is a template."""
     if args.chat:
         return [[*system_messages(args.system), dict(role="user", content=prompt)] for prompt in prompts]

@@ -7,7 +7,6 @@ Round a checkpoint's weights to 8 or 4 bits, and write it as a new one.
     python quantize.py --checkpoint DIR --out DIR-w8a16 --bits 8 --sym \\
         --format compressed-tensors
 """
-import argparse
 import math
 import os
 import shlex
@@ -26,21 +25,24 @@ from guard import GIB, check_memory, find_device, find_dtype, memory_advice, ope
 from quantize import INT4, INT8, quantize_model
 
 
-def parse_args() -> argparse.Namespace:
+HOW = dict(
+    gptq="better codes, from the inputs that --calibration gives",
+    act_order="with --gptq: columns of large inputs first",
+    sym="zero points in the middle: less exact, and some engines want it",
+    head="quantize the output head too")
+
+
+def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
     add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
     add("--bits", type=int, choices=(8, 4), default=4, help="of a weight (default: 4)")
     add("--group-size", type=int, choices=(32, 64, 128, -1), help="-1: a row (default: 128 for 4 bits, -1 for 8)")
-    add("--sym", action="store_true", help="zero points in the middle: less exact, and some engines want it")
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
-    add("--gptq", action="store_true", help="better codes, from the inputs that --calibration gives")
     add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
     add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
-    add("--act-order", action="store_true", help="with --gptq: columns of large inputs first")
-    add("--head", action="store_true", help="quantize the output head too")
-    add_keywords(parser, DEVICE)  # to compute on, and in
+    add_keywords(parser, HOW | DEVICE)
     args = parser.parse_args()
     if args.gptq != bool(args.calibration) or (args.act_order or args.calibration_tokens) and not args.gptq:
         parser.error("--gptq and --calibration go together, --act-order and --calibration-tokens with both")
@@ -59,7 +61,7 @@ def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int
     return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
 
 
-def check_shapes(source: Checkpoint, args: argparse.Namespace) -> None:
+def check_shapes(source: Checkpoint, args):
     """UserError for weights that the formats cannot hold."""
     if source.hf.get("quantization_config"):
         raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
@@ -71,7 +73,7 @@ def check_shapes(source: Checkpoint, args: argparse.Namespace) -> None:
                             "it")
 
 
-def check_place(source: Checkpoint, out: Path, bits: int) -> None:
+def check_place(source: Checkpoint, out: Path, bits: int):
     """UserError where a directory of that size cannot be made."""
     if os.path.lexists(out):
         raise UserError(f"--out {out} exists; remove it, or name another directory")
@@ -91,7 +93,7 @@ def size_of(checkpoint: Checkpoint) -> str:
     return tqdm.format_sizeof(sum(path.stat().st_size for path in set(checkpoint.files().values())), "B")
 
 
-def main() -> None:
+def main():
     args = parse_args()
     how = dict(group_size=args.group_size, sym=args.sym, act_order=args.act_order, head=args.head)
     quantization_config = CONFIGS[args.format](args.bits, **how)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from cli.errors import is_expected, message_of, report_errors
 from tp import world_size
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None]):
     """report_errors() for a command that may be one of several ranks.
 
     torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default action, which ends a
@@ -32,7 +31,7 @@ def run(main: Callable[[], None]) -> None:
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        report_errors(partial(run_rank, main, rank), ranks=True)
+        report_errors(lambda: run_rank(main, rank), ranks=True)
         code = 0
     except SystemExit as error:
         code = error.code
@@ -46,7 +45,7 @@ def run(main: Callable[[], None]) -> None:
     os._exit(code)  # NCCL and CUDA graphs would hang in Python's own clean-up
 
 
-def run_rank(main: Callable[[], None], rank: int) -> None:
+def run_rank(main: Callable[[], None], rank: int):
     try:
         main()
         if torch.cuda.is_initialized():
@@ -64,7 +63,7 @@ def run_rank(main: Callable[[], None], rank: int) -> None:
         raise
 
 
-def tell_torchrun(reason: str, delay: int = 0) -> None:
+def tell_torchrun(reason: str, delay=0):
     """torchrun's own report comes last, and long: it ends with the reason that stands in this file. Of several ranks'
     it takes the one with the earliest time, in whole seconds; `delay` is added to it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):

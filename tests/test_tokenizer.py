@@ -1,6 +1,6 @@
 """
-checkpoint.Tokenizer: text to tokens and back, special tokens that users type, broken files, and chat templates. All
-tokenizers but the bundled tokenizer.model are made here.
+checkpoint.Tokenizer, as guard.VettedTokenizer makes it safe: text to tokens and back, special tokens that users type,
+broken files, and chat templates. All tokenizers but the bundled tokenizer.model are made here.
 """
 import inspect
 import io
@@ -20,7 +20,7 @@ import pytest
 import tokenizers as hf
 from sentencepiece import SentencePieceTrainer
 
-from checkpoint import Tokenizer
+from checkpoint import Checkpoint, Tokenizer
 from guard import template_process
 from helpers import (BOS, EOS, EOT, IM_END, LLAMA, ROOT, absent, open_tokenizer, put, refusal, with_json, with_model)
 
@@ -75,6 +75,8 @@ def test_special_tokens_count_where_the_template_writes_them_and_nowhere_else(tm
     assert typed in tokenizer.decode(ids)
     typed_ids = {tokenizer.backend.special[token] for token in ("<s>", "</s>", "<|im_end|>") if token in typed}
     assert typed_ids <= {*tokenizer.backend.encode(typed)}  # --prompt stays as it is
+    plain = Tokenizer(Checkpoint(tmp_path)).encode_chat(messages)
+    assert plain.count(end) == ids.count(end) + typed.count("<|im_end|>")
 
 
 @pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
