@@ -154,6 +154,13 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size,
         assert all(a.min() >= b.max() for a, b in pairwise(sizes)) and len({len(size) for size in sizes}) == 1
 
 
+def test_gptq_gains_by_narrower_ranges(monkeypatch):
+    w, x = torch.randn(33, 288), correlated(288)
+    narrowed = gptq(w, x.T @ x, INT4, 96, False, False)[-1]
+    monkeypatch.setattr(quantize, "SHRINK", [1.0])
+    assert narrowed < 0.99 * gptq(w, x.T @ x, INT4, 96, False, False)[-1]
+
+
 def test_a_dead_input_is_rounded_and_disturbs_no_other():
     w, x = torch.randn(6, 64), correlated(64)
     x[:, 7] = 0
