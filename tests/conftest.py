@@ -2,6 +2,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -68,9 +69,11 @@ def lone(monkeypatch):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command's main() with these arguments in this process; returns exit code, stdout, stderr."""
-    def run(name: str, main: Callable[[], None], *args, stdin: str = "") -> tuple[int, str, str]:
+    def run(name: str, main: Callable[[], None], *args, stdin: str | bytes | BinaryIO = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        stdin = stdin.encode() if isinstance(stdin, str) else stdin
+        stream = io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
         code = 0
         try:
             report_errors(main)

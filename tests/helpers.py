@@ -15,7 +15,7 @@ import tokenizers as hf
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import formats
 import guard
@@ -53,6 +53,31 @@ def exact_linear(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None,
     return y if residual is None else residual + y
 
 
+def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
+    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards."""
+    B, T, heads, E = qkv.shape
+    K = k_cache.shape[1]
+    H, G = heads - 2 * K, heads // K - 2
+    k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
+
+    def turned(x, norm, at):
+        x = x.double()
+        if isinstance(norm, nn.Module) and hasattr(norm, "weight"):
+            x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+        half = torch.cat((-x[..., E // 2:], x[..., :E // 2]), -1)
+        return x * table.cos[at].double() + half * table.sin[at].double()
+
+    for b in range(B):
+        for t, at in enumerate(positions[b % len(positions)].tolist()):
+            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, at)
+            v_cache[b, :, at] = qkv[b, t, H + K:].double()
+            first = max(0, at + 1 - window) if window else 0
+            q = turned(qkv[b, t, :H], attn.q_norm, at).view(K, G, E)
+            scores = q @ k_cache[b, :, first:at + 1].mT / E ** 0.5
+            out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
+    return out, k_cache, v_cache
+
+
 def refusal(function, *args) -> str:
     """The message of the UserError that the call raises; each is one line."""
     with pytest.raises(UserError) as caught:
@@ -70,6 +95,19 @@ def absent(words: str, text: str) -> list[str]:
 
 def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
     return load_model(Checkpoint(directory), torch.device(device), F32)
+
+
+def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each row tokens, as transformers goes on greedily, and their logits."""
+    values = load_file(family / "golden.safetensors")
+    return tuple([values[f"{kind}.{row}"] for row in range(len(values) // 2)] for kind in ("tokens", "logits"))
+
+
+def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -> list[list[int]]:
+    """Rows of golden tokens, of which a ragged batch has read 13, 1 and 6."""
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (13, 1, 6))]
+    found = run(Engine(model, 13 + 24, 3, GREEDY, mode), prompts, 24)
+    return [prompt + more for prompt, more in zip(prompts, found)]
 
 
 def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
@@ -114,6 +152,31 @@ def speculator(model: Transformer, length: int, draft: Transformer | None, polic
         engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
         drafter = DraftModel(engine, model.config.vocab_size)
     return Speculator(target, drafter, policy, agree)
+
+
+@torch.no_grad()
+def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
+                      bound: float) -> None:
+    """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
+    exact.setup(max(map(len, prompts)) + max(map(len, rows)))
+    for prompt, row, other in zip(prompts, rows, found, strict=True):
+        assert len(row) == len(other)
+        differ = [at for at, (a, b) in enumerate(zip(row, other)) if a != b]
+        if differ:
+            at = differ[0]
+            text = torch.tensor([[*prompt, *row[:at]]])
+            logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
+            gap = logits[row[at]] - logits[other[at]]
+            assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
+
+
+def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int, float]]) -> None:
+    """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
+    tokens, logprobs = zip(*pairs)
+    text = torch.tensor([[*prompt, *tokens]])
+    logits = model(text, torch.arange(text.shape[1])[None])[0, len(prompt) - 1:-1]
+    expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 
 
 # Tokenizers
@@ -189,11 +252,9 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
 
 def change(directory: Path, config: dict = {}, **tensors) -> None:
     """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
-    held = load_file(directory / "model.safetensors") | tensors
-    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    change_tensors(directory, **tensors)
     whole = json.loads((directory / "config.json").read_text())
-    whole["quantization_config"] |= config
-    (directory / "config.json").write_text(json.dumps(whole))
+    rewrite(directory / "config.json", quantization_config=whole["quantization_config"] | config)
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:
@@ -262,3 +323,31 @@ def one_line(result: tuple[int, str, str]) -> str:
 def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list[str]:
     """The lines of the program's own on stderr; torchrun has many."""
     return [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+
+
+def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
+    """Replaces tensors of model.safetensors, or drops them where they are None."""
+    held = load_file(directory / "model.safetensors") | tensors
+    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+
+
+def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:
+    """model.safetensors; with an index where shards are asked for."""
+    file = {name: f"model-{i % shards}.safetensors" if shards else "model.safetensors"
+            for i, name in enumerate(tensors)}
+    if shards:
+        put(directory / "model.safetensors.index.json", dict(weight_map=file))
+    for one in set(file.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
+
+
+def with_template(directory: Path, source: Path = TINY) -> Path:
+    """A copy of a bundled model that has a chat template."""
+    shutil.copytree(source, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def rewrite(path: Path, **changes) -> None:
+    """Keys of a JSON file."""
+    put(path, json.loads(path.read_text()) | changes)

@@ -10,10 +10,8 @@ within 15 seconds. Any other end is bad, and the exit code is 1.
 """
 import argparse
 import hashlib
-import json
 import os
 import random
-import select
 import shutil
 import signal
 import subprocess
@@ -22,9 +20,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from threading import Timer
 
-ROOT = Path(__file__).parents[1]
-TINY = ROOT / "checkpoints" / "tiny"
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from helpers import ROOT, TINY, rewrite, torchrun  # noqa: E402
+
 PROMPT = "Once upon a time"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 
@@ -51,10 +51,7 @@ def kill_quantize(rng: random.Random, root: Path, whole: dict[str, str], longest
         return f"{number.name}: out is not whole"
     if "Traceback" in errors or left and number != signal.SIGKILL:
         return f"{number.name}: left {left}, said {errors[-300:]}"
-    if out.exists():
-        for path in out.iterdir():
-            path.unlink()
-        out.rmdir()
+    shutil.rmtree(out, ignore_errors=True)
     return ""
 
 
@@ -77,26 +74,23 @@ def kill_all(pids: list[int]) -> None:
 
 def decodes(process: subprocess.Popen) -> bool:
     """Whether text comes behind the prompt, which is printed before the first step, within five minutes."""
-    text, end, stdout = b"", time.monotonic() + 300, process.stdout.fileno()
-    while len(text) <= len(PROMPT) and select.select([stdout], [], [], max(0, end - time.monotonic()))[0]:
-        if not (more := os.read(stdout, 1000)):
-            break
-        text += more
+    late = Timer(300, lambda: kill_all([process.pid, *descendants(process.pid)]))
+    late.start()
+    text = process.stdout.read(len(PROMPT) + 1)
+    late.cancel()
     return len(text) > len(PROMPT)
 
 
 def make_endless(directory: Path) -> None:
     """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
     shutil.copytree(TINY, directory)
-    for file, changes in {"config.json": dict(max_position_embeddings=2 ** 14), "generation_config.json": {}}.items():
-        held = json.loads((directory / file).read_text())
-        (directory / file).write_text(json.dumps(held | changes | dict(eos_token_id=None)))
+    rewrite(directory / "config.json", max_position_embeddings=2 ** 14, eos_token_id=None)
+    rewrite(directory / "generation_config.json", eos_token_id=None)
 
 
 def kill_ranks(rng: random.Random, options: list, decoding: bool) -> str:
     """What happened; it begins with "bad" where that must not be."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "generate.py", "-p", PROMPT, *options]
+    command = torchrun(ROOT / "generate.py", "-p", PROMPT, *options)
     begun = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if decoding and not decodes(process):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, Ministral3Config,
-                          MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
+                          MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, PreTrainedModel, Qwen2Config,
+                          Qwen3Config, SmolLM3Config)
 
 OUT = Path(__file__).parent / "golden"
 PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24
@@ -62,23 +64,36 @@ FAMILIES = {
 }
 
 
+def new_model(config) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def random_model(config) -> PreTrainedModel:
+    model = new_model(config)
+    for name, weight in model.named_parameters():  # every one matters: no ones, no zeros
+        weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
+        weight.copy_(weight.bfloat16())  # the files hold bf16
+    return model
+
+
+def greedy(model: PreTrainedModel, prompt_length: int, new_tokens: int) -> tuple[Tensor, Tensor]:
+    """A random prompt and what follows -> tokens [T] and logits [T, V]."""
+    tokens = torch.randint(model.config.vocab_size, (1, prompt_length))
+    for _ in range(new_tokens):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return tokens[0], model(tokens).logits[0].contiguous()
+
+
 @torch.no_grad()
 def main() -> None:
     for seed, (family, config) in enumerate(FAMILIES.items()):
         if family not in (sys.argv[1:] or FAMILIES):
             continue
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        for name, weight in model.named_parameters():  # every one matters: no ones, no zeros
-            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
-            weight.copy_(weight.bfloat16())  # the files hold bf16
-        golden = {}
+        model, golden = random_model(config), {}
         long = (config.rope_parameters or {}).get("rope_type") == "longrope"
         for row, length in enumerate(LONGROPE_LENGTHS if long else PROMPT_LENGTHS):
-            tokens = torch.randint(config.vocab_size, (1, length))
-            for _ in range(NEW_TOKENS):
-                tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-            golden |= {f"tokens.{row}": tokens[0], f"logits.{row}": model(tokens).logits[0].contiguous()}
+            golden[f"tokens.{row}"], golden[f"logits.{row}"] = greedy(model, length, NEW_TOKENS)
         model.bfloat16().save_pretrained(OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB")
         save_file(golden, OUT / family / "golden.safetensors")
         print(family, golden["tokens.1"].tolist())

@@ -15,6 +15,7 @@ config.json, which says in `shared` what the setting shares. Written with torch 
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -22,7 +23,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from make_golden import greedy, new_model, random_model
 
 OUT = Path(__file__).parent / "quantized_golden.safetensors"
 PROMPT, NEW_TOKENS = 9, 15
@@ -176,13 +179,8 @@ def compressed_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, **c
     return tensors, weights, settings
 
 
-def scheme(targets: list[str] = ["Linear"], activations: dict | None = None, **weights) -> dict:
+def scheme(weights: dict, activations: dict | None = None, targets: list[str] = ["Linear"]) -> dict:
     return dict(targets=targets, weights=weights, input_activations=activations)
-
-
-def ct(*schemes, ignore: list[str] = ["lm_head"], **more):
-    groups = {f"group_{i}": each for i, each in enumerate(schemes)}
-    return lambda model: compressed_tensors(model, config_groups=groups, ignore=ignore, **more)
 
 
 def act_order(model: nn.Module, group_size: int):
@@ -201,7 +199,7 @@ def act_order(model: nn.Module, group_size: int):
         held |= dict(weight_scale=scale, weight_g_idx=g_idx)
         weights[name + ".weight"] = compressor.decompress_weight(held, args).float()
         tensors |= {f"{name}.{key}": value for key, value in held.items()}
-    group = scheme(**json.loads(args.model_dump_json()))
+    group = scheme(json.loads(args.model_dump_json()))
     return tensors, weights, dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
                                   quantization_status="compressed", config_groups=dict(group_0=group))
 
@@ -227,78 +225,93 @@ def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
 
 INT4, INT8, FP8 = dict(num_bits=4), dict(num_bits=8), dict(num_bits=8, type="float")
 DYNAMIC = dict(num_bits=8, strategy="token", dynamic=True)
-CHANNEL, TENSOR, BLOCK = dict(strategy="channel"), dict(strategy="tensor"), dict(strategy="block",
-                                                                                block_structure=[128, 128])
-G32, G64 = (dict(strategy="group", group_size=size) for size in (32, 64))
-ASYMMETRIC = dict(symmetric=False)
-DOWN, ATTENTION = "re:.*down_proj", "re:.*self_attn.*"
+CHANNEL, TENSOR = dict(strategy="channel"), dict(strategy="tensor")
+BLOCK = dict(strategy="block", block_structure=[128, 128])
+G32, ASYMMETRIC = dict(strategy="group", group_size=32), dict(symmetric=False)
+BF16 = dict(dtype=torch.bfloat16)
 
-SETTINGS = {  # name -> shape, what makes it, keys of quantization_config that are put in or, where None, taken out
-    "gptq 4 sym": ("llama", lambda m: gptq(m, 4, 32, True, "gptq"), dict(checkpoint_format="gptq")),
-    "gptq 4 asymmetric": ("llama", lambda m: gptq(m, 4, 32, False, "gptq"), {}),
-    "gptq 8 asymmetric": ("llama", lambda m: gptq(m, 8, 32, False, "gptq"), dict(checkpoint_format="gptq")),
-    "gptq 8 a row": ("llama", lambda m: gptq(m, 8, -1, True, "gptq"), dict(checkpoint_format="gptq")),
-    "gptq act-order": ("qwen2", lambda m: gptq(m, 4, 32, False, "gptq", act_order=True),
-                       dict(checkpoint_format="gptq")),
-    "gptq_v2 4": ("llama", lambda m: gptq(m, 4, 32, False, "gptq_v2"), dict(checkpoint_format="gptq_v2")),
-    "gptq_v2 by format": ("llama", lambda m: gptq(m, 4, -1, False, "gptq_v2"), dict(format="gptq_v2")),
-    "gptq_v2 8 act-order": ("llama", lambda m: gptq(m, 8, 32, True, "gptq_v2", act_order=True),
-                            dict(checkpoint_format="gptq_v2")),
-    "gptq dynamic": ("two", lambda m: gptq(m, 4, 32, False, "gptq", dynamic={
+
+# A setting: its shape, what makes it, and keys of quantization_config that are put in or, where None, taken out
+
+
+def by_gptq(shape: str, bits: int, group_size: int, sym: bool, form: str = "gptq", key: str = "checkpoint_format",
+            **more):
+    """key: where quantization_config names the form; "": nowhere."""
+    make = partial(gptq, bits=bits, group_size=group_size, sym=sym, form=form, **more)
+    return shape, make, {key: form} if key else {}
+
+
+def by_awq(shape: str, **version):
+    return shape, partial(awq, group_size=32, version=version), {}
+
+
+def by_ct(shape: str, *schemes: dict, ignore: list[str] = ["lm_head"], **more):
+    groups = {f"group_{i}": each for i, each in enumerate(schemes)}
+    return shape, partial(compressed_tensors, config_groups=groups, ignore=ignore, **more), {}
+
+
+def by_fp8(shape: str, rows: int, columns: int, **more):
+    return shape, partial(fp8, block=(rows, columns), **more), {}
+
+
+SETTINGS = {
+    "gptq 4 sym": by_gptq("llama", 4, 32, True),
+    "gptq 4 asymmetric": by_gptq("llama", 4, 32, False, key=""),
+    "gptq 8 asymmetric": by_gptq("llama", 8, 32, False),
+    "gptq 8 a row": by_gptq("llama", 8, -1, True),
+    "gptq act-order": by_gptq("qwen2", 4, 32, False, act_order=True),
+    "gptq_v2 4": by_gptq("llama", 4, 32, False, "gptq_v2"),
+    "gptq_v2 by format": by_gptq("llama", 4, -1, False, "gptq_v2", "format"),
+    "gptq_v2 8 act-order": by_gptq("llama", 8, 32, True, "gptq_v2", act_order=True),
+    "gptq dynamic": by_gptq("two", 4, 32, False, dynamic={
         r"-:model\.layers\.0\.mlp\.up_proj": {}, r"+:.*\.down_proj": dict(bits=8, group_size=96),
-        r".*\.1\.self_attn\.[qkv]_proj": dict(group_size=64)}), dict(checkpoint_format="gptq")),
-    "awq gemm": ("llama", lambda m: awq(m, 32, dict(version="gemm")), {}),
-    "awq GEMM": ("llama", lambda m: awq(m, 32, dict(version="GEMM")), {}),
-    "awq": ("qwen2", lambda m: awq(m, 32, {}), {}),
-    "w4a16": ("llama", ct(scheme(**INT4, **G32)), {}),
-    "w4a16 bf16": ("qwen2", ct(scheme(**INT4, **G32), dtype=torch.bfloat16), {}),
-    "w4a16 asymmetric": ("llama", ct(scheme(**INT4, **G32, **ASYMMETRIC)), {}),
-    "w4a16 a channel": ("llama", ct(scheme(**INT4, **CHANNEL)), {}),
-    "w8a16 asymmetric": ("llama", ct(scheme(**INT8, **G32, **ASYMMETRIC)), {}),
-    "w8a16 a channel": ("llama", ct(scheme(**INT8, **CHANNEL)), {}),
-    "w8a8": ("llama", ct(scheme(**INT8, **CHANNEL, activations=DYNAMIC)), {}),
-    "w8a8 asymmetric, static": ("qwen2", ct(scheme(**INT8, **CHANNEL, **ASYMMETRIC,
-                                                   activations=dict(num_bits=8, strategy="tensor"))), {}),
-    "fp8 a tensor, static, cache": ("llama", ct(
-        scheme(**FP8, **TENSOR, activations=dict(num_bits=8, type="float", strategy="tensor")),
-        kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor")), {}),
-    "fp8 a channel": ("llama", ct(scheme(**FP8, **CHANNEL, activations=DYNAMIC | FP8)), {}),
-    "fp8 a channel, bf16": ("llama", ct(scheme(**FP8, **CHANNEL, activations=DYNAMIC | FP8), dtype=torch.bfloat16), {}),
-    "fp8 naive in blocks": ("288", ct(scheme(**FP8, **BLOCK)), {}),
-    "several groups": ("two", ct(scheme([ATTENTION], **INT8, **G32), scheme([DOWN, "model.layers.0.mlp.up_proj"],
-                                                                            **FP8, **CHANNEL),
-                                 scheme(["Linear"], **INT4, **G32),
-                                 ignore=["re:.*layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"]), {}),
-    "fp8 blocks": ("128", lambda m: fp8(m, (128, 128)), {}),
-    "fp8 small blocks": ("llama", lambda m: fp8(m, (16, 32)), {}),
-    "fp8 modules_to_not_convert": ("two", lambda m: fp8(m, (32, 32), modules_to_not_convert=[
-        "lm_head", "model.layers.0.mlp", "v_proj", "model.layers.1.self_attn.q_pr"]), {}),
-    "fp8 ignored_layers": ("llama", lambda m: fp8(m, (32, 32), ignored_layers=["lm_head", "mlp.gate_proj"]),
-                           dict(ignored_layers=["lm_head", "mlp.gate_proj"], modules_to_not_convert=None)),
-    "fp8 a tensor": ("llama", lambda m: fp8(m, None), {}),
+        r".*\.1\.self_attn\.[qkv]_proj": dict(group_size=64)}),
+    "awq gemm": by_awq("llama", version="gemm"),
+    "awq GEMM": by_awq("llama", version="GEMM"),
+    "awq": by_awq("qwen2"),
+    "w4a16": by_ct("llama", scheme(INT4 | G32)),
+    "w4a16 bf16": by_ct("qwen2", scheme(INT4 | G32), **BF16),
+    "w4a16 asymmetric": by_ct("llama", scheme(INT4 | G32 | ASYMMETRIC)),
+    "w4a16 a channel": by_ct("llama", scheme(INT4 | CHANNEL)),
+    "w8a16 asymmetric": by_ct("llama", scheme(INT8 | G32 | ASYMMETRIC)),
+    "w8a16 a channel": by_ct("llama", scheme(INT8 | CHANNEL)),
+    "w8a8": by_ct("llama", scheme(INT8 | CHANNEL, DYNAMIC)),
+    "w8a8 asymmetric, static": by_ct("qwen2", scheme(INT8 | CHANNEL | ASYMMETRIC, INT8 | TENSOR)),
+    "fp8 a tensor, static, cache": by_ct("llama", scheme(FP8 | TENSOR, FP8 | TENSOR), kv_cache_scheme=FP8 | TENSOR),
+    "fp8 a channel": by_ct("llama", scheme(FP8 | CHANNEL, DYNAMIC | FP8)),
+    "fp8 a channel, bf16": by_ct("llama", scheme(FP8 | CHANNEL, DYNAMIC | FP8), **BF16),
+    "fp8 naive in blocks": by_ct("288", scheme(FP8 | BLOCK)),
+    "several groups": by_ct(
+        "two", scheme(INT8 | G32, targets=["re:.*self_attn.*"]),
+        scheme(FP8 | CHANNEL, targets=["re:.*down_proj", "model.layers.0.mlp.up_proj"]), scheme(INT4 | G32),
+        ignore=["re:.*layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"]),
+    "fp8 blocks": by_fp8("128", 128, 128),
+    "fp8 small blocks": by_fp8("llama", 16, 32),
+    "fp8 modules_to_not_convert": by_fp8("two", 32, 32, modules_to_not_convert=[
+        "lm_head", "model.layers.0.mlp", "v_proj", "model.layers.1.self_attn.q_pr"]),
+    "fp8 ignored_layers": (*by_fp8("llama", 32, 32, ignored_layers=["lm_head", "mlp.gate_proj"])[:2], dict(
+        ignored_layers=["lm_head", "mlp.gate_proj"], modules_to_not_convert=None)),
+    "fp8 a tensor": ("llama", partial(fp8, block=None), {}),
 }
-ACT_ORDER = {"w4a16 act-order": ("llama", lambda m: act_order(m, 32), {})}
+ACT_ORDER = {"w4a16 act-order": ("llama", partial(act_order, group_size=32), {})}
 
 
 @torch.no_grad()
 def main() -> None:
-    wanted, golden, configs = (ACT_ORDER, {}, {}) if sys.argv[1:] == ["act-order"] else (SETTINGS, {}, {})
-    if wanted is ACT_ORDER:  # added to what is there
-        golden = load_file(OUT)
+    wanted, golden, configs = SETTINGS, {}, {}
+    if sys.argv[1:] == ["act-order"]:  # added to what is there
+        wanted, golden = ACT_ORDER, load_file(OUT)
         with safe_open(OUT, framework="pt") as file:
             configs = file.metadata()
     for shape, config in SHAPES.items():
         torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        for name, weight in base.named_parameters():  # every one matters: no ones, no zeros
-            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
-            weight.copy_(weight.bfloat16())  # the files hold bf16
+        base = random_model(config)
         state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
         for setting, (of, make, changes) in wanted.items():
             if of != shape:
                 continue
             torch.manual_seed(len(golden))
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            model = new_model(config)
             model.load_state_dict(state)
             tensors, weights, settings = make(model)
             settings = {key: value for key, value in (settings | changes).items() if value is not None}
@@ -308,11 +321,9 @@ def main() -> None:
             golden |= kept
             golden |= {f"{setting}/{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
             base.load_state_dict(state | weights)
-            tokens = torch.randint(config.vocab_size, (1, PROMPT))
-            for _ in range(NEW_TOKENS):
-                tokens = torch.cat([tokens, base(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-            golden |= {f"{setting}/golden tokens": tokens[0], f"{setting}/golden logits": base(tokens).logits[0]}
-            print(f"{setting}: {tokens[0, PROMPT:].tolist()}")
+            tokens, logits = greedy(base, PROMPT, NEW_TOKENS)
+            golden |= {f"{setting}/golden tokens": tokens, f"{setting}/golden logits": logits}
+            print(f"{setting}: {tokens[PROMPT:].tolist()}")
     save_file(golden, OUT, metadata=configs)
     OUT.chmod(0o644)  # safetensors lets its owner alone read it
 

@@ -20,13 +20,14 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+import torch  # noqa: E402
+
 from cli.chat import Chat  # noqa: E402
 from completion import Completion  # noqa: E402
 from generate import LLM  # noqa: E402
+from helpers import DRAFT, TINY  # noqa: E402
 
-TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()
 OPTIONS = dict(plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"), chat={})
 WARM_UP, REPEATED, GROWTH = 200, 50, 16  # MiB
@@ -34,21 +35,18 @@ WARM_UP, REPEATED, GROWTH = 200, 50, 16  # MiB
 
 def resident(device: str) -> float:
     """MiB: of the process, and on a GPU of PyTorch's tensors."""
-    import torch
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2 ** 20 + (torch.cuda.memory_allocated() / 2 ** 20 if device == "cuda" else 0)
-
-
-def case(seed: int, greedy: bool) -> tuple[list[str], dict]:
-    rng = random.Random(seed)
-    prompts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 40))) for _ in range(rng.randrange(1, 4))]
-    return prompts, dict(max_new_tokens=rng.randrange(1, 24), temperature=0 if greedy or seed % 2 else 0.8, seed=seed)
+    tensors = torch.cuda.memory_allocated() if device == "cuda" else 0
+    return (pages * 4096 + tensors) / 2 ** 20
 
 
 def answers(llm: LLM, seed: int, how: str) -> list[list[int]]:
     """A draft moves rows on at paces of their own, so sampled tokens need not repeat; greedy ones do."""
-    prompts, options = case(seed, how == "draft")
-    return [completion.tokens for completion in llm(prompts, **options)]
+    rng = random.Random(seed)
+    prompts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 40))) for _ in range(rng.randrange(1, 4))]
+    temperature = 0 if how == "draft" or seed % 2 else 0.8
+    completions = llm(prompts, max_new_tokens=rng.randrange(1, 24), temperature=temperature, seed=seed)
+    return [completion.tokens for completion in completions]
 
 
 def main() -> int:
@@ -68,8 +66,7 @@ def main() -> int:
             return answers(llm, what, args.how)
         prompt_tokens, limit = what
         completion = Completion("", prompt_tokens, llm.tokenizer, limit)
-        for _ in llm.complete([completion]):
-            pass
+        list(llm.complete([completion]))
         return [completion.tokens]
 
     if args.again:

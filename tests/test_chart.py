@@ -97,12 +97,11 @@ def test_a_later_line_of_a_configuration_replaces_an_earlier_one(tmp_path):
     assert "1,234.6" in svg and "100.0" not in svg and "Measured: llama-fast at commit abc1234." in svg
 
 
-def test_lines_of_two_kinds_of_gpu_and_a_chart_without_a_line(tmp_path):
+def test_lines_of_two_kinds_of_gpu_and_a_chart_without_a_line(tmp_path, call):
     line = dict(what="llama-2-7b", torch="2.11.0", temperature=0.8, top_k=200, tokens_per_s=1, commit="abc1234")
-    (tmp_path / "one").write_text(json.dumps(line | dict(gpu="A")))
-    (tmp_path / "two").write_text("\n".join(json.dumps(line | dict(gpu=gpu)) for gpu in "AB"))
-    done = ended([sys.executable, "scripts/chart.py", tmp_path / "one", "--out", tmp_path / "out"], 60)
-    assert done.returncode == 0
+    for name in ("A", "AB"):
+        (tmp_path / name).write_text("\n".join(json.dumps(line | dict(gpu=gpu)) for gpu in name))
+    assert call("chart.py", chart.main, tmp_path / "A", "--out", tmp_path / "out") == (0, "", "")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpus.svg", "speed.svg"]
-    done = ended([sys.executable, "scripts/chart.py", tmp_path / "two", "--out", tmp_path / "out"], 60)
-    assert done.returncode == 2 and "has lines of A, B: want one kind of GPU" in done.stderr
+    code, _, err = call("chart.py", chart.main, tmp_path / "AB")
+    assert code == 2 and "has lines of A, B: want one kind of GPU" in err

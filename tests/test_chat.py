@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +20,12 @@ import pytest
 from cli.chat import Chat
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
-from helpers import ROOT, TEMPLATE, TINY
+from helpers import ROOT, TINY, with_template
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory) -> Path:
-    """checkpoints/tiny with a chat template."""
-    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("chatty") / "chatty")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    return with_template(tmp_path_factory.mktemp("chatty") / "tiny")
 
 
 class Session:
@@ -73,16 +69,17 @@ def roles(messages: list[dict]) -> str:
     return " ".join(message["role"] for message in messages)
 
 
-def test_it_reads_only_what_is_new(session):
-    widths = session("Tell me of a fox who lived in the wood.", "And then?").widths
-    assert widths[1] < widths[0]
+def asked(messages: list[dict]) -> list[str]:
+    """What the user said, where no system message begins."""
+    return [message["content"] for message in messages[::2]]
 
 
-def test_a_kept_cache_gives_what_a_fresh_one_gives(session, monkeypatch):
-    kept = session("Hello fox", "And then?")
+def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(session, monkeypatch):
+    lines = "Tell me of a fox who lived in the wood.", "And then?"
+    kept = session(*lines)
     monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
-    fresh = session("Hello fox", "And then?")
-    assert kept.out == fresh.out and fresh.widths[1] > fresh.widths[0]
+    fresh = session(*lines)
+    assert kept.out == fresh.out and kept.widths[1] < kept.widths[0] < fresh.widths[1]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
@@ -93,7 +90,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
     before = signal.getsignal(signal.SIGINT)
     ended = session("Hello", "^C", "Hello again", on_prefill=interrupt_first)
     assert [len(answer.tokens) for answer in ended.answers] == [12] and signal.getsignal(signal.SIGINT) is before
-    assert [message["content"] for message in ended.chat.messages[::2]] == ["Hello again"]  # a turn has an answer
+    assert asked(ended.chat.messages) == ["Hello again"]  # a turn has an answer
 
 
 @pytest.mark.parametrize("lines, left", [
@@ -104,9 +101,9 @@ def test_leaving(session, lines, left):
     assert session(*lines).left == left
 
 
-def test_a_turn_of_several_lines_is_no_command(session):
-    chat = session("/reset\nis what I typed").chat
-    assert chat.messages[0]["content"] == "/reset\nis what I typed"
+@pytest.mark.parametrize("text", ["/reset\nis what I typed", "/usr/bin/python is what?"])
+def test_several_lines_and_a_path_are_no_commands(session, text):
+    assert asked(session(text).chat.messages) == [text]
 
 
 def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(session):
@@ -122,7 +119,7 @@ def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says
 def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
     ended = session("Hello", "word " * 200, "And then?", length=100)
     assert "leave no room in 100" in ended.err and len(ended.answers) == 2
-    assert [message["content"] for message in ended.chat.messages[::2]] == ["Hello", "And then?"]
+    assert asked(ended.chat.messages) == ["Hello", "And then?"]
 
 
 def test_a_chat_keeps_no_more_than_its_last_hundred_answers(session):
@@ -195,33 +192,33 @@ def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path
     """What is dropped is found by bisection: turn by turn it took more than a minute."""
     said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
     (tmp_path / "long.json").write_text(json.dumps(said))
-    encode, sizes = Chat.encode, []
-    monkeypatch.setattr(Chat, "encode", lambda chat, messages: sizes.append(0) or encode(chat, messages))
-    chat = session(f"/load {tmp_path / 'long.json'}", "And then?").chat
+    encode, calls = Chat.encode, []
+    monkeypatch.setattr(Chat, "encode", lambda chat, messages: calls.append(0) or encode(chat, messages))
+    chat = session(f"/load {tmp_path}/long.json", "And then?").chat
     kept, question = chat.messages[:-2], chat.messages[-2]
-    assert len(sizes) < 20 and kept == said[-len(kept):] and kept[0]["role"] == "user"
-    sizes = [len(encode(chat, [*said[-n:], question])) for n in (len(kept), len(kept) + 2)]
-    assert sizes[0] <= chat.llm.room * 3 // 4 < sizes[1]  # a turn more would not fit
-
-
-def test_a_path_is_no_command(session):
-    assert len(session("/usr/bin/python is what?").answers) == 1
+    assert len(calls) < 20 and kept == said[-len(kept):] and kept[0]["role"] == "user"
+    fits, too_many = (len(encode(chat, [*said[-n:], question])) for n in (len(kept), len(kept) + 2))
+    assert fits <= chat.llm.room * 3 // 4 < too_many
 
 
 class Terminal:
     """generate.py on a pseudo terminal."""
 
-    def __init__(self, *args):
+    def __init__(self, directory: Path, new_tokens: int):
         self.master, slave = pty.openpty()
-        environment = os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen([sys.executable, *map(str, args)], stdin=slave, stdout=slave, stderr=slave,
-                                        cwd=ROOT, env=environment, start_new_session=True,
+        line = f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 " \
+               f"--max-new-tokens {new_tokens}"
+        self.process = subprocess.Popen([sys.executable, *line.split()], stdin=slave, stdout=slave, stderr=slave,
+                                        cwd=ROOT, env=os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"),
+                                        start_new_session=True,
                                         preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0))
         os.close(slave)
         self.screen, self.seen = "", 0
 
-    def type(self, text: str) -> None:
+    def type(self, text: str, want: str = "") -> None:
+        """Types the text, then waits for what matches `want`."""
         os.write(self.master, text.encode())
+        self.read(want)
 
     def read(self, want: str) -> None:
         """Waits for a text that matches `want`, behind what the last call waited for."""
@@ -248,8 +245,11 @@ class Terminal:
 def terminal():
     open_ones = []
 
-    def start(*args) -> Terminal:
-        open_ones.append(Terminal(*args))
+    def start(directory: Path, new_tokens: int) -> Terminal:
+        """It has begun to answer "Hello fox"."""
+        open_ones.append(Terminal(directory, new_tokens))
+        open_ones[-1].read("> ")
+        open_ones[-1].type("Hello fox\r", r"fox\r\n(?s:.*)\w+ \w+ ")
         return open_ones[-1]
 
     yield start
@@ -261,24 +261,14 @@ def terminal():
 
 def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
     """Typing, pasting, Ctrl-C in an answer and at the prompt, /save, /load, leaving."""
-    screen = terminal("generate.py", "--checkpoint", chatty, "--interactive", "--device", "cpu", "--temperature", "0",
-                      "--max-new-tokens", "400")
-    screen.read("> ")
-    screen.type("Hello fox\r")
-    screen.read(r"fox\r\n(?s:.*)\w+ \w+ ")  # the answer has begun
-    screen.type("\x03")
-    screen.read(r"tokens/s\S*\r\n(?s:.*?)> ")
-    screen.type("\x1b[200~one\ntwo\nthree\x1b[201~")
-    screen.read("three")
-    screen.type("\r")
-    screen.read(r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
-    file = tmp_path / "chat.json"
-    screen.type(f"/save {file}\r")
-    screen.read("> ")
+    screen, file = terminal(chatty, 400), tmp_path / "chat.json"
+    screen.type("\x03", r"tokens/s\S*\r\n(?s:.*?)> ")
+    screen.type("\x1b[200~one\ntwo\nthree\x1b[201~", "three")
+    screen.type("\r", r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
+    screen.type(f"/save {file}\r", "> ")
     messages = json.loads(file.read_text())
-    assert roles(messages) == "user assistant user assistant" and messages[2]["content"] == "one\ntwo\nthree"
-    screen.type(f"/load {file}\r")
-    screen.read("4 messages")
+    assert roles(messages) == "user assistant user assistant" and asked(messages)[1] == "one\ntwo\nthree"
+    screen.type(f"/load {file}\r", "4 messages")
     for _ in range(2):
         screen.read("> ")
         time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
@@ -288,18 +278,10 @@ def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
 
 def test_lines_that_come_during_an_answer_are_one_turn(terminal, chatty, tmp_path):
     """A terminal sends what is pasted then as if it were typed. A last line without an end waits for the user's."""
-    screen = terminal("generate.py", "--checkpoint", chatty, "--interactive", "--device", "cpu", "--temperature", "0",
-                      "--max-new-tokens", "150")
-    screen.read("> ")
-    screen.type("Hello fox\r")
-    screen.read(r"fox\r\n(?s:.*)\w+ \w+ ")
-    screen.type("one\ntwo\nthree\n")
-    screen.read(r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
-    screen.type("four\nfive")
-    screen.read("tokens/s(?s:.*)> four(?s:.*)five")
-    screen.type(" and six\r")
-    screen.read("tokens/s(?s:.*)> ")
-    screen.type(f"/save {tmp_path / 'chat.json'}\r")
-    screen.read("6 messages")
-    said = [message["content"] for message in json.loads((tmp_path / "chat.json").read_text())[::2]]
+    screen = terminal(chatty, 150)
+    screen.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
+    screen.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
+    screen.type(" and six\r", "tokens/s(?s:.*)> ")
+    screen.type(f"/save {tmp_path}/chat.json\r", "6 messages")
+    said = asked(json.loads((tmp_path / "chat.json").read_text()))
     assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]

@@ -15,14 +15,15 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import F32, ROOT, absent, error, load_checkpoint, make, quantized_layers, refusal, write
-from model import Config
+from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, refusal,
+                     rewrite, write)
+from model import Config, Transformer
 from quantize import QuantizedLinear, from_e4m3, say_once
 from tp import Shard
 
 FILE = ROOT / "tests" / "quantized_golden.safetensors"
 with safe_open(FILE, framework="pt") as file:
-    CONFIGS = {setting: json.loads(config) for setting, config in file.metadata().items()}
+    CONFIGS = {setting: json.loads(config) for setting, config in sorted(file.metadata().items())}
 
 
 def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,15 +36,10 @@ def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor
            if name in config["shared"] or name.startswith(setting + "/")}
     golden = own.pop("golden tokens"), own.pop("golden logits")
     config["quantization_config"] = config["quantization_config"] | settings
-    (directory / "config.json").write_text(json.dumps(config))
+    put(directory / "config.json", config)
     save_file({name: tensor.contiguous() for name, tensor in (own | tensors).items() if tensor is not None},
               directory / "model.safetensors")
     return golden
-
-
-def configure(directory: Path, settings: dict) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=settings)))
 
 
 @torch.no_grad()
@@ -78,6 +74,13 @@ def weight_of(module) -> Tensor:
     return module.dequantize(F32) if isinstance(module, QuantizedLinear) else module.weight
 
 
+def load_rank(directory: Path, rank: int) -> Transformer:
+    return load_checkpoint(directory, split=partial(Shard, rank=rank, ranks=2))
+
+
+ALL = slice(None)
+
+
 @pytest.mark.parametrize("setting", [setting for setting in CONFIGS if setting != "gptq dynamic"])
 def test_ranks_hold_the_same_weights(tmp_path, lone, setting):
     """Cut inside of 128 x 128 blocks too, along N and K, and where act-order scatters a group."""
@@ -86,14 +89,13 @@ def test_ranks_hold_the_same_weights(tmp_path, lone, setting):
     H, K, E, F = (getattr(whole.config, name) for name in ("n_head", "n_kv_head", "head_dim", "ffn_dim"))
     for rank in (0, 1):
         shard = Shard(whole.config, formats.shared_inputs(read_settings(Checkpoint(tmp_path))), rank, 2)
-        part = load_checkpoint(tmp_path, split=partial(Shard, rank=rank, ranks=2))
-        q, kv, ffn = (torch.arange(shard.shares[name].start, shard.shares[name].stop) for name in ("q", "kv", "ffn"))
-        for mine, all_of in zip(part.layers, whole.layers):
-            rows = torch.cat([q, H * E + kv, (H + K) * E + kv])
-            assert weight_of(mine.attn.wqkv).equal(weight_of(all_of.attn.wqkv)[rows])
-            assert weight_of(mine.attn.wo).equal(weight_of(all_of.attn.wo)[:, q])
-            assert weight_of(mine.ffn.w_gate_up).equal(weight_of(all_of.ffn.w_gate_up)[torch.cat([ffn, F + ffn])])
-            assert weight_of(mine.ffn.w_down).equal(weight_of(all_of.ffn.w_down)[:, ffn])
+        q, kv, ffn = (torch.arange(1000)[shard.shares[name]] for name in ("q", "kv", "ffn"))
+        parts = {"attn.wqkv": (torch.cat([q, H * E + kv, (H + K) * E + kv]), ALL), "attn.wo": (ALL, q),
+                 "ffn.w_gate_up": (torch.cat([ffn, F + ffn]), ALL), "ffn.w_down": (ALL, ffn)}
+        for mine, all_of in zip(load_rank(tmp_path, rank).layers, whole.layers):
+            for name, (rows, columns) in parts.items():
+                want = weight_of(all_of.get_submodule(name))[rows][:, columns]
+                assert weight_of(mine.get_submodule(name)).equal(want)
 
 
 @pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
@@ -111,23 +113,20 @@ def test_the_table_of_weights_says_what_is_quantized_and_shared_whatever_its_nam
 
     for module in ("checkpoint", "formats", "guard", "helpers", "quantize", "tp"):
         monkeypatch.setattr(f"{module}.hf_weights", table)
-    theirs = make(tmp_path / "in")
-    made = write(tmp_path / "in", tmp_path / "out", 4, 32, False, form=form)
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    whole, *ranks = (load_checkpoint(tmp_path / "out", split=split)
-                     for split in (None, *(partial(Shard, rank=rank, ranks=2) for rank in (0, 1))))
-    second = "model.layers.1.mlp.second"
+    theirs, out, second = make(tmp_path / "in"), tmp_path / "out", "model.layers.1.mlp.second"
+    made = write(tmp_path / "in", out, 4, 32, False, form=form)
+    held = load_file(out / "model.safetensors")
     assert second in theirs and second not in held and any(name.startswith(second + ".") for name in held)
-    assert quantized_layers(whole).keys() == quantized_layers(made).keys() and len(quantized_layers(made)) == 2 * 3
-    for layer, of_both, *of_each in zip(made.layers, whole.layers, *(rank.layers for rank in ranks)):
-        for half, name in (("attn", "wo"), ("ffn", "w_down")):
-            want, got, *parts = (weight_of(getattr(getattr(one, half), name)) for one in (layer, of_both, *of_each))
-            assert got.equal(want) and torch.cat(parts, dim=1).equal(want)
+    models = made, load_checkpoint(out), load_rank(out, 0), load_rank(out, 1)
+    assert quantized_layers(models[1]).keys() == quantized_layers(made).keys() and len(quantized_layers(made)) == 2 * 3
+    for name in ("layers.0.attn.wo", "layers.1.attn.wo", "layers.0.ffn.w_down", "layers.1.ffn.w_down"):
+        want, got, *parts = (weight_of(model.get_submodule(name)) for model in models)
+        assert got.equal(want) and torch.cat(parts, dim=1).equal(want)
 
 
 def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):
     unfold("gptq dynamic", tmp_path)
-    assert "192" in refusal(partial(load_checkpoint, split=partial(Shard, rank=0, ranks=2)), tmp_path)
+    assert "192" in refusal(load_rank, tmp_path, 0)
 
 
 def test_blocks_of_fp8_may_end_early(tmp_path):
@@ -136,15 +135,15 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
     held, want = load_file(tmp_path / "model.safetensors"), {}
     for name in [name for name in held if name.endswith("weight_scale")]:
         held[name + "_inv"] = scale = held.pop(name)
-        codes = held[layer := name.removesuffix("_scale")].float()
-        want[layer] = torch.stack([torch.stack([w * scale[n // 128, k // 128] for k, w in enumerate(row)])
-                                   for n, row in enumerate(codes)])
+        layer = name.removesuffix("_scale")
+        N, K = held[layer].shape
+        want[layer] = held[layer].float() * scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     save_file(held, tmp_path / "model.safetensors")
-    configure(tmp_path, dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"))
+    rewrite(tmp_path / "config.json", quantization_config=dict(
+        quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"))
     layer = load_checkpoint(tmp_path).layers[0]
-    assert weight_of(layer.ffn.w_down).equal(want["model.layers.0.mlp.down_proj.weight"])
-    gate_up = torch.cat([want[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert weight_of(layer.ffn.w_gate_up).equal(gate_up)
+    gate, up, down = (want[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    assert weight_of(layer.ffn.w_gate_up).equal(torch.cat([gate, up])) and weight_of(layer.ffn.w_down).equal(down)
     assert layer.ffn.w_down.scales.shape == (64, 9)  # 288 inputs in groups of 32
 
 
@@ -153,10 +152,10 @@ def test_blocks_of_fp8_may_end_early(tmp_path):
     ({}, ()), ({}, (1,))])
 def test_fp8_blocks_as_others_write_them(tmp_path, settings, shape):
     """Larger than the matrix; the method under gptqmodel's key; the one scale of a tensor with fewer dimensions."""
-    unfold("fp8 blocks", tmp_path)
-    scales = {name: tensor.view(shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()
-              if name.endswith("weight_scale_inv")}
-    tokens, logits = unfold("fp8 blocks", tmp_path, settings, **scales)
+    tokens, logits = unfold("fp8 blocks", tmp_path, settings)
+    held = load_file(tmp_path / "model.safetensors")
+    scales = {name: scale.view(shape) for name, scale in held.items() if name.endswith("weight_scale_inv")}
+    change_tensors(tmp_path, **scales)
     assert len(scales) == 7 and error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
 
 
@@ -168,11 +167,9 @@ def test_scales_keep_their_files_precision(tmp_path):
         layers = quantized_layers(load_checkpoint(tmp_path))
         assert {layer.scales.dtype for layer in layers.values()} == {dtype}, setting
     unfold("w4a16 bf16", tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    wo = load_checkpoint(tmp_path).layers[0].attn.wo
-    assert held["model.layers.0.self_attn.o_proj.weight_scale"].dtype == torch.bfloat16
-    assert wo.scales.dtype == torch.float16
-    assert wo.scales.float().equal(held["model.layers.0.self_attn.o_proj.weight_scale"].float())
+    theirs = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.o_proj.weight_scale"]
+    ours = load_checkpoint(tmp_path).layers[0].attn.wo.scales
+    assert (theirs.dtype, ours.dtype) == (torch.bfloat16, torch.float16) and ours.float().equal(theirs.float())
 
 
 def test_e4m3_is_read_by_bits():
@@ -208,78 +205,88 @@ def test_a_layer_that_no_target_names_is_as_it_was(tmp_path):
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_rows_that_leave_a_word_of_zero_points_unfilled_are_refused(tmp_path, method):
     """Four rows of keys: files of both formats round their words down."""
-    tensors, weights = {}, make(tmp_path, hidden_size=32, num_key_value_heads=1, head_dim=4, intermediate_size=32)
-    for name, weight in weights.items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = weight
-            continue
-        (N, K), layer = weight.shape, name.removesuffix("weight")
-        shape = (K // 8, N) if method == "gptq" else (K, N // 8)
-        tensors |= {layer + "qweight": torch.zeros(shape, dtype=torch.int32), layer + "scales": torch.ones(1, N),
-                    layer + "qzeros": torch.zeros(1, N // 8, dtype=torch.int32)}
+    tensors = make(tmp_path, hidden_size=32, num_key_value_heads=1, head_dim=4, intermediate_size=32)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        layer, N = name.removesuffix("weight"), len(tensors.pop(name))
+        shape = (4, N) if method == "gptq" else (32, N // 8)
+        tensors |= {layer + "qweight": torch.zeros(shape).int(), layer + "scales": torch.ones(1, N),
+                    layer + "qzeros": torch.zeros(1, N // 8).int()}
     save_file(tensors, tmp_path / "model.safetensors")
-    configure(tmp_path, dict(quant_method=method, bits=4, group_size=32))
+    rewrite(tmp_path / "config.json", quantization_config=dict(quant_method=method, bits=4, group_size=32))
     assert absent("k_proj 4 rows multiple of 8", refusal(load_checkpoint, tmp_path)) == []
 
 
-Q = "model.layers.0.self_attn.q_proj."
-
-
-def weights(form: str = "pack-quantized", **of) -> dict:
+def weights(**of) -> dict:
     """config_groups of one group, as the golden "w4a16" has it, but for these."""
     group = CONFIGS["w4a16"]["quantization_config"]["config_groups"]["group_0"]
-    return dict(config_groups=dict(group_0=group | dict(format=form, weights=group["weights"] | of)))
+    return dict(group_0=group | dict(format=of.pop("form", None), weights=group["weights"] | of))
 
 
-@pytest.mark.parametrize("setting, settings, tensors, words", [
-    ("w4a16", dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "bitsandbytes gptq compressed-tensors fp8"),
-    ("w4a16", dict(quant_method="hqq"), {}, "HQQ compressed-tensors"),
-    ("w4a16", dict(quant_method="modelopt", quant_algo="NVFP4"), {}, "modelopt NVFP4"),
-    *(("w4a16", dict(format=form, config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4)))), {},
-       words) for form, words in [("mxfp4-pack-quantized", "MXFP4 pack-quantized"), ("marlin-24", "2:4 sparse"),
-                                  ("dense", "dense")]),
-    ("w4a16", dict(sparsity_config=dict(format="sparse-24-bitmask")), {}, "2:4 sparse"),
-    ("w4a16", dict(transform_config=dict(config_groups=dict(u=1))), {}, "transform_config"),
-    ("w4a16", weights(num_bits=3), {}, "num_bits 3 [4, 8]"),
-    ("w4a16", weights(type="float"), {}, "type float"), ("w4a16", weights(strategy="tensor_group"), {}, "tensor_group"),
-    ("w4a16", weights(group_size=48), {}, "group_size 48 32"), ("w4a16", weights(dynamic=True), {}, "dynamic True"),
-    ("w4a16", weights(group_size=64), {}, "scale [64, 2] [64, 1]"),
-    ("w4a16", dict(config_groups=[]), {}, "config.json"),
-    ("w4a16", dict(config_groups=dict(all=dict(targets=["Linear"], weights=0))), {}, "config.json"),
-    ("w4a16", dict(ignore=["re:("]), {}, "config.json quantization_config unterminated"),
-    ("gptq 4 sym", dict(dynamic={"-:" + ".?" * 40 + "!": {}}), {}, "config.json patterns 3 s"),
-    ("gptq 4 sym", dict(dynamic={"(" * 10 ** 5: {}}), {}, "config.json patterns"),
-    ("gptq 4 sym", dict(dynamic={"+:.*": dict(bits=3)}), {}, "bits 3"),
-    ("gptq 4 sym", dict(checkpoint_format="marlin"), {}, "checkpoint_format marlin gptq_v2"),
-    ("gptq 4 sym", dict(group_size=2 ** 20 + 32), {}, "group_size 1048608"),
-    ("gptq 4 sym", dict(config_groups=[1]), {}, "config.json"), ("awq gemm", dict(config_groups=dict(a=1)), {}, "int"),
-    ("awq gemm", dict(version="gemv"), {}, "version gemv gemm"), ("awq gemm", dict(bits=8), {}, "bits 8 [4]"),
-    ("fp8 blocks", dict(weight_block_size=[128]), {}, "weight_block_size [128] [rows, inputs]"),
-    ("fp8 blocks", dict(weight_block_size=128), {}, "weight_block_size 128 [rows, inputs]"),
-    ("fp8 naive in blocks", weights("naive-quantized", num_bits=8, type="float", strategy="block"), {},
-     "block_structure None [rows, inputs]"),
-    ("fp8 blocks", dict(weight_block_size=[128, 48]), {}, "weight_block_size 48 32"),
-    ("fp8 blocks", dict(fmt="e5m2"), {}, "fmt e5m2"),
-    ("w4a16", {}, {Q + "weight_scale": None}, Q + "weight_scale missing"),
-    ("w4a16", {}, {Q + "weight_packed": None}, Q + "weight_packed missing"),
-    ("w4a16", {}, {Q + "weight_shape": torch.tensor([64, 32])}, Q + "weight_shape [64, 32] [64, 64]"),
-    ("w4a16", {}, {Q + "weight_scale": torch.ones(64, 2).int()}, Q + "weight_scale I32 F32"),
-    *((setting, {}, {Q + "weight_scale": torch.full(shape, float(bad))}, Q + "weight_scale NaN infinite")
-      for setting, shape, bad in [("w4a16", (64, 2), "nan"), ("fp8 a channel", (64, 1), "inf"),
-                                  ("w8a8", (64, 1), "nan")]),
-    ("gptq 4 sym", {}, {Q + "scales": torch.full((2, 64), float("nan"))}, Q + "scales NaN"),
-    ("w4a16 asymmetric", {}, {Q + "weight_zero_point": None}, Q + "weight_zero_point missing"),
-    ("w4a16 asymmetric", {}, {Q + "weight_zero_point": torch.ones(8, 3).int()}, Q + "weight_zero_point [8, 3] [8, 2]"),
-    ("w4a16 act-order", {}, {Q + "weight_g_idx": None}, Q + "weight_g_idx missing"),
-    ("w4a16 act-order", {}, {Q + "weight_g_idx": torch.zeros(64).int()}, Q + "weight_g_idx 2 32"),
-    ("w8a8", {}, {Q + "weight": torch.zeros(64, 64)}, Q + "weight F32 I8"),
-    ("w8a8", weights("int-quantized", strategy="channel", group_size=None),
-     {Q + "weight": torch.full((64, 64), 9).to(torch.int8)}, "weight more than 4 bits"),
-    ("fp8 blocks", {}, {Q + "weight_scale_inv": None}, Q + "weight_scale_inv missing"),
-    ("fp8 blocks", {}, {Q + "weight_scale_inv": torch.ones(10 ** 6)}, Q + "weight_scale_inv [1000000] [1, 1]"),
-    ("fp8 blocks", {}, {Q + "weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}, Q + "weight NaN"),
-    ("fp8 blocks", {}, {Q + "weight": torch.ones(128, 128).to(torch.float8_e5m2)}, Q + "weight F8_E5M2 F8_E4M3"),
-    ("fp8 blocks", {}, {Q + "extra": torch.ones(1)}, Q + "extra place")])
-def test_what_is_not_read_is_refused_by_name(tmp_path, setting, settings, tensors, words):
-    unfold(setting, tmp_path, settings, **tensors)
+@pytest.mark.parametrize("setting, key, value, words", [
+    ("w4a16", "quant_method", "bitsandbytes", "bitsandbytes gptq compressed-tensors fp8"),
+    ("w4a16", "quant_method", "hqq", "HQQ compressed-tensors"),
+    ("w4a16", "sparsity_config", dict(format="sparse-24-bitmask"), "2:4 sparse"),
+    ("w4a16", "transform_config", dict(config_groups=dict(u=1)), "transform_config"),
+    ("w4a16", "config_groups", weights(form="mxfp4-pack-quantized"), "MXFP4 pack-quantized"),
+    ("w4a16", "config_groups", weights(form="marlin-24"), "2:4 sparse"),
+    ("w4a16", "config_groups", weights(num_bits=3), "num_bits 3 [4, 8]"),
+    ("w4a16", "config_groups", weights(type="float"), "type float"),
+    ("w4a16", "config_groups", weights(strategy="tensor_group"), "tensor_group"),
+    ("w4a16", "config_groups", weights(group_size=48), "group_size 48 32"),
+    ("w4a16", "config_groups", weights(dynamic=True), "dynamic True"),
+    ("w4a16", "config_groups", weights(group_size=64), "scale [64, 2] [64, 1]"),
+    ("w4a16", "config_groups", [], "config.json"),
+    ("w4a16", "config_groups", dict(all=dict(targets=["Linear"], weights=0)), "config.json"),
+    ("w4a16", "ignore", ["re:("], "config.json quantization_config unterminated"),
+    ("gptq 4 sym", "dynamic", {"-:" + ".?" * 40 + "!": {}}, "config.json patterns 3 s"),
+    ("gptq 4 sym", "dynamic", {"(" * 10 ** 5: {}}, "config.json patterns"),
+    ("gptq 4 sym", "dynamic", {"+:.*": dict(bits=3)}, "bits 3"),
+    ("gptq 4 sym", "checkpoint_format", "marlin", "checkpoint_format marlin gptq_v2"),
+    ("gptq 4 sym", "group_size", 2 ** 20 + 32, "group_size 1048608"),
+    ("awq gemm", "config_groups", dict(a=1), "int"), ("awq gemm", "version", "gemv", "version gemv gemm"),
+    ("awq gemm", "bits", 8, "bits 8 [4]"), ("fp8 blocks", "fmt", "e5m2", "fmt e5m2"),
+    ("fp8 blocks", "weight_block_size", [128], "weight_block_size [128] [rows, inputs]"),
+    ("fp8 blocks", "weight_block_size", 128, "weight_block_size 128 [rows, inputs]"),
+    ("fp8 blocks", "weight_block_size", [128, 48], "weight_block_size 48 32"),
+    ("fp8 naive in blocks", "config_groups", weights(form="naive-quantized", num_bits=8, type="float",
+                                                     strategy="block"), "block_structure None [rows, inputs]")])
+def test_settings_that_are_not_read_are_refused_by_name(tmp_path, setting, key, value, words):
+    unfold(setting, tmp_path, {key: value})
     assert absent(words, refusal(load_checkpoint, tmp_path)) == []
+
+
+def test_what_a_format_is_called_comes_of_its_quant_algo_too(tmp_path):
+    unfold("w4a16", tmp_path, dict(quant_method="modelopt", quant_algo="NVFP4"))
+    assert absent("modelopt NVFP4", refusal(load_checkpoint, tmp_path)) == []
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("setting, name, tensor, words", [
+    ("w4a16", "weight_scale", None, "missing"), ("w4a16", "weight_packed", None, "missing"),
+    ("w4a16", "weight_shape", torch.tensor([64, 32]), "[64, 32] [64, 64]"),
+    ("w4a16", "weight_scale", torch.ones(64, 2).int(), "I32 F32"),
+    ("w4a16", "weight_scale", torch.full((64, 2), NAN), "NaN infinite"),
+    ("fp8 a channel", "weight_scale", torch.full((64, 1), float("inf")), "NaN infinite"),
+    ("gptq 4 sym", "scales", torch.full((2, 64), NAN), "NaN"),
+    ("w4a16 asymmetric", "weight_zero_point", None, "missing"),
+    ("w4a16 asymmetric", "weight_zero_point", torch.ones(8, 3).int(), "[8, 3] [8, 2]"),
+    ("w4a16 act-order", "weight_g_idx", None, "missing"),
+    ("w4a16 act-order", "weight_g_idx", torch.zeros(64).int(), "2 32"),
+    ("w8a8", "weight", torch.zeros(64, 64), "F32 I8"), ("fp8 blocks", "weight_scale_inv", None, "missing"),
+    ("fp8 blocks", "weight_scale_inv", torch.ones(10 ** 6), "[1000000] [1, 1]"),
+    ("fp8 blocks", "weight", torch.full((128, 128), NAN).to(torch.float8_e4m3fn), "NaN"),
+    ("fp8 blocks", "weight", torch.ones(128, 128).to(torch.float8_e5m2), "F8_E5M2 F8_E4M3"),
+    ("fp8 blocks", "extra", torch.ones(1), "place")])
+def test_tensors_that_are_not_as_config_json_says_are_refused_by_name(tmp_path, setting, name, tensor, words):
+    name = f"model.layers.0.self_attn.q_proj.{name}"
+    unfold(setting, tmp_path, **{name: tensor})
+    assert absent(f"{name} {words}", refusal(load_checkpoint, tmp_path)) == []
+
+
+def test_codes_of_more_bits_than_config_json_says_are_refused(tmp_path):
+    groups = weights(form="int-quantized", strategy="channel", group_size=None)
+    codes = {"model.layers.0.self_attn.q_proj.weight": torch.full((64, 64), 9).to(torch.int8)}
+    unfold("w8a8", tmp_path, dict(config_groups=groups), **codes)
+    assert absent("weight more than 4 bits", refusal(load_checkpoint, tmp_path)) == []

@@ -1,16 +1,14 @@
 """Prefill and decode, eager and compiled; streaming and stops."""
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer, load_model
 from generate import Completion, Engine
-from helpers import DEVICES, GOLDEN, GREEDY, ROOT, TINY, run, steps, tiny
+from helpers import (DEVICES, F32, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, golden, greedy_rows, run, steps,
+                     subprocess_python, tiny)
 from sampling import Sampling
 
 
@@ -27,18 +25,16 @@ COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU, where compiling takes 1
     *(pytest.param(path.name, "eager", "cuda", marks=pytest.mark.gpu) for path in sorted(GOLDEN.iterdir())),
     *(pytest.param(name, mode, "cuda", marks=pytest.mark.gpu) for name in COMPILED for mode in ("compile", "fast"))])
 def test_greedy_ragged_batch_equals_transformers(family, mode, device):
-    values = load_file(GOLDEN / family / "golden.safetensors")
-    rows, lengths = [values[f"tokens.{i}"].tolist() for i in range(3)], (13, 1, 6)
-    model = load_model(Checkpoint(GOLDEN / family), torch.device(device), torch.float32)
-    out = run(Engine(model, 13 + 24, 3, GREEDY, mode), [row[:n] for row, n in zip(rows, lengths)], 24)
-    assert out == [row[n:] for row, n in zip(rows, lengths)]
+    tokens, _ = golden(GOLDEN / family)
+    model = load_model(Checkpoint(GOLDEN / family), torch.device(device), F32)
+    assert greedy_rows(model, tokens, mode) == [row.tolist() for row in tokens]
 
 
 SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), GREEDY
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["fast", "compile"])
+@pytest.mark.parametrize("mode", ["fast", pytest.param("compile", marks=pytest.mark.gpu)])  # each takes 20 s
 def test_what_is_compiled_once_serves_all_prompts_and_samplings(device, mode, monkeypatch):
     """Lengths 1 and 2, both sides of 256 slots in use, a cached start, chunks of 4 columns, lengths on both sides of
     their edges: no graph is added, and a seed draws what it draws in eager code."""
@@ -86,14 +82,6 @@ def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
     assert run(Engine(tiny(device), start + length + 1, 1, GREEDY), [[7] * length], 1, start) == expected
 
 
-def test_a_seed_repeats_a_text():
-    engine, out = Engine(tiny(), 64, 3, SAMPLINGS[0]), []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        out.append(run(engine, [[1, 300, 500]], 40, samples=3))
-    assert out[0] == out[1] != out[2] and len(set(map(tuple, out[0]))) == 3
-
-
 def test_samples_of_a_ragged_batch_follow_their_prompts():
     model, prompts = tiny(), [[1, 300, 500, 20], [1, 7]]
     alone = [run(Engine(model, 40, 1, GREEDY), [prompt], 30)[0] for prompt in prompts]
@@ -104,10 +92,7 @@ def test_samples_of_a_ragged_batch_follow_their_prompts():
 def test_log_probabilities_are_those_of_the_raw_logits():
     model, prompt = tiny(), [1, 300, 500]
     found = list(steps(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
-    tokens = torch.tensor([prompt + [token for [[(token, _)]] in found]])
-    logits = model(tokens, torch.arange(tokens.shape[1])[None])[0].log_softmax(-1)
-    expected = logits[torch.arange(2, 22), tokens[0, 3:]]
-    assert torch.allclose(torch.tensor([logprob for [[(_, logprob)]] in found]), expected, atol=1e-4)
+    check_logprobs(model, prompt, [pair for [[pair]] in found])
 
 
 @pytest.mark.gpu
@@ -159,11 +144,11 @@ def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
     assert completion.text == " a time"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_streamed_text_equals_the_text_decoded_at_once(tokenizer, seed):
     """Random tokens, with a beginning of sequence, which has no text of its own, strewn among them."""
     random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(259, tokenizer.vocab_size, (60,), generator=random)
+    tokens = torch.randint(259, 2048, (60,), generator=random)
     tokens[torch.rand(60, generator=random) < 0.1] = 1
     completion, _ = completion_of(tokens.tolist(), tokenizer)
     assert completion.text == tokenizer.decode(tokens.tolist())
@@ -198,5 +183,5 @@ def test_what_might_have_become_a_stop_text_shows_in_the_end(tokenizer):
 def test_importing_generate_imports_no_library_ahead_of_its_use():
     late = {"huggingface_hub", "tokenizers", "sentencepiece", "jinja2", "torch._dynamo"}
     code = "import torch, sys; before = set(sys.modules); import generate; print(*(set(sys.modules) - before))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "checkpoint" in out.split() and not late & set(out.split())
+    names = subprocess_python(code, ROOT).stdout.split()
+    assert "checkpoint" in names and not late & set(names)

@@ -1,22 +1,14 @@
 """The model against golden values of transformers; what a token sees depends on its position alone."""
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from checkpoint import Checkpoint, load_model
-from helpers import CPU, DEVICES, GOLDEN, error
-from model import Config, LayerConfig, Rope, Transformer, rope_tables
+from helpers import CPU, DEVICES, F32, GOLDEN, error, exact_attention, golden
+from model import Config, LayerConfig, Rope, RopeTable, Transformer, rope_tables
 
 FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
-
-
-def golden(family: Path):
-    values = load_file(family / "golden.safetensors")
-    rows = range(len(values) // 2)
-    return [values[f"tokens.{i}"] for i in rows], [values[f"logits.{i}"] for i in rows]
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda path: path.name)
@@ -28,31 +20,30 @@ def test_eight_families_have_golden_values():
     assert len(FAMILIES) == 8
 
 
-def test_logits_equal_transformers(family):
-    model = load_model(Checkpoint(family), CPU, torch.float32)
+@pytest.fixture
+def model(family) -> Transformer:
+    return load_model(Checkpoint(family), CPU, F32)
+
+
+@pytest.mark.parametrize("cached, sliced", [(1, False), (1, True), (0, False)])
+def test_logits_equal_transformers(model, family, cached, sliced):
+    """Over the whole cache, over its slots in use, and without a cache."""
+    model.setup(max_seq_len=64, batch_size=cached)
     for tokens, logits in zip(*golden(family)):
-        model.setup(max_seq_len=64, batch_size=1)
-        assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
+        n = len(tokens)
+        out = model(tokens[None], torch.arange(n)[None], slots=model.slots[:n] if sliced else None)
+        assert error(out[0], logits) < 1e-5
 
 
-def test_token_by_token_equals_one_chunk(family):
-    model = load_model(Checkpoint(family), CPU, torch.float32)
+def test_token_by_token_equals_one_chunk(model, family):
     tokens, logits = (rows[0] for rows in golden(family))
     model.setup(max_seq_len=64, batch_size=1)
     steps = [model(token[None, None], torch.tensor([[i]])) for i, token in enumerate(tokens)]
     assert error(torch.cat(steps, dim=1)[0], logits) < 1e-5
 
 
-def test_without_a_cache_as_with_one(family):
-    model = load_model(Checkpoint(family), CPU, torch.float32)
-    tokens, logits = (rows[0] for rows in golden(family))
-    model.setup(max_seq_len=64)
-    assert error(model(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
-
-
-def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
+def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(model, family):
     """A padded prefill, then a step of 3 tokens at positions of each row's own, over slots full of rubbish."""
-    model = load_model(Checkpoint(family), CPU, torch.float32)
     all_tokens, all_logits = golden(family)
     lengths = torch.tensor([17, 2, 9])
     model.setup(max_seq_len=64, batch_size=3)
@@ -66,29 +57,19 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(family):
     steps = torch.stack([all_tokens[row][n:n + 3] for row, n in enumerate(lengths)])
     verified = model(steps, lengths[:, None] + torch.arange(3))
     for row, n in enumerate(lengths):
-        assert error(last[row], all_logits[row][n - 1]) < 1e-5
-        assert error(verified[row], all_logits[row][n:n + 3]) < 1e-5
-
-
-def test_slots_in_use_suffice(family):
-    model = load_model(Checkpoint(family), CPU, torch.float32)
-    tokens, logits = (rows[0] for rows in golden(family))
-    model.setup(max_seq_len=128, batch_size=1)
-    out = model(tokens[None], torch.arange(len(tokens))[None], slots=model.slots[:len(tokens)])
-    assert error(out[0], logits) < 1e-5
+        assert error(torch.cat((last[row][None], verified[row])), all_logits[row][n - 1:n + 3]) < 1e-5
 
 
 def test_repeated_rows_continue_as_their_source():
-    model = load_model(Checkpoint(FAMILIES[0]), CPU, torch.float32)
-    all_tokens, all_logits = golden(FAMILIES[0])
+    model = load_model(Checkpoint(FAMILIES[0]), CPU, F32)
+    tokens, logits = (torch.stack([rows[row][:6] for row in (0, 2)]) for rows in golden(FAMILIES[0]))
     model.setup(max_seq_len=64, batch_size=4)
-    prompts = torch.stack([all_tokens[0][:5], all_tokens[2][:5]])
-    model(prompts, torch.arange(5)[None])
-    model.arrange_rows([0, 0, 1, 1], 5)
-    source = [0, 0, 2, 2]
-    out = model(torch.stack([all_tokens[row][5:6] for row in source]), torch.full((4, 1), 5))
-    for row, of in enumerate(source):
-        assert error(out[row, 0], all_logits[of][5]) < 1e-5
+    model(tokens[:, :5], torch.arange(5)[None])
+    order = [0, 0, 1, 1]
+    model.arrange_rows(order, 5)
+    out = model(tokens[order, 5:], torch.full((4, 1), 5))
+    for row, ref in zip(out, logits[order]):
+        assert error(row[0], ref[5]) < 1e-5
 
 
 def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
@@ -97,6 +78,8 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     assert model.ropes[0].cos.dtype == model.ropes[0].sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
+    cos, sin = rope_tables(None, E, 128)
+    assert (cos == 1).all() and (sin == 0).all()
     cos, sin = rope_tables(Rope(10000.0), E, 128)
     assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
 
@@ -104,46 +87,30 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
 MIXED = LayerConfig(), LayerConfig(window=3, rope=None), LayerConfig(rope=Rope(100.0)), LayerConfig(window=5)
 
 
-def mixed_model() -> Transformer:
-    """Each layer has a window and a rope of its own."""
-    torch.manual_seed(0)
-    model = Transformer(Config(dim=32, layers=MIXED, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96,
-                               context=64)).double()
+def random_weights(config: Config) -> Transformer:
+    model = Transformer(config)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
     return model
 
 
-def spelt_out(model: Transformer, tokens: torch.Tensor, layer: int) -> torch.Tensor:
-    """The attention of one layer over hidden states tokens [T, D], head by head and pair by pair."""
-    attn, (window, rope) = model.layers[layer].attn, (MIXED[layer].window, MIXED[layer].rope)
-    q, k, v = attn.wqkv(tokens).unflatten(-1, (8, 8)).split([4, 2, 2], dim=1)
-    out = torch.zeros(len(tokens), 4, 8, dtype=torch.double)
-    for t in range(len(tokens)):
-        seen = [s for s in range(t + 1) if window is None or s > t - window]
-        for h in range(4):
-            scores = []
-            for s in seen:
-                score = 0.0
-                for i in range(4):  # a pair is a complex number, and rope turns it
-                    angle = (t - s) * rope.theta ** (-i / 4) if rope else 0.0
-                    turned = complex(q[t, h, i], q[t, h, i + 4]) * complex(k[s, h // 2, i], -k[s, h // 2, i + 4])
-                    score += (turned * complex(math.cos(angle), math.sin(angle))).real
-                scores.append(score / 8 ** 0.5)
-            weights = torch.tensor(scores, dtype=torch.double).softmax(0)
-            out[t, h] = sum(w * v[s, h // 2] for w, s in zip(weights, seen))
-    return attn.wo(out.flatten(1))
+def mixed_model() -> Transformer:
+    """Each layer has a window and a rope of its own."""
+    return random_weights(Config(dim=32, layers=MIXED, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96,
+                                 context=64)).double()
 
 
 @pytest.mark.parametrize("layer", range(4))
+@torch.no_grad()
 def test_a_layer_has_the_window_and_the_rope_that_its_config_names(layer):
-    model = mixed_model()
+    model, positions, found = mixed_model(), torch.arange(12)[None], []
+    attn, (window, rope) = model.layers[layer].attn, (MIXED[layer].window, MIXED[layer].rope)
     model.setup(max_seq_len=16, batch_size=1)
-    found = []
-    model.layers[layer].attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0][0], out[0]]))
-    with torch.no_grad():
-        model(torch.randint(96, (1, 12)), torch.arange(12)[None])
-        assert error(found[1], spelt_out(model, found[0], layer)) < 1e-6  # rope's tables are fp32
+    attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0], out]))
+    model(torch.randint(96, (1, 12)), positions)
+    qkv = attn.wqkv(found[0]).unflatten(-1, (8, 8))
+    out, _, _ = exact_attention(qkv, positions, RopeTable(rope, 8, 16, CPU), *torch.zeros(2, 1, 2, 16, 8), attn, window)
+    assert error(found[1], attn.wo(out.flatten(2))) < 1e-6  # rope's tables are fp32
 
 
 def test_hidden_states_of_named_places_are_kept_by_position():
@@ -167,22 +134,16 @@ def test_hidden_states_of_named_places_are_kept_by_position():
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    config = Config(dim=32, layers=(LayerConfig(),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
-                    vocab_size=96, context=32)
-    model = Transformer(config).to(device)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
+    model = random_weights(Config(dim=32, layers=(LayerConfig(),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
+                                  vocab_size=96, context=32)).to(device)
     model.setup(max_seq_len=32)
-    tokens = torch.randint(0, config.vocab_size, (4, 32), device=device)
+    tokens = torch.randint(96, (4, 32), device=device)
 
     def loss() -> torch.Tensor:
         logits = model(tokens[:, :-1], torch.arange(31, device=device)[None])
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    gradients = []
-    for function in (loss, torch.compile(loss)):
-        model.zero_grad()
-        function().backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert error(gradients[1][name], gradient) < 1e-4, name
+    eager, compiled = (torch.autograd.grad(function(), list(model.parameters()))
+                       for function in (loss, torch.compile(loss)))
+    for (name, _), ref, gradient in zip(model.named_parameters(), eager, compiled):
+        assert error(gradient, ref) < 1e-4, name

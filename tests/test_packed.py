@@ -97,8 +97,7 @@ def test_each_code_lies_where_the_drawing_has_it(kind, K):
         word = words[:, 16 * block + 4 * t + c]
         if kind == "fp8":  # each half of the word, shifted by s, has the bits of fp16 that make 2^-8 times the number
             half = (word >> 16 * e << (7 * s) & 0x3F80 | word >> 16 * e << s & 0x8000).to(torch.int16)
-            numbers = codes[:, k].view(torch.float8_e4m3fn).float()
-            got = half.view(torch.float16).float() * 256
+            got, numbers = half.view(torch.float16).float() * 256, codes[:, k].view(torch.float8_e4m3fn).float()
             assert got.where(numbers.isfinite(), 0).equal(numbers.where(numbers.isfinite(), 0))
         else:
             shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
@@ -117,13 +116,11 @@ def test_tiles(gated, N):
 @pytest.mark.parametrize("N, gated", [(40, False), (80, True)])
 def test_scales_that_rows_share_stand_there_once(N, gated):
     scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
-    packed = pack_scales(scales, None, 0, 2, gated)
-    assert packed.shape == ((N + 15) // 16, 3, 2, 2)
-    assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
-    scales[N - 1, 4] += 1
-    packed = pack_scales(scales, None, 0, 2, gated)
-    assert packed.shape == ((N + 15) // 16, 3, 16, 2)
-    assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
+    for rows in (2, 16):
+        packed = pack_scales(scales, None, 0, 2, gated)
+        assert packed.shape == ((N + 15) // 16, 3, rows, 2)
+        assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
+        scales[N - 1, 4] += 1  # then they share none
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -131,16 +128,11 @@ def test_what_is_packed_comes_back(shape):
     """And a layer's 1,024 rows at a time make the same of it."""
     weight = random_weight(*shape)
     packed = pack(*weight[:5], gated="gated" in shape[-1])
-    codes, scales, zeros = unpack(packed)
+    assert (packed.perm is None) == (weight.g_idx is None)
     perm = slice(None) if packed.perm is None else packed.perm
-    assert (packed.perm is None) == (weight.g_idx is None) and codes.equal(weight.codes[:, perm])
-    group = torch.arange(packed.K) // packed.group_size
-    of = group if weight.g_idx is None else weight.g_idx[perm]
-    assert scales[:, group].equal(weight.scales.float()[:, of])
-    if weight.zeros is None:
-        assert (zeros == dict(int4=8, int8=128, fp8=0)[weight.kind]).all()
-    else:
-        assert zeros[:, group].equal(weight.zeros[:, of].int())
+    found = Weight(*unpack(packed), None, weight.kind, None)
+    assert found.codes.equal(weight.codes[:, perm])
+    assert exact_weights(found).equal(exact_weights(weight)[:, perm])
     if "bias" not in shape[-1]:
         layer = PackedLinear(weight.layer, packed.gated)
         for name in ("qweight", "scales_and_zeros", "shifts", "semaphores"):
@@ -154,43 +146,28 @@ def test_scales_of_other_types_are_refused():
             pack(codes, wrong, zeros)
 
 
-def regrouped_weights(weight: Weight) -> Tensor:
-    """What group_inputs() gives for a weight, as weights [N, K] in its order; what is filled in must be 0."""
-    zero = dict(int4=8, int8=128)[weight.kind]
-    codes, scales, zeros, perm = group_inputs(*weight[:4], zero)
-    assert codes.dtype == torch.uint8 and codes.shape[1] % scales.shape[1] == 0
-    w = exact_weights(Weight(codes, scales, zeros, None, weight.kind, None))
-    if perm is None:
-        return w
-    return torch.zeros(len(codes), weight.codes.shape[1]).double().index_add(1, perm, w)
-
-
-@pytest.mark.parametrize("parts", ["", "zeros"])
-def test_inputs_of_a_group_come_side_by_side(parts):
-    plain, ordered = (random_weight(6, 96, "int4", 3, parts + order) for order in ("", " order"))
-    assert group_inputs(*plain[:4], 8)[3] is None and group_inputs(*ordered[:4], 8)[0].shape == (6, 96)
-    assert group_inputs(*ordered[:4], 8)[3].sort().values.equal(torch.arange(96))
-    for weight in plain, ordered:
-        assert regrouped_weights(weight).equal(exact_weights(weight))
-    in_order = plain._replace(g_idx=torch.arange(96) // 32)
-    assert group_inputs(*in_order[:4], 8)[3] is None
-
-
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("parts", ["", "zeros"])
-def test_filled_groups_give_the_same_weights(kind, parts):
-    """A rank's slice of an act-order layer: groups differ in size, and of group 1 no input is here."""
-    for K, C in [(96, 3), (64, 5), (40, 2), (32, 9), (8, 3)]:
-        g_idx = torch.randint(C, (K,))
-        g_idx[g_idx == 1] = 0
-        weight = random_weight(6, K, kind, C, parts)._replace(g_idx=g_idx)
-        regrouped, scales, _, perm = group_inputs(*weight[:4], CODES[kind].zero)
-        assert len(g_idx.unique()) == 1 or regrouped.shape[1] == len(perm) == 32 * scales.shape[1] < K + 32 * C
-        assert regrouped_weights(weight).equal(exact_weights(weight))
+def test_inputs_of_a_group_come_side_by_side(kind, parts):
+    """A rank's slice of an act-order layer: groups differ in size, of group 1 no input is here, and what fills groups
+    up is 0. Whole groups need nothing; those in order, not even a permutation."""
+    for K, C in [(96, 3), (64, 5), (40, 2), (32, 9), (8, 3), (96, 0)]:
+        g_idx = torch.randint(C, (K,)) if C else torch.randperm(96) // 32
+        if C:
+            g_idx[g_idx == 1] = 0
+        weight = random_weight(6, K, kind, C or 3, parts)._replace(g_idx=g_idx)
+        exact = exact_weights(weight)
+        codes, scales, zeros, perm = group_inputs(*weight[:4], CODES[kind].zero)
+        if len(g_idx.unique()) > 1:
+            size = K if not C else 32 * scales.shape[1]
+            assert codes.dtype == torch.uint8 and codes.shape[1] == len(perm) == size < K + 32 * scales.shape[1]
+        w = exact_weights(Weight(codes, scales, zeros, None, kind, None))
+        assert exact.equal(w if perm is None else torch.zeros_like(exact).index_add(1, perm, w))
         x = torch.randn(3, K)
-        ref = x.double() @ exact_weights(weight).T
         for layer in PackedLinear(weight.layer), CpuQuantizedLinear(weight.layer):
-            torch.testing.assert_close(layer(x).double(), ref, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(layer(x).double(), x.double() @ exact.T, rtol=1e-5, atol=1e-5)
+    for in_order in (None, torch.arange(96) // 32):
+        assert group_inputs(*random_weight(6, 96, kind, 3, parts)._replace(g_idx=in_order)[:4], 8)[3] is None
 
 
 def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
@@ -223,10 +200,11 @@ def test_another_kind_of_codes_is_one_object():
         PackedLinear(layer)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind, C, parts", [("int4", 9, "zeros order bias"), ("int8", 1, "bias"), ("fp8", 9, "order")])
-def test_the_cpu_layer_is_its_weights(kind, C, compiled, parts):
-    """Compiled, few rows go another way."""
+@pytest.mark.parametrize("kind, C, parts, compiled", [
+    ("int4", 9, "zeros order bias", False), ("int8", 1, "bias", False), ("fp8", 9, "order", False),
+    ("int4", 9, "zeros order bias", True), ("fp8", 9, "order", True)])
+def test_the_cpu_layer_is_its_weights(kind, C, parts, compiled):
+    """Compiled, few rows go another way; test_tp.py compiles int8."""
     weight = random_weight(40, 576, kind, C, parts)
     run = CpuQuantizedLinear(weight.layer)
     if compiled:
@@ -343,16 +321,6 @@ def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
     x = torch.randn(20, 640, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: gemm_choice(64, 64, 1, 3, 4, 3, 4, 0))
     assert error(layer(x), x.double() @ exact_weights(weight).T) < 5e-3 and not layer.semaphores.any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_packed_linear_in_a_model(device):
-    """[B, T, K] in, as in prefill."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    weight = random_weight(64, 96, "int4", 3, "zeros order", device)
-    x = torch.randn(2, 5, 96, device=device, dtype=dtype)
-    ref = x.double() @ exact_weights(weight).T
-    assert error(PackedLinear(weight.layer)(x), ref) < (1e-6 if device == "cpu" else 5e-3)
 
 
 # What another project takes

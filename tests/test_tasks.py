@@ -110,16 +110,16 @@ def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
         assert text.lstrip() == alone.text.lstrip(), (opening, kind)  # the harness decodes without the prompt
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank):
+@pytest.mark.parametrize("rank, found, told", [
+    (0, dict(results=dict(task={"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "task"})), {"task": {"acc": 0.5}}),
+    (1, None, {})])
+def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank, found, told):
     """The harness gives the others None. What it calls a metric's filter is left out."""
-    found = dict(results=dict(task={"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "task"})) if rank == 0 else None
-    manager = lambda include_path: SimpleNamespace(all_tasks=["task"])  # noqa: E731
     sys.modules["lm_eval"].simple_evaluate = lambda *args, **options: found
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=manager))
-    told = []
-    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=lambda value: told.append(value) or "rank 0's")
+    tasks = SimpleNamespace(TaskManager=lambda include_path: SimpleNamespace(all_tasks=["task"]))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    agreed = []
+    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=lambda value: agreed.append(value) or "rank 0's")
     monkeypatch.setattr(harness.llm, "_load", lambda *sizes: None)
     args = SimpleNamespace(task_path=None, tasks="task", few_shot=None, limit=None)
-    line = evaluate.evaluate_tasks({}, harness.llm, args)
-    assert told == [{"task": {"acc": 0.5}} if rank == 0 else {}] and line["tasks"] == "rank 0's"
+    assert evaluate.evaluate_tasks({}, harness.llm, args)["tasks"] == "rank 0's" and agreed == [told]

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from torch import Tensor
 
 import generate
 import tp_worker
-from checkpoint import Checkpoint, UserError, config_from_hf, hf_weights
+from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal, told, torchrun,
-                     write)
+from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal,
+                     same_but_for_ties, told, torchrun, write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
 
@@ -42,13 +41,11 @@ GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "awq")} | {
+LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", "awq")} | {
     "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
     "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4")}
-WEIGHTS_CASES = {f"{name}, weights": LOGITS_CASES[name] for name in (
-    "int8", "int4", "int4, a row", "bias, int8", "tied, int4", "gptq-4-32", "gptq-8--1", "awq")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
@@ -56,7 +53,6 @@ TOKENS_CASES = {
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int4")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
-         | {name: ("weights", case) for name, case in WEIGHTS_CASES.items()}
          | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
@@ -116,6 +112,8 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))  # 36 rows of the head a rank: no multiple of 8
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
+    make(directory / "heads", num_attention_heads=48, num_key_value_heads=6, head_dim=20)  # half of them end in a word
+    write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
     return placed(CASES, directory)
@@ -128,19 +126,10 @@ def ranks(made, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
 def test_two_ranks_have_the_logits_of_one(ranks, made, name):
+    """A code or a scale of another value would show: a step of int8 is a hundredth of a row's largest weight."""
     (first, second), expected = of_each(ranks, name), alone(made[name])
     assert torch.equal(first, second)
     assert first.shape == expected.shape and error(first, expected) < 1e-5
-
-
-@pytest.mark.parametrize("name", WEIGHTS_CASES)
-def test_the_ranks_quantized_weights_side_by_side_are_those_of_one(ranks, made, name):
-    """Bit by bit. What both have as a whole: the only kv head, and scales of o and down that serve a whole row."""
-    for layer, whole in alone(made[name]).items():
-        dim = int("o_proj" in layer or "down_proj" in layer)
-        for expected, *parts in zip(whole, *(parts[layer] for parts in of_each(ranks, name))):
-            got = parts if parts[0].shape == expected.shape else [torch.cat(parts, dim)]
-            assert all(torch.equal(part, expected) for part in got), layer
 
 
 @pytest.mark.parametrize("name", TOKENS_CASES)
@@ -178,32 +167,26 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     """But for kv heads, of which each rank has those that its q heads look at, and no others."""
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     parts, E = shards(config, group, ranks), config.head_dim
+    times = dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), 1)
+    times |= dict.fromkeys(("k_proj", "v_proj"), max(1, ranks // kv_heads))
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
         for shard in parts:
-            seen[shard.part(weight)[:len(weight.shape)]] += 1
-        layer = name.split(".")[-2]
-        times = 1 if layer in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head") else ranks
-        if layer in ("k_proj", "v_proj"):
-            times = max(1, ranks // kv_heads)
-        assert (seen == times).all(), name
+            part = seen[shard.part(weight)[:seen.dim()]]
+            part += 1
+            assert name == "lm_head.weight" or part.shape == hf_weights(shard.config)[name].shape, name
+        assert (seen == times.get(name.split(".")[-2], ranks)).all(), name
     for shard in parts:
-        (q, q_end), (kv, kv_end) = ((share.start, share.stop) for share in (shard.shares["q"], shard.shares["kv"]))
-        looked_at = [h * kv_heads // heads for h in range(q // E, q_end // E)]
-        assert set(looked_at) == set(range(kv // E, kv_end // E)) and q % E == kv % E == 0
+        q, kv, ffn = (shard.shares[name] for name in ("q", "kv", "ffn"))
         n, k = shard.config.n_head, shard.config.n_kv_head
-        assert n % k == 0 and looked_at == [kv // E + h // (n // k) for h in range(n)]  # as attention takes it
+        looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
+        assert set(looked_at) == set(range(kv.start, kv.stop, E)) and q.start % E == 0
+        assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]  # as attention takes it
         unit = 32 if group == -1 else group
-        for share in (shard.shares["q"], shard.shares["ffn"]):  # the columns of o and of down
-            assert share.start % unit == share.stop % unit == 0  # between groups
-        assert group == 1 or kv % 8 == kv_end % 8 == 0  # between words
-        for name, mine in hf_weights(shard.config).items():
-            if name != "lm_head.weight":
-                weight = hf_weights(config)[name]
-                part = torch.empty(weight.shape, device="meta")[shard.part(weight)[:len(weight.shape)]]
-                assert part.shape == mine.shape, name
-        same = ("dim", "layers", "head_dim", "vocab_size", "context", "tied")
-        assert all(getattr(shard.config, field) == getattr(config, field) for field in same)
+        assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))  # of o and of down: between groups
+        assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+        same = dict(n_head=heads, n_kv_head=kv_heads, ffn_dim=config.ffn_dim)
+        assert replace(shard.config, **same) == config
 
 
 def shards(config: Config, group: int, ranks: int) -> list[Shard]:
@@ -231,14 +214,14 @@ def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, 
     assert works in (None, named) and named == [n for n in range(1, 65) if serves(config, group, n)]
 
 
-def test_a_draft_is_split_where_that_pays():
-    llama_1b = config_from_hf(dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
-                                   num_key_value_heads=8, intermediate_size=8192, vocab_size=128256,
-                                   max_position_embeddings=8192, rms_norm_eps=1e-5))
-    assert draft_splitter(Team(1, 4), llama_1b)
-    assert not draft_splitter(Team(1, 4), replace(llama_1b, ffn_dim=2048))  # 0.9e9 parameters
-    assert not draft_splitter(Team(1, 4), Checkpoint(Path(DRAFT)).config)
-    assert not draft_splitter(Team(1, 5), replace(llama_1b, n_kv_head=2))  # 5 is no multiple of 2
+@pytest.mark.parametrize("changes, ranks, split", [
+    ({}, 4, True), (dict(intermediate_size=2048), 4, False),  # 0.9e9 parameters
+    (dict(num_hidden_layers=1), 4, False), (dict(num_key_value_heads=2), 5, False)])  # 5 is no multiple of 2
+def test_a_draft_is_split_where_that_pays(changes, ranks, split):
+    """Llama 3.2 1B."""
+    llama_1b = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+                    intermediate_size=8192, vocab_size=128256)
+    assert bool(draft_splitter(Team(1, ranks), config_of(**llama_1b | changes))) == split
 
 
 @pytest.fixture
@@ -343,8 +326,7 @@ def test_only_rank_0_prints_json(commands, one_rank):
     both, one = json.loads(done.stdout), json.loads(one_rank(*SPECULATED))
     assert (both["world_size"], one["world_size"]) == (2, 1) and both.keys() == one.keys()
     for a, b in zip(both["samples"], one["samples"], strict=True):
-        assert all(a[key] == b[key] for key in ("prompt", "text", "tokens", "finish_reason", "prompt_tokens"))
-        assert a["mean_logprob"] == pytest.approx(b["mean_logprob"], rel=1e-4)
+        assert a == b | dict(seconds=a["seconds"], mean_logprob=pytest.approx(b["mean_logprob"], rel=1e-4))
     assert both["speculation"]["accepted"] == one["speculation"]["accepted"] > 0
     assert 0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6  # a rank's: the kv head is whole
 
@@ -415,20 +397,6 @@ def test_ctrl_c_ends_a_rank_whatever_thread_it_meets():
 BEGINNING = "Once upon a time, there was a "  # once it is printed, the ranks are at it
 
 
-def children(pid: int) -> dict[int, int]:
-    """Rank -> process, of the ranks that a torchrun process started."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            environ = dict(entry.split("=", 1) for entry in (path / "environ").read_text().split("\0") if "=" in entry)
-        except (OSError, ValueError):
-            continue  # it has ended
-        if parent == pid and "RANK" in environ:
-            found[int(environ["RANK"])] = int(path.name)
-    return found
-
-
 def test_when_a_rank_is_killed_rank_0_says_so(endless):
     """Started without torchrun, which may end rank 0 before it does."""
     with socket.socket() as free:
@@ -450,13 +418,6 @@ def test_when_a_rank_is_killed_rank_0_says_so(endless):
             process.communicate()
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> list[str]:
     """generate.py with the bundled model, with a long context and without an end of sequence."""
@@ -468,31 +429,16 @@ def endless(tmp_path_factory) -> list[str]:
             "--max-new-tokens", "10000", "--max-seq-length", "12000"]
 
 
-@pytest.mark.parametrize("how", ["a rank is killed", "the terminal's Ctrl-C"])
-def test_when_one_ends_all_do(endless, how):
-    killed = how == "a rank is killed"
-    torchrunner = subprocess.Popen(torchrun(*endless), stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+def test_the_terminals_ctrl_c_ends_all_ranks(endless):
+    process = subprocess.Popen(torchrun(*endless), stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
-        assert torchrunner.stdout.read(30) == BEGINNING
-        workers = children(torchrunner.pid)
-        assert workers.keys() == {0, 1}
-        begun = time.monotonic()
-        if killed:
-            os.kill(workers[1], signal.SIGKILL)
-        else:
-            os.killpg(torchrunner.pid, signal.SIGINT)
-        _, errors = torchrunner.communicate(timeout=15)
-        assert time.monotonic() - begun < (15 if killed else 5) and torchrunner.returncode != 0
-        lines = [line for line in errors.splitlines() if line.startswith("generate.py: ")]
-        if killed:  # torchrun says it; so does rank 0, unless torchrun ended it first
-            assert f"Signal 9 (SIGKILL) received by PID {workers[1]}" in errors.splitlines()[-2], errors
-        assert ["another rank ended" in line for line in lines] in ([], [True] * killed)
-        assert not any(map(running, workers.values()))
+        assert process.stdout.read(30) == BEGINNING
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=10)  # it ends once no rank has the pipes
+        assert process.returncode != 0 and "generate.py: " not in errors
     finally:
-        for pid in (torchrunner.pid, *children(torchrunner.pid).values()):
-            if running(pid):
-                os.kill(pid, signal.SIGKILL)
-        torchrunner.communicate()
+        process.terminate()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -567,19 +513,11 @@ def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPUS) for name in GPU_TOKENS])
 def test_gpus_give_the_tokens_of_one_but_for_ties(request, gpu_cases, name):
-    """bf16, compiled, with kernels, a ragged batch; where rows part, the two tokens' logits are a rounding apart."""
+    """bf16, compiled, with kernels, a ragged batch."""
     given, args = request.getfixturevalue("gpu_pair" if name in PAIRED else "gpu_ranks"), gpu_cases[name][1]
     first, *rest = of_each(given, name)
     assert rest and all(other == first for other in rest) and first["kernels"]
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
     how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
-    exact = tp_worker.load(Team(), CPU, **how)
-    exact.setup(17 + 48)
-    for prompt, got, expected in zip(tp_worker.prompts(), first["rows"], one["rows"], strict=True):
-        assert len(got) == len(expected) == 48
-        same = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), None)
-        if same is not None:
-            text = torch.tensor([[*prompt, *expected[:same]]])
-            with torch.no_grad():
-                logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
-            assert abs(logits[got[same]] - logits[expected[same]]) < 0.02 * logits.abs().max()
+    same_but_for_ties(tp_worker.load(Team(), CPU, **how), tp_worker.prompts(), one["rows"], first["rows"], 0.02)
+    assert {len(row) for row in one["rows"]} == {48}

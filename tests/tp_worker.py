@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import hf_weights
 from cli.ranks import run as run_rank
 from generate import Engine
 from guard import find_device
-from helpers import TINY, load_checkpoint, open_tokenizer, quantized_layers, run, speculator
+from helpers import TINY, load_checkpoint, open_tokenizer, run, speculator
 from model import Transformer
 from sampling import Sampling
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
@@ -42,17 +41,6 @@ def logits(team: Team, device: torch.device, checkpoint: str, **how) -> Tensor:
     model.setup(12, 2)
     tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
     return torch.cat([model(tokens[:, at], torch.arange(12)[None, at]) for at in (slice(0, 8), slice(8, 12))], dim=1)
-
-
-def weights(team: Team, device: torch.device, checkpoint: str, **how) -> dict[str, tuple[Tensor, Tensor]]:
-    """By Hugging Face's names: what a quantized layer's codes stand for, and its scales."""
-    model, found = load(team, device, checkpoint, **how), {}
-    layers = {name.removesuffix(".linear"): layer for name, layer in quantized_layers(model).items()}
-    for name, (ours, row, (N, *_), *_) in hf_weights(model.config).items():
-        layer = layers.get(ours.removesuffix(".weight"))
-        if layer is not None:
-            found[name] = layer.dequantize(torch.float64)[row:row + N], layer.scales.data[row:row + N]
-    return found
 
 
 def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, policy: str = "auto",

@@ -15,14 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path.cwd()))
 
 import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from checkpoint import Checkpoint, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from generate import Engine  # noqa: E402
-from helpers import GOLDEN, GREEDY, error, run  # noqa: E402
+from helpers import GOLDEN, error, golden, greedy_rows  # noqa: E402
 from scripts import benchmark, evaluate  # noqa: E402
 
 TEXT = ("--prompt", "One day", "--prompt", "Tom and Sue went to the park", "--max-new-tokens", 30, "--temperature", 0,
@@ -61,18 +59,15 @@ def command(script: str, main, *args) -> dict:
 
 
 @torch.no_grad()
-def golden(family: Path, device: torch.device) -> dict:
+def check_golden(family: Path, device: torch.device) -> dict:
     """How far the logits are from transformers', and whether the greedy tokens of a ragged batch are the same."""
-    values = load_file(family / "golden.safetensors")
-    rows, lengths = [values[f"tokens.{i}"] for i in range(3)], (13, 1, 6)
     model, errors = load_model(Checkpoint(family), device, torch.float32), []
-    for i, row in enumerate(rows):
-        model.setup(64, 1)
-        logits = model(row[None].to(device), torch.arange(len(row), device=device)[None])[0]
-        errors.append(error(logits.cpu(), values[f"logits.{i}"]))
-    engine = Engine(model, 13 + 24, batch_size=3, sampling=GREEDY)
-    out = run(engine, [row[:n].tolist() for row, n in zip(rows, lengths)], 24)
-    return dict(error=max(errors), same=out == [row[n:].tolist() for row, n in zip(rows, lengths)])
+    tokens, logits = golden(family)
+    model.setup(64, 1)
+    for row, ref in zip(tokens, logits):
+        out = model(row[None].to(device), torch.arange(len(row), device=device)[None])[0]
+        errors.append(error(out.cpu(), ref))
+    return dict(error=max(errors), same=greedy_rows(model, tokens) == [row.tolist() for row in tokens])
 
 
 # Without kernels each draft length is compiled as a whole: with a fixed one that is done once, here not.
@@ -81,13 +76,13 @@ EAGER = {"draft auto", "draft hf", "draft bass"}
 
 def main() -> None:
     device, out, *options = sys.argv[1:]
-    results = {}
+    commands = {}
     for name, (script, command_main, args) in COMMANDS.items():
         more = options if script == "generate.py" and name not in EAGER else []
-        results[name] = command(script, command_main, *args, *more, "--device", device)
-    results["golden"] = {family.name: golden(family, torch.device(device)) for family in sorted(GOLDEN.iterdir())}
+        commands[name] = command(script, command_main, *args, *more, "--device", device)
+    results = dict(commands=commands, generate=generate.__file__)
+    results["golden"] = {family.name: check_golden(family, torch.device(device)) for family in sorted(GOLDEN.iterdir())}
     results["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "fast")
-    results["generate"] = generate.__file__
     Path(out).write_text(json.dumps(results))
 
 
