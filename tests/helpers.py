@@ -1,5 +1,6 @@
 """What several test files share: paths, tiny models and checkpoints, and running a generator, a command or ranks."""
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ import guard
 from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weights, load_model
 from generate import Engine, generate
 from generate import load as load_vetted
-from model import Config, LayerConfig, Transformer
+from model import Config, LayerConfig, Rope, Transformer
 from quantize import CODES, QuantizedLinear, check_quantize, quantize_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
@@ -53,9 +54,15 @@ def exact_linear(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None,
     return y if residual is None else residual + y
 
 
+def rope_of(E: int, theta: float = 10000.0, **more) -> Rope:
+    """The usual one, of heads of E elements."""
+    return Rope(tuple(theta ** (-i / E) for i in range(0, E, 2)), **more)
+
+
 def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
     """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards."""
     B, T, heads, E = qkv.shape
+    rope, R = attn.rope, len(attn.rope.frequencies)
     K = k_cache.shape[1]
     H, G = heads - 2 * K, heads // K - 2
     k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
@@ -63,17 +70,21 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
     def turned(x, norm, at):
         x = x.double()
         if isinstance(norm, nn.Module) and hasattr(norm, "weight"):
-            x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-        half = torch.cat((-x[..., E // 2:], x[..., :E // 2]), -1)
+            of = x.reshape(-1, len(norm.weight))  # a head or, of the whole, all of them
+            x = (of / (of.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()).view(x.shape)
+        half = torch.cat((-x[..., R:2 * R], x[..., :R], torch.zeros_like(x[..., 2 * R:])), -1)
         return x * table.cos[at].double() + half * table.sin[at].double()
 
     for b in range(B):
         for t, at in enumerate(positions[b % len(positions)].tolist()):
-            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, at)
+            row = at + int(table.offset[b % len(table.offset)])
+            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, row)
             v_cache[b, :, at] = qkv[b, t, H + K:].double()
             first = max(0, at + 1 - window) if window else 0
-            q = turned(qkv[b, t, :H], attn.q_norm, at).view(K, G, E)
-            scores = q @ k_cache[b, :, first:at + 1].mT / E ** 0.5
+            q = turned(qkv[b, t, :H], attn.q_norm, row).view(K, G, E)
+            if rope.q_growth:
+                q = q * (1 + rope.q_growth * math.log(1 + at // rope.original))
+            scores = q @ k_cache[b, :, first:at + 1].mT * (attn.scale or E ** -0.5)
             out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
     return out, k_cache, v_cache
 
@@ -104,9 +115,9 @@ def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -> list[list[int]]:
-    """Rows of golden tokens, of which a ragged batch has read 13, 1 and 6."""
-    prompts = [row[:n].tolist() for row, n in zip(tokens, (13, 1, 6))]
-    found = run(Engine(model, 13 + 24, 3, GREEDY, mode), prompts, 24)
+    """Rows of golden tokens, of which a ragged batch has read all but 24."""
+    prompts = [row[:-24].tolist() for row in tokens]
+    found = run(Engine(model, max(map(len, tokens)), 3, GREEDY, mode), prompts, 24)
     return [prompt + more for prompt, more in zip(prompts, found)]
 
 
@@ -120,7 +131,7 @@ def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dt
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
-    model = Transformer(Config(dim, (LayerConfig(),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
+    model = Transformer(Config(dim, (LayerConfig(rope=rope_of(8)),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
                                vocab_size=vocab_size, context=512))
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):

@@ -27,7 +27,6 @@ from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
 from helpers import LLAMA, ROOT, absent, ended, open_tokenizer, put, refusal, with_json, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
-from model import Rope, RopeScaling
 
 ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=64)
@@ -170,8 +169,9 @@ def test_a_missing_key_is_refused_by_name(key):
     dict(rope_theta=5e5, rope_scaling=ROPE), dict(rope_parameters=ROPE | dict(rope_theta=5e5)),
     dict(rope_theta=5e5, rope_scaling={key.replace("rope_", ""): value for key, value in ROPE.items()})])
 def test_every_spelling_of_rope_is_one_config(spelling):
-    for layer in config_from_hf(LLAMA | spelling).layers:
-        assert layer.rope == Rope(5e5, RopeScaling(8.0, 1.0, 4.0, 64))
+    layers = config_from_hf(LLAMA | spelling).layers
+    assert layers == config_from_hf(LLAMA | dict(rope_theta=5e5, rope_scaling=ROPE)).layers
+    assert layers[0].rope.original == 64 and layers[0].rope.frequencies[0] == 1
 
 
 @pytest.mark.parametrize("kind, window", [("mistral", 16), ("llama", None), ("qwen2", None), ("qwen3", None)])

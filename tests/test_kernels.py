@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.linear import linear, plain_linear, rms_norm
-from helpers import error, exact_attention, exact_linear
-from model import Attention, Config, KVCache, LayerConfig, Rope, RopeTable
+from helpers import error, exact_attention, exact_linear, rope_of
+from model import Attention, Config, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
@@ -57,13 +57,19 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             check(out, ref)
 
 
-CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one row of positions, as in prefill
-    (1, 1, 32, 32, 128, 230, None, False, False), (2, 1, 9, 3, 64, 300, None, False, False),
-    (3, 5, 6, 2, 48, 700, None, True, False), (1, 1, 32, 8, 128, 9000, None, False, False),
-    (2, 3, 8, 8, 64, 3000, 777, False, False), (4, 16, 16, 2, 128, 600, None, True, False),
-    (1, 2, 4, 1, 80, 5000, 4096, False, False), (2, 300, 6, 2, 64, 500, None, False, False),
-    (1, 400, 32, 8, 128, 900, 256, True, False), (2, 3, 4, 2, 64, 200, None, False, True),
-    (2, 50, 4, 2, 64, 200, 20, True, True)]
+CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one row of positions, as in prefill; ROPES
+    (1, 1, 32, 32, 128, 230, None, None, False, ""), (2, 1, 9, 3, 64, 300, None, None, False, ""),
+    (3, 5, 6, 2, 48, 700, None, "head", False, ""), (1, 1, 32, 8, 128, 9000, None, None, False, ""),
+    (2, 3, 8, 8, 64, 3000, 777, None, False, ""), (4, 16, 16, 2, 128, 600, None, "head", False, ""),
+    (1, 2, 4, 1, 80, 5000, 4096, None, False, ""), (2, 300, 6, 2, 64, 500, None, None, False, ""),
+    (1, 400, 32, 8, 128, 900, 256, "head", False, ""), (2, 3, 4, 2, 64, 200, None, None, True, ""),
+    (2, 50, 4, 2, 64, 200, 20, "head", True, ""), (2, 1, 4, 2, 128, 300, None, None, False, "part"),
+    (3, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
+    (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (2, 1, 4, 4, 64, 300, 50, "whole", False, ""),
+    (2, 4, 4, 1, 256, 300, 100, "head", False, "none")]
+ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
+    "": ({}, 1, None), "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
+    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07)}
 
 
 @pytest.mark.parametrize("device, case", [
@@ -74,16 +80,22 @@ def test_attention(device, case):
     """Ragged sequences, GQA of any ratio, windows, norms, one split and many: on a CPU Attention.attend(), on a GPU its
     kernel, which updates the cache or, as in prefill, finds it complete. The cache is full of numbers, and has a row
     more than there are sequences."""
-    B, T, H, K, E, L, window, qk_norm, shared = case
+    B, T, H, K, E, L, window, qk_norm, shared, kind = case
     dtype = BF16 if device == "cuda" else F32
 
     def randn(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
 
+    more, share, scale = ROPES[kind]
+    if "long" in more:
+        more = more | dict(long=rope_of(int(E * share), 300.0).frequencies)
+    rope = rope_of(int(E * share), **more)
     with torch.device(device):
-        attn = Attention(Config(8, (LayerConfig(),), H, K, E, 8, 8, L, qk_norm=qk_norm)).to(dtype)
+        config = Config(8, (LayerConfig(window, rope),), H, K, E, 8, 8, L, qk_norm=qk_norm, attention_scale=scale)
+        attn = Attention(config, config.layers[0]).to(dtype)
     attn.cache = KVCache((B + 1, K, L, E), device, dtype)
-    table = RopeTable(Rope(), E, L, device)
+    table = RopeTable(rope, E, L, B + 1, device)
+    table.offset[1:] = L if rope.long else 0
     for tensor in (attn.cache.k, attn.cache.v):
         tensor.normal_()
     for norm in (attn.q_norm, attn.k_norm) if qk_norm else ():
@@ -101,7 +113,7 @@ def test_attention(device, case):
     def prefill():
         attn.cache.k.copy_(before[0])
         attn.cache.v.copy_(before[1])
-        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions), rows)
+        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions, B), rows)
 
     for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
         out = function().view(B, T, H, E)  # the second time over what the first has left
