@@ -338,23 +338,23 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     def norm(ours: str, size: int = D, rows: str | None = None):
         return Weight(f"{ours}.weight", 0, (size,), rows, norm=True)
 
-    of_layer = {
-        "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
-        "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
-    }
     if config.fused_files:
-        of_layer |= {
+        of_layer = {
             "self_attn.qkv_proj.weight": matrix("attn.wqkv.weight", 0, "qkv"),
             "mlp.gate_up_proj.weight": matrix("ffn.w_gate_up.weight", 0, "gate_up"),
         }
     else:
-        of_layer |= {
+        of_layer = {
             "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
             "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
             "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
             "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
             "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
         }
+    of_layer |= {
+        "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
+        "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
+    }
     if config.qkv_bias:
         of_layer |= {
             "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),

@@ -90,7 +90,7 @@ def check_place(source: Checkpoint, out: Path, bits: int):
 def size_of(checkpoint: Checkpoint) -> str:
     """Of the files that hold its tensors."""
     from tqdm import tqdm
-    return tqdm.format_sizeof(sum(path.stat().st_size for path in set(checkpoint.files().values())), "B")
+    return tqdm.format_sizeof(sum(path.stat().st_size for path in {place.path for place in checkpoint.files().values()}), "B")
 
 
 def main():

@@ -264,8 +264,8 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
         q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
         T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
-        WINDOW=window, NEW=new, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
-        num_warps=warps, **pdl)
+        WINDOW=window, NEW=new, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL,
+        BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl), num_warps=warps, **pdl)
     return out
 
 

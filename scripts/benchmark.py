@@ -51,7 +51,7 @@ from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint)
-from model import Config, KVCache, LayerConfig, Rope, Transformer  # noqa: E402
+from model import Config, KVCache, LayerConfig, Transformer  # noqa: E402
 from quantize import check_quantize, default_group, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import SHAPES  # noqa: E402

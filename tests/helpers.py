@@ -131,7 +131,8 @@ def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dt
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
-    model = Transformer(Config(dim, (LayerConfig(rope=rope_of(8)),) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
+    layer = LayerConfig(rope=rope_of(8))
+    model = Transformer(Config(dim, (layer,) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
                                vocab_size=vocab_size, context=512))
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):

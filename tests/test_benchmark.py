@@ -69,7 +69,8 @@ def test_mistakes_are_one_line(call, monkeypatch, args, words):
 def test_a_widened_model_keeps_the_logits(shape):
     small = tiny()
     dim, layers, *others = shape
-    config = Config(dim, (LayerConfig(rope=small.layers[0].config.rope),) * layers, *others, vocab_size=32000, context=600)
+    layer = LayerConfig(rope=small.layers[0].config.rope)
+    config = Config(dim, (layer,) * layers, *others, vocab_size=32000, context=600)
     wide = widen(small, config, torch.device("cpu"), torch.float32)
     tokens, positions = torch.randint(2048, (2, 30)), torch.arange(30)[None]
     for model in (small, wide):

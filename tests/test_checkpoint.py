@@ -117,8 +117,9 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     program = ("import torch, safetensors.torch, tqdm; from pathlib import Path\n"
                "from checkpoint import Checkpoint, load_model\n"
                "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
+               f"checkpoint = Checkpoint(Path('{tmp_path}'))\n"
                "before = status('VmRSS')\n"
-               f"model = load_model(Checkpoint(Path('{tmp_path}')), torch.device('cpu'), torch.float32)\n"
+               "model = load_model(checkpoint, torch.device('cpu'), torch.float32)\n"
                "print(status('VmHWM') - before)")
     grown = int(ended([sys.executable, "-c", program], 60).stdout) / 1024
     shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
@@ -127,7 +128,7 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
 
 @pytest.mark.parametrize("key, value", [
     ("model_type", "gpt2"), ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True),
-    ("rope_theta", None), ("partial_rotary_factor", 0.5), ("num_attention_heads", 0), ("num_key_value_heads", 0),
+    ("rope_theta", None), ("partial_rotary_factor", 1.5), ("num_attention_heads", 0), ("num_key_value_heads", 0),
     ("vocab_size", -1), ("num_hidden_layers", "2"), ("hidden_size", True), ("num_hidden_layers", 10 ** 9),
     ("rms_norm_eps", float("nan")), *(("tie_word_embeddings", value) for value in ("false", 1, [], 0.5))])
 def test_a_value_that_is_not_supported_is_refused_by_key_and_value(tmp_path, key, value):
@@ -137,10 +138,10 @@ def test_a_value_that_is_not_supported_is_refused_by_key_and_value(tmp_path, key
 
 @pytest.mark.parametrize("words, changes", [
     ("use_sliding_window True", '"model_type": "qwen2", "use_sliding_window": true'),
-    ("rope_type yarn", '"rope_scaling": {"rope_type": "yarn"}'),
-    ("type linear", '"rope_scaling": {"type": "linear"}'),
-    ("rope_type longrope", '"rope_parameters": {"rope_type": "longrope"}'),
-    ("partial_rotary_factor 0.5", '"rope_parameters": {"partial_rotary_factor": 0.5}'),
+    ("rope_type dynamic", '"rope_scaling": {"rope_type": "dynamic"}'),
+    ("rope_type ntk", '"rope_scaling": {"type": "ntk"}'), ("factor None", '"rope_scaling": {"type": "linear"}'),
+    ("short_factor 4 numbers", '"rope_parameters": {"rope_type": "longrope"}'),
+    ("partial_rotary_factor 0", '"rope_parameters": {"partial_rotary_factor": 0}'),
     ("num_key_value_heads 3 num_attention_heads 4", '"num_key_value_heads": 3'),
     ("hidden_size 32 num_attention_heads 5", '"num_attention_heads": 5, "num_key_value_heads": 5'),
     ("rope_theta 100000", '"rope_theta": 1000000000000000000000000000000'),

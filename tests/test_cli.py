@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from argparse import SUPPRESS, Namespace

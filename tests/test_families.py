@@ -1,4 +1,4 @@
-"""Families of models: sizes of the released ones, both spellings of a config.json, what is refused, names of tensors."""
+"""Families of models: sizes of the released ones, spellings of config.json, what is refused, names of tensors."""
 import json
 import shutil
 

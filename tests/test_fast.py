@@ -243,8 +243,10 @@ def test_fast_decoder_equals_the_model(family, device):
 @torch.no_grad()
 def test_each_layer_has_its_own_window_and_rope(device):
     dtype, tolerance = PRECISION[device]
-    layers = LayerConfig(5, rope_of(16)), LayerConfig(), LayerConfig(rope=rope_of(16, 3.0)), LayerConfig(9, rope_of(16, 1e6))
-    config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
+    layers = (LayerConfig(5, rope_of(16)), LayerConfig(), LayerConfig(rope=rope_of(16, 3.0)),
+              LayerConfig(9, rope_of(16, 1e6)))
+    config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64,
+                    qk_norm="head")
     with torch.device(device):
         plain, fast = Transformer(config).to(dtype), Transformer(config).to(dtype)
     plain.embed.weight.normal_()

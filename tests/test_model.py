@@ -113,7 +113,8 @@ def test_a_layer_has_the_window_and_the_rope_that_its_config_names(layer):
     attn.register_forward_hook(lambda _, inputs, out: found.extend([inputs[0], out]))
     model(torch.randint(96, (1, 12)), positions)
     qkv = attn.wqkv(found[0]).unflatten(-1, (8, 8))
-    out, _, _ = exact_attention(qkv, positions, RopeTable(rope, 8, 16, 1, CPU), *torch.zeros(2, 1, 2, 16, 8), attn, window)
+    table = RopeTable(rope, 8, 16, 1, CPU)
+    out, _, _ = exact_attention(qkv, positions, table, *torch.zeros(2, 1, 2, 16, 8), attn, window)
     assert error(found[1], attn.wo(out.flatten(2))) < 1e-6  # rope's tables are fp32
 
 
@@ -138,7 +139,8 @@ def test_hidden_states_of_named_places_are_kept_by_position():
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    model = random_weights(Config(dim=32, layers=(LayerConfig(rope=rope_of(8)),) * 2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
+    layers = (LayerConfig(rope=rope_of(8)),) * 2
+    model = random_weights(Config(dim=32, layers=layers, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
                                   vocab_size=96, context=32)).to(device)
     model.setup(max_seq_len=32)
     tokens = torch.randint(96, (4, 32), device=device)
