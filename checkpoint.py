@@ -82,7 +82,8 @@ class Checkpoint:
             paths = dict.fromkeys(open_shard(whole).keys(), whole)
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
-            print(f"{self.directory}: text only: {len(seeing)} tensors of its vision part are left out", file=sys.stderr)
+            left_out = f"{len(seeing)} tensors of its vision part are left out"
+            print(f"{self.directory}: text only: {left_out}", file=sys.stderr)
             for name in seeing:
                 del paths[name]
         return {name.replace("language_model.", "", 1): Place(path, name) for name, path in paths.items()}

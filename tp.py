@@ -90,14 +90,16 @@ class Shard:
         part = part_of(V, ranks)
         self.whole = config
         self.config = replace(config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn)
-        every = torch.arange((H + 2 * K) * E), torch.arange(2 * config.ffn_dim)  # rows of what Phi's files hold as one
         heads, keys = slice(q * E, q_end * E), slice(kv * E, kv_end * E)
+        # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
+        qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
+        gate_up = torch.arange(2 * config.ffn_dim).chunk(2)
         self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
             "q": heads,
             "kv": keys,
             "ffn": slice(ffn, ffn_end),
-            "qkv": torch.cat([part[own] for part, own in zip(every[0].split([H * E, K * E, K * E]), (heads, keys, keys))]),
-            "gate_up": torch.cat([part[ffn:ffn_end] for part in every[1].chunk(2)]),
+            "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (heads, keys, keys))]),
+            "gate_up": torch.cat([rows[ffn:ffn_end] for rows in gate_up]),
             "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
             None: slice(None)}
         self.row_parallel = [  # the layers of which it has some inputs

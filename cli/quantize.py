@@ -90,7 +90,8 @@ def check_place(source: Checkpoint, out: Path, bits: int):
 def size_of(checkpoint: Checkpoint) -> str:
     """Of the files that hold its tensors."""
     from tqdm import tqdm
-    return tqdm.format_sizeof(sum(path.stat().st_size for path in {place.path for place in checkpoint.files().values()}), "B")
+    paths = {place.path for place in checkpoint.files().values()}
+    return tqdm.format_sizeof(sum(path.stat().st_size for path in paths), "B")
 
 
 def main():
