@@ -38,6 +38,11 @@ CHUNK = 8192  # calibration tokens at a time
 # The plain quantized layer
 
 
+def from_integers(codes: Tensor) -> Tensor:
+    """uint8 -> fp32"""
+    return codes.float()
+
+
 def from_e4m3(codes: Tensor):
     """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
 
@@ -60,8 +65,8 @@ class Codes:
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
 
 
-INT4 = Codes("int4", 4, 8, Tensor.float)
-INT8 = Codes("int8", 8, 128, Tensor.float)
+INT4 = Codes("int4", 4, 8, from_integers)
+INT8 = Codes("int8", 8, 128, from_integers)
 E4M3 = Codes("fp8", 8, 0, from_e4m3)
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
 

@@ -84,7 +84,7 @@ def test_probabilities_and_the_sampling_kernels(device, V, sampling):
     settings.copy_(make_settings(sampling, logits.device))
     noise = exponential(logits)
     expected = exact_probabilities(logits, sampling)
-    assert error(probabilities(logits.float().cpu(), sampling), expected.cpu()) < 1e-5
+    assert error(probabilities(logits.float().cpu(), sampling), expected.cpu()) < 5e-5  # sums of 151,936 in fp32
     logsumexp = logits.double().logsumexp(-1)
     probs, totals, tokens = distribute(logits, noise, settings)
     assert error(probs, expected) < 1e-5 and error(totals, logsumexp) < 1e-6

@@ -50,10 +50,11 @@ def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None 
     if draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
     rows, sampling = len(prompts()), Sampling(temperature)
-    runner = engine = Engine(model, 17 + new, rows, sampling, mode)
     if draft:
         runner = speculator(model, 17 + new, smaller, policy, rows, sampling, mode, team.agree)
         engine = runner.target
+    else:
+        runner = engine = Engine(model, 17 + new, rows, sampling, mode)
     if mode != "eager":
         engine.warm_up(rows, runner if draft else None, team.ranks == 1)
     torch.manual_seed(5)
