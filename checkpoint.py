@@ -31,7 +31,8 @@ from model import Config, LayerConfig, Rope, Transformer
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
-CHAT_ENDS = "<|eot_id|>", "<|im_end|>"  # They end a turn, whether or not generation_config.json lists them.
+# They end a turn, whether or not generation_config.json lists them.
+CHAT_ENDS = "<|eot_id|>", "<|im_end|>"
 
 
 class UserError(ValueError):
@@ -46,7 +47,9 @@ class UserError(ValueError):
 
     def command_line(self) -> str:
         message = self.message.replace("`=", "` ")
-        return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
+        return one_line(
+            re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message)
+        )
 
 
 def one_line(text: str) -> str:
@@ -74,11 +77,16 @@ class Checkpoint:
     def files(self) -> dict[str, "Place"]:
         """Where each tensor of the language model is. Of a model that also sees, the rest is left out."""
         open_shard.cache_clear()  # a file of this name may be another one by now
-        paths = {name: self.directory / file for name, file in (self.index.get("weight_map") or {}).items()}
+        paths = {
+            name: self.directory / file
+            for name, file in (self.index.get("weight_map") or {}).items()
+        }
         if not self.index:
             whole = self.directory / WHOLE
             if not whole.exists():
-                raise UserError(f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read")
+                raise UserError(
+                    f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read"
+                )
             paths = dict.fromkeys(open_shard(whole).keys(), whole)
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
@@ -86,7 +94,10 @@ class Checkpoint:
             print(f"{self.directory}: text only: {left_out}", file=sys.stderr)
             for name in seeing:
                 del paths[name]
-        return {name.replace("language_model.", "", 1): Place(path, name) for name, path in paths.items()}
+        return {
+            name.replace("language_model.", "", 1): Place(path, name)
+            for name, path in paths.items()
+        }
 
 
 class Place(NamedTuple):
@@ -110,15 +121,29 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     "ministral3": {},
     "olmo2": OLMO,
     "olmo3": OLMO,
-    "gemma3_text": dict(qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"),
+    "gemma3_text": dict(
+        qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"
+    ),
 }
 DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
     "smollm3": dict(rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
     "olmo3": dict(rope_theta=5e5, sliding_window=4096),
     "gemma3_text": dict(
-        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=1e6,
-        rope_local_base_freq=1e4, sliding_window=4096, query_pre_attn_scalar=256, tie_word_embeddings=True),
+        vocab_size=262208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window=4096,
+        query_pre_attn_scalar=256,
+        tie_word_embeddings=True,
+    ),
 }
 SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
     "model_type": tuple(FAMILIES),
@@ -139,8 +164,10 @@ LACKING = {  # model_type -> what it has that is not here
     "qwen3_5": "recurrent layers",
     "qwen3_next": "recurrent layers",
     "granitemoehybrid": "recurrent layers",
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "phimoe", "olmoe", "gpt_oss", "llama4"),
-                    "experts"),
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "phimoe", "olmoe", "gpt_oss", "llama4"),
+        "experts",
+    ),
 }
 
 
@@ -149,8 +176,14 @@ def check_supported(settings: dict, supported: dict) -> None:
     for key, values in supported.items():
         found = settings.get(key, values[0])
         if found not in values:
-            lacking = f", as its {LACKING[found]} are not here" if key == "model_type" and found in LACKING else ""
-            raise ValueError(f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}")
+            lacking = (
+                f", as its {LACKING[found]} are not here"
+                if key == "model_type" and found in LACKING
+                else ""
+            )
+            raise ValueError(
+                f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}"
+            )
 
 
 def text_settings(hf: dict) -> dict:
@@ -173,11 +206,13 @@ def config_from_hf(hf: dict) -> Config:
             attention_scale=hf.get("attention_multiplier", 1.0),
             embedding_scale=hf.get("embedding_multiplier", 1.0),
             residual_scale=hf.get("residual_multiplier", 1.0),
-            logits_scale=1 / hf.get("logits_scaling", 1.0))
+            logits_scale=1 / hf.get("logits_scaling", 1.0),
+        )
     elif hf["model_type"] == "gemma3_text":
         scales = dict(
             attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-            embedding_scale=hf["hidden_size"] ** 0.5)
+            embedding_scale=hf["hidden_size"] ** 0.5,
+        )
     return Config(
         dim=hf["hidden_size"],
         layers=layers_from_hf(hf),
@@ -190,7 +225,8 @@ def config_from_hf(hf: dict) -> Config:
         norm_eps=hf["rms_norm_eps"],
         tied=hf.get("tie_word_embeddings") or False,
         **scales,
-        **FAMILIES[hf["model_type"]])
+        **FAMILIES[hf["model_type"]],
+    )
 
 
 def head_dim(hf: dict) -> int:
@@ -200,15 +236,22 @@ def head_dim(hf: dict) -> int:
 def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
     kind, window = hf["model_type"], hf.get("sliding_window") or None
-    every = dict(olmo3=4, gemma3_text=hf.get("sliding_window_pattern", 6), smollm3=hf.get("no_rope_layer_interval", 4))
-    nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]  # every nth layer is another
+    every = dict(
+        olmo3=4,
+        gemma3_text=hf.get("sliding_window_pattern", 6),
+        smollm3=hf.get("no_rope_layer_interval", 4),
+    )
+    # Every nth layer is another.
+    nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]
     full = LayerConfig(None, rope_from_hf(hf))
     if kind == "smollm3":
         turned = hf.get("no_rope_layers") or [not last for last in nth]
         return tuple(full if turn else LayerConfig() for turn, _ in zip(turned, nth))
     if kind in ("olmo3", "gemma3_text"):
         sliding = LayerConfig(window, rope_from_hf(hf, sliding=True))
-        types = hf.get("layer_types") or ["full_attention" if last else "sliding_attention" for last in nth]
+        types = hf.get("layer_types") or [
+            "full_attention" if last else "sliding_attention" for last in nth
+        ]
         return tuple(full if of == "full_attention" else sliding for of in types)
     if kind in ("mistral", "ministral3", "phi3"):
         full = replace(full, window=window)
@@ -231,8 +274,14 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
         found = found.get("sliding_attention" if sliding else "full_attention") or {}
     elif sliding:
         found = {}
-    rope = dict(rope_theta=theta, partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
-                original_max_position_embeddings=hf["max_position_embeddings"]) | found
+    rope = (
+        dict(
+            rope_theta=theta,
+            partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
+            original_max_position_embeddings=hf["max_position_embeddings"],
+        )
+        | found
+    )
     if "original_max_position_embeddings" in hf:  # Phi has it beside the other settings
         rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -252,7 +301,9 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
 
 
 def make_rope(frequencies: Tensor, scale: float = 1.0, long: Tensor | None = None) -> Rope:
-    return Rope(tuple(frequencies.tolist()), scale, long=() if long is None else tuple(long.tolist()))
+    return Rope(
+        tuple(frequencies.tolist()), scale, long=() if long is None else tuple(long.tolist())
+    )
 
 
 def default_rope(plain: Tensor, rope: dict, context: int) -> Rope:
@@ -266,7 +317,8 @@ def linear_rope(plain: Tensor, rope: dict, context: int) -> Rope:
 def llama3_rope(plain: Tensor, rope: dict, context: int) -> Rope:
     """Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)  # full turns within the original context
+    # Full turns within the original context.
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return make_rope(keep * plain + (1 - keep) * plain / rope["factor"])
 
@@ -304,10 +356,14 @@ def longrope(plain: Tensor, rope: dict, context: int) -> Rope:
     scale = rope.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return make_rope(plain / torch.tensor(rope["short_factor"]), scale, plain / torch.tensor(rope["long_factor"]))
+    return make_rope(
+        plain / torch.tensor(rope["short_factor"]), scale, plain / torch.tensor(rope["long_factor"])
+    )
 
 
-STRETCH = dict(default=default_rope, linear=linear_rope, llama3=llama3_rope, yarn=yarn_rope, longrope=longrope)
+STRETCH = dict(
+    default=default_rope, linear=linear_rope, llama3=llama3_rope, yarn=yarn_rope, longrope=longrope
+)
 
 
 # Weights
@@ -365,12 +421,19 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if config.qk_norm:
         whole = config.qk_norm == "whole"
         of_layer |= {
-            "self_attn.q_norm.weight": norm("attn.q_norm", q, "q") if whole else norm("attn.q_norm", E),
-            "self_attn.k_norm.weight": norm("attn.k_norm", kv, "kv") if whole else norm("attn.k_norm", E),
+            "self_attn.q_norm.weight": norm("attn.q_norm", q, "q")
+            if whole
+            else norm("attn.q_norm", E),
+            "self_attn.k_norm.weight": norm("attn.k_norm", kv, "kv")
+            if whole
+            else norm("attn.k_norm", E),
         }
     if config.pre_norm:
         name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
-        of_layer |= {"input_layernorm.weight": norm("attn_norm"), f"{name}.weight": norm("ffn_norm")}
+        of_layer |= {
+            "input_layernorm.weight": norm("attn_norm"),
+            f"{name}.weight": norm("ffn_norm"),
+        }
     if config.post_norm:
         of_layer |= {
             "post_attention_layernorm.weight": norm("attn_post_norm"),
@@ -399,32 +462,46 @@ def open_shard(path: Path):
     return safe_open(path, framework="pt")
 
 
-def read_tensor(files: dict[str, Place], name: str, shapes: list[tuple], dtypes: str = FLOATS,
-                part: tuple[slice, ...] = ()) -> Tensor:
+def read_tensor(
+    files: dict[str, Place],
+    name: str,
+    shapes: list[tuple],
+    dtypes: str = FLOATS,
+    part: tuple[slice, ...] = (),
+) -> Tensor:
     """The tensor, or a part of it, in the host's memory. UserError unless it has one of the shapes.
 
     Its name is removed from `files`: a name that is still there at the end has no place in the model."""
     if name not in files:
-        raise UserError(f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
-                        "the weights are quantized (generate.load reads these)")
+        raise UserError(
+            f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
+            "the weights are quantized (generate.load reads these)"
+        )
     path, stored = files.pop(name)
     found = open_shard(path).get_slice(stored)
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in dtypes.split() or shape not in shapes:
         raise UserError(f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}")
     if part and isinstance(part[0], slice):
-        return found[part[:len(shape)]]
+        return found[part[: len(shape)]]
     tensor = open_shard(path).get_tensor(stored)
     return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: bool = False,
-               replace_layers: Callable | None = None, shard=None) -> Transformer:
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool = False,
+    replace_layers: Callable | None = None,
+    shard=None,
+) -> Transformer:
     """The model, ready for setup(). Its weights go tensor by tensor from the files to the device.
 
     replace_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
     ones. shard: this rank's part of the model, a tp.Shard."""
     from tqdm import tqdm
+
     files = checkpoint.files()
     with torch.device("meta"):
         model = shard.model() if shard else Transformer(checkpoint.config)
@@ -444,7 +521,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
         if place.norm:
             tensor = tensor.float() + model.config.norm_offset
-        parameters[place.ours][place.row:place.row + place.shape[0]].copy_(tensor)
+        parameters[place.ours][place.row : place.row + place.shape[0]].copy_(tensor)
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()
     model.load_state_dict(parameters, strict=False, assign=True)
@@ -457,7 +534,11 @@ def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
     """UserError for a tensor that the model has no place for, unless it would change nothing, as a bias of zeros."""
     sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
     for name, (path, _) in list(files.items()):
-        unused = name.endswith("rotary_emb.inv_freq") or checkpoint.config.tied and name == "lm_head.weight"
+        unused = (
+            name.endswith("rotary_emb.inv_freq")
+            or checkpoint.config.tied
+            and name == "lm_head.weight"
+        )
         if not unused and (not name.endswith(".bias") or read_tensor(files, name, sizes).any()):
             raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
 
@@ -477,14 +558,18 @@ def render_plainly(template: str, values: dict) -> str:
     def raise_exception(message: str):
         raise TemplateError(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes for HTML
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # Jinja2's own filter escapes for HTML.
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
     return env.from_string(template).render(values)
 
 
 class Tokenizer:
     """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none)."""
+
     render_template = staticmethod(render_plainly)
 
     def __init__(self, checkpoint: Checkpoint):
@@ -571,6 +656,7 @@ class TokenizerJson:
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
+
         self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -592,9 +678,14 @@ class SentencePiece:
 
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor
+
         self.processor = SentencePieceProcessor(model_file=str(path))
         self.size = self.processor.vocab_size()
-        self.special = {self.processor.id_to_piece(i): i for i in range(self.size) if self.processor.is_control(i)}
+        self.special = {
+            self.processor.id_to_piece(i): i
+            for i in range(self.size)
+            if self.processor.is_control(i)
+        }
         added = settings.get("added_tokens_decoder") or {}
         self.special |= {token["content"]: int(i) for i, token in added.items()}
 

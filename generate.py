@@ -13,7 +13,8 @@ stdout is one JSON object on one line.
 """
 import signal
 
-if __name__ == "__main__":  # PyTorch takes seconds to import, and compiling takes longer: Ctrl-C ends both at once
+# PyTorch takes seconds to import, and compiling takes longer: Ctrl-C ends both at once.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gc
@@ -39,7 +40,8 @@ from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, pro
 from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
-PREFILL_TOKENS = 4096  # at a time, over all prompts: the memory of prefill does not grow with the prompt
+# At a time, over all prompts: the memory of prefill does not grow with the prompt.
+PREFILL_TOKENS = 4096
 
 # Prefill and decode
 
@@ -53,24 +55,34 @@ def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
     return logits
 
 
-def chunks(prompts: list[list[int]], start: int, columns: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def chunks(
+    prompts: list[list[int]], start: int, columns: int, device: torch.device
+) -> Iterator[tuple[Tensor, ...]]:
     """Cuts P prompts, padded on the right, into pieces of about PREFILL_TOKENS tokens, multiples of `columns` wide.
 
     Yields tokens [P, T], positions [1, T], the column of each prompt's last token [P], and whether it is in this piece
     [P]. Padding needs no mask: see model.py."""
     width = round_up(max(map(len, prompts)), columns)
     size = max(columns, PREFILL_TOKENS // len(prompts) // columns * columns)
-    tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    tokens = torch.tensor(
+        [prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device
+    )
     last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
     for at in range(0, width, size):
-        piece = tokens[:, at:at + size]
+        piece = tokens[:, at : at + size]
         positions = start + at + torch.arange(piece.shape[1], device=device)[None]
         column = (last - at).clamp(0, piece.shape[1] - 1)
         yield piece, positions, column, column == last - at
 
 
-def decode_one_token(model: Callable, tokens: Tensor, positions: Tensor, slots: Tensor, choose: Callable,
-                     sampling: Sampling | Tensor) -> tuple[Tensor, Tensor]:
+def decode_one_token(
+    model: Callable,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    choose: Callable,
+    sampling: Sampling | Tensor,
+) -> tuple[Tensor, Tensor]:
     """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]; tokens and positions move on."""
     logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)  # [B, V]
     chosen, logprobs = choose(logits, sampling)
@@ -91,14 +103,22 @@ class Engine:
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
     [B, T, V] decodes and verifies. choose(), propose() and accept() take `sampling` as their last argument."""
 
-    def __init__(self, model: Transformer, max_seq_len: int, batch_size: int = 1, sampling: Sampling = Sampling(),
-                 mode: str = "eager", features: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        model: Transformer,
+        max_seq_len: int,
+        batch_size: int = 1,
+        sampling: Sampling = Sampling(),
+        mode: str = "eager",
+        features: tuple[int, ...] = (),
+    ):
         self.model, self.max_seq_len, self.batch_size = model, max_seq_len, batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
         # when compiled. SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features)
-        self.row_length = None  # the length that each row may reach, where its prompt and new tokens do not say it
+        # The length that each row may reach, where its prompt and new tokens do not say it.
+        self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
@@ -108,12 +128,18 @@ class Engine:
 
     def compile(self, use_fast: bool) -> None:
         """Every switch of the compiler, and the swap for what fast/ has."""
-        torch._inductor.config.fallback_random = True  # a seed draws the same with and without --compile
+        # A seed draws the same with and without --compile.
+        torch._inductor.config.fallback_random = True
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-        torch.fx.experimental._config.use_duck_shape = False  # do not unify dynamic sizes that happen to coincide
-        torch._dynamo.config.automatic_dynamic_shapes = False  # do not make a size dynamic when it first changes
-        for layer in self.model.layers:  # prefill: the code of one layer serves all lengths and layers
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
+            1000
+        )
+        # Do not unify dynamic sizes that happen to coincide.
+        torch.fx.experimental._config.use_duck_shape = False
+        # Do not make a size dynamic when it first changes.
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        # Prefill: the code of one layer serves all lengths and layers.
+        for layer in self.model.layers:
             layer.compile(dynamic=True, fullgraph=True)
         self.decoder, fast = self.model, import_fast()
         if fast:
@@ -122,9 +148,12 @@ class Engine:
         if self.fast:
             self.decoder, self.kernels = self.fast.decoder, self.fast.kernels
         self.compiled_decoder = torch.compile(self.decoder, mode="reduce-overhead", fullgraph=True)
-        self.compiled_decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
+        self.compiled_decode = torch.compile(
+            decode_one_token, mode="reduce-overhead", fullgraph=True
+        )
         self.settings = torch.zeros(4, device=self.device)  # fast/'s values of Sampling
-        for state in (self.tokens, self.positions, self.settings):  # CUDA graphs then use them in place
+        # CUDA graphs then use them in place.
+        for state in (self.tokens, self.positions, self.settings):
             torch._dynamo.mark_static_address(state)
 
     def set_sampling(self, sampling: Sampling) -> None:
@@ -139,7 +168,11 @@ class Engine:
         if settings is not None:
             self.settings.copy_(settings)
             self.sampling, self.captures, self.decode = self.settings, True, self.compiled_decode
-            self.choose, self.propose, self.accept = self.fast.choose, self.fast.propose, self.fast.accept
+            self.choose, self.propose, self.accept = (
+                self.fast.choose,
+                self.fast.propose,
+                self.fast.accept,
+            )
             self.forward = self.decoder
 
     def columns(self) -> int:
@@ -152,16 +185,17 @@ class Engine:
         if self.kernels:
             return self.model.slots[:0]  # kernels find the slots in use by themselves
         if self.device.type != "cuda" and not self.compiled:
-            return self.model.slots[:round_up(n, 8)]
+            return self.model.slots[: round_up(n, 8)]
         # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's. Always a strict slice:
         # the full view would specialize and recompile.
-        slots = self.model.slots[:-8][:max(256, 1 << (n - 1).bit_length())]
+        slots = self.model.slots[:-8][: max(256, 1 << (n - 1).bit_length())]
         if self.compiled:
             torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
-    def prefill(self, prompts: list[list[int]], start: int = 0, samples: int = 1,
-                new_tokens: int = 0) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, prompts: list[list[int]], start: int = 0, samples: int = 1, new_tokens: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Reads P prompts behind `start` cached tokens -> for each prompt's samples a token and its log-probability
         [P x samples]. new_tokens: how many will follow."""
         lengths = [self.row_length or start + len(prompt) + new_tokens for prompt in prompts]
@@ -174,15 +208,23 @@ class Engine:
             logits = logits.repeat_interleave(samples, dim=0)
         return self.choose(logits, self.sampling)
 
-    def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int) -> tuple[Tensor, Tensor]:
+    def begin(
+        self, prompts: list[list[int]], new_tokens: int, start: int, samples: int
+    ) -> tuple[Tensor, Tensor]:
         """prefill(), and makes step() ready for the new_tokens - 1 tokens that follow."""
         chosen, logprobs = self.prefill(prompts, start, samples, new_tokens)
         used = len(chosen)
         self.tokens[:used] = chosen
         self.positions.zero_()
-        self.positions[:used] = torch.tensor([start + len(prompt) for prompt in prompts for _ in range(samples)])
+        self.positions[:used] = torch.tensor(
+            [start + len(prompt) for prompt in prompts for _ in range(samples)]
+        )
         # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each time.
-        self.state = (self.tokens, self.positions) if self.compiled else (self.tokens[:used], self.positions[:used])
+        self.state = (
+            (self.tokens, self.positions)
+            if self.compiled
+            else (self.tokens[:used], self.positions[:used])
+        )
         self.length = start + max(map(len, prompts))
         self.end = self.length + new_tokens - 1
         return chosen, logprobs
@@ -193,14 +235,18 @@ class Engine:
         if self.length == self.end:
             return None
         self.length += 1
-        return self.decode(self.forward, *self.state, self.slots(self.length), self.choose, self.sampling)
+        return self.decode(
+            self.forward, *self.state, self.slots(self.length), self.choose, self.sampling
+        )
 
     def read(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
     @torch.no_grad()
-    def warm_up(self, prompts: int, speculator: Speculator | None = None, alone: bool = True) -> None:
+    def warm_up(
+        self, prompts: int, speculator: Speculator | None = None, alone: bool = True
+    ) -> None:
         """Compiles what a batch of so many prompts needs: decode runs, records its graph and replays it.
 
         alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
@@ -209,7 +255,11 @@ class Engine:
             speculator.draft.catch_up(speculator.text, speculator.last, speculator.reach())
             return
         overlap = self.captures and alone
-        with self.decoder.warm_up(self.batch_size, self.choose, self.sampling) if overlap else nullcontext():
+        with (
+            self.decoder.warm_up(self.batch_size, self.choose, self.sampling)
+            if overlap
+            else nullcontext()
+        ):
             for _ in generate(self, [[0, 0]] * prompts, 4):
                 pass
 
@@ -219,10 +269,14 @@ def import_fast():
     """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does not import."""
     try:
         import fast
+
         return fast if fast.__file__ else None  # an empty folder is a package without a file
     except Exception as error:  # whatever is wrong with it, the plain path runs
         if not isinstance(error, ModuleNotFoundError) or error.name != "fast":
-            print(f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -233,8 +287,13 @@ def round_up(n: int, multiple: int) -> int:
 
 
 @torch.no_grad()
-def generate(runner: "Engine | Speculator", prompts: list[list[int]], new_tokens: int, start: int = 0,
-             samples: int = 1) -> Iterator[list[list[tuple[int, float]]]]:
+def generate(
+    runner: "Engine | Speculator",
+    prompts: list[list[int]],
+    new_tokens: int,
+    start: int = 0,
+    samples: int = 1,
+) -> Iterator[list[list[tuple[int, float]]]]:
     """Yields for each step and row the new tokens with their log-probabilities, until all rows have new_tokens.
 
     Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so many tokens, the
@@ -255,19 +314,33 @@ def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
     """Begins to copy tensors to the host, and returns the function that waits for the copies."""
     if not tensors[0].is_cuda:
         return lambda: tensors
-    copies = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    copies = [
+        torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
+        for t in tensors
+    ]
     event = torch.cuda.current_stream().record_event()
 
     def wait() -> list[Tensor]:
         event.synchronize()
         return copies
+
     return wait
 
 
 # From text to text
 
 
-GENERATION = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "stop", "time_budget")
+GENERATION = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "num_samples",
+    "stop",
+    "time_budget",
+)
 
 
 class LLM:
@@ -288,14 +361,33 @@ class LLM:
     ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One call at a time:
     another one ends a stream() that goes on. Under torchrun each rank makes the same calls."""
 
-    def __init__(self, checkpoint: str = TINY, *, max_batch_size: int | None = None, max_seq_length: int | None = None,
-                 device: str | None = None, dtype: str | None = None, compile: bool = False, no_kernels: bool = False,
-                 quantize: str | None = None, group_size: int | None = None, draft: str | None = None,
-                 draft_tokens: int | str | None = None, draft_quantize: str | None = None, load: bool = True,
-                 quiet: bool = False, max_new_tokens: int | None = None, temperature: float | None = None,
-                 top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
-                 seed: int | None = None, num_samples: int = 1, stop: str | list[str] = (),
-                 time_budget: float | None = None):
+    def __init__(
+        self,
+        checkpoint: str = TINY,
+        *,
+        max_batch_size: int | None = None,
+        max_seq_length: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        compile: bool = False,
+        no_kernels: bool = False,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        draft: str | None = None,
+        draft_tokens: int | str | None = None,
+        draft_quantize: str | None = None,
+        load: bool = True,
+        quiet: bool = False,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        num_samples: int = 1,
+        stop: str | list[str] = (),
+        time_budget: float | None = None,
+    ):
         """load: False puts off reading the weights to the first call. quiet: no progress on stderr."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
@@ -314,7 +406,8 @@ class LLM:
             self.draft_checkpoint, theirs = guard.open_checkpoint(draft)
             guard.check_draft(draft, (self.draft_checkpoint, theirs), opened)
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
-        self.load_s, self.compile_s, self.room = 0.0, 0.0, 0  # room: tokens of a prompt and its completion
+        # Room: tokens of a prompt and its completion.
+        self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
         self.progress = say_compiling
         if self.team.ranks > 1:
             torch.manual_seed(self.team.agree(torch.seed()))
@@ -354,7 +447,9 @@ class LLM:
     def _options(self, given: dict) -> SimpleNamespace:
         """The constructor's options with those of a call in their place. None: as if it were not given."""
         guard.check_call(given, GENERATION, vars(self.options))
-        options = vars(self.options) | {name: value for name, value in given.items() if value is not None}
+        options = vars(self.options) | {
+            name: value for name, value in given.items() if value is not None
+        }
         guard.check_options(options)
         return SimpleNamespace(**options)
 
@@ -372,13 +467,17 @@ class LLM:
             raise UserError("no prompt: want a text, messages, or a list of these")
         encoded = [self._encode(prompt) for prompt in prompts]
         if [] in encoded:
-            raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
+            raise UserError(
+                "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
+            )
         longest = max(map(len, encoded))
         new_tokens = options.max_new_tokens or max(1, min(256, self.context - longest))
         if longest + new_tokens > self.context:
             limit = "`max_seq_length`" if self.options.max_seq_length else "the model's context"
-            raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
-                            "shorten the prompt or lower `max_new_tokens`")
+            raise UserError(
+                f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
+                "shorten the prompt or lower `max_new_tokens`"
+            )
         stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
         completions = []
         for prompt, tokens in zip(prompts, encoded):
@@ -393,7 +492,9 @@ class LLM:
                 return self.tokenizer.encode_text(prompt)
             guard.check_messages(prompt)
             if not self.tokenizer.template:
-                raise UserError("this checkpoint has no chat template: give a text, which is continued")
+                raise UserError(
+                    "this checkpoint has no chat template: give a text, which is continued"
+                )
             return self.tokenizer.encode_chat(prompt)
 
     # Weights, cache and compiled code
@@ -403,19 +504,37 @@ class LLM:
         options, begun = self.options, time.perf_counter()
         read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
         with guard.memory_advice(self._check_memory(rows, length)):
-            self.model = read(self.checkpoint, quantize=options.quantize, group_size=options.group_size,
-                              split=splitter(self.team))
+            self.model = read(
+                self.checkpoint,
+                quantize=options.quantize,
+                group_size=options.group_size,
+                split=splitter(self.team),
+            )
             if self.draft_checkpoint:
                 split = draft_splitter(self.team, self.draft_checkpoint.config)
-                self.draft_model = read(self.draft_checkpoint, quantize=options.draft_quantize, split=split)
+                self.draft_model = read(
+                    self.draft_checkpoint, quantize=options.draft_quantize, split=split
+                )
         self.load_s = time.perf_counter() - begun
 
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        checkpoints = [self.checkpoint, self.draft_checkpoint] if self.draft_checkpoint else [self.checkpoint]
-        sizes = [(checkpoint.config, formats.read_settings(checkpoint).get("bits")) for checkpoint in checkpoints]
-        return guard.check_memory(sizes, rows, self._slots(length), self.device, self.dtype, self.team.ranks,
-                                  loaded=self.model is not None)
+        checkpoints = (
+            [self.checkpoint, self.draft_checkpoint] if self.draft_checkpoint else [self.checkpoint]
+        )
+        sizes = [
+            (checkpoint.config, formats.read_settings(checkpoint).get("bits"))
+            for checkpoint in checkpoints
+        ]
+        return guard.check_memory(
+            sizes,
+            rows,
+            self._slots(length),
+            self.device,
+            self.dtype,
+            self.team.ranks,
+            loaded=self.model is not None,
+        )
 
     def _slots(self, length: int) -> int:
         return length + SLACK if self.options.draft else length
@@ -440,7 +559,9 @@ class LLM:
                 self.compile_s = time.perf_counter() - begun
             else:
                 for model in (self.model, self.draft_model):
-                    formats.unpack_quantized(model, rows * length, self.options.quiet, self.team.ranks)
+                    formats.unpack_quantized(
+                        model, rows * length, self.options.quiet, self.team.ranks
+                    )
                 self._make_engine(rows, length)
         self.room = length
 
@@ -448,8 +569,10 @@ class LLM:
         """The old one, before one of so many rows and tokens is made."""
         if self.engine and self.options.compile:  # compiled code and kernels hold it
             if not self.options.quiet:
-                print(f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
-                      file=sys.stderr)
+                print(
+                    f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
+                    file=sys.stderr,
+                )
             self.model = self.draft_model = None
             torch._dynamo.reset()
         self.engine = self.speculator = None
@@ -472,9 +595,14 @@ class LLM:
         if self.draft_model:
             context = min(slots, self.draft_model.config.context)
             if context < length:
-                print(f"the draft's context is {context} tokens: no token beyond is drafted", file=sys.stderr)
+                print(
+                    f"the draft's context is {context} tokens: no token beyond is drafted",
+                    file=sys.stderr,
+                )
             draft = DraftModel(engine(self.draft_model, context), vocab_size)
-        self.speculator = Speculator(self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree)
+        self.speculator = Speculator(
+            self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree
+        )
 
     # Generation
 
@@ -484,26 +612,38 @@ class LLM:
             self._running.close()  # a stream that goes on ends here
         rows, most = len(completions), self.options.max_batch_size
         if most and rows > most:
-            raise UserError(f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer")
-        length = max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
+            raise UserError(
+                f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer"
+            )
+        length = (
+            max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
+        )
         # The limits that were given, else no less than is there.
         least = min(2048, self.context) if self.options.compile else 1
         there = self.engine.batch_size if self.engine else 1
-        self.prepare(most or max(rows, there), self.options.max_seq_length or max(length, self.room, least))
+        self.prepare(
+            most or max(rows, there), self.options.max_seq_length or max(length, self.room, least)
+        )
         (self.speculator or self.engine).set_sampling(self._sampling(options))
         if options.seed is not None:
             torch.manual_seed(options.seed)
         self._running = self.complete(completions, options.num_samples, budget=options.time_budget)
         return self._running
 
-    def complete(self, completions: list[Completion], samples: int = 1, start: int = 0,
-                 budget: float | None = None) -> Iterator[None]:
+    def complete(
+        self,
+        completions: list[Completion],
+        samples: int = 1,
+        start: int = 0,
+        budget: float | None = None,
+    ) -> Iterator[None]:
         """Generates until each completion has ended or `budget` seconds are over, and yields after each step.
 
         Each prompt has `samples` completions, one after the other, all of one limit. `start` tokens of the prompts are
         in the cache already."""
         begun, limit = time.perf_counter(), completions[0].limit
-        agree = self.team.agree if budget else float  # with a budget all ranks must stop at the same step
+        # With a budget all ranks must stop at the same step.
+        agree = self.team.agree if budget else float
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
         with guard.memory_advice(self.advice):
             for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
@@ -520,7 +660,9 @@ class LLM:
                 if all(completion.finish_reason for completion in completions):
                     break
         if budget and not any(completion.steps for completion in completions):
-            raise UserError(f"`time_budget`={budget}: the first token took {seconds:.3f} s; allow more")
+            raise UserError(
+                f"`time_budget`={budget}: the first token took {seconds:.3f} s; allow more"
+            )
 
 
 def say_compiling() -> AbstractContextManager:
@@ -528,8 +670,15 @@ def say_compiling() -> AbstractContextManager:
     return nullcontext()
 
 
-def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
-         group_size: int | None = None, progress: bool = False, split: Callable | None = None) -> Transformer:
+def load(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str | None = None,
+    group_size: int | None = None,
+    progress: bool = False,
+    split: Callable | None = None,
+) -> Transformer:
     """Reads a checkpoint's weights, quantized or not.
 
     quantize: "int8" or "int4" rounds the layers' weights. split: tp.splitter()'s, for this rank's part."""
@@ -547,9 +696,11 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quant
 
 def main() -> None:
     from cli.generate import main
+
     main(__doc__)
 
 
 if __name__ == "__main__":
     from cli.ranks import run
+
     run(main)

@@ -30,11 +30,14 @@ class Rope:
     """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the position.
 
     checkpoint.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
-    frequencies: tuple[float, ...] = ()  # of each pair, in radians a position; the rest of a head does not turn
+
+    # Of each pair, in radians a position; the rest of a head does not turn.
+    frequencies: tuple[float, ...] = ()
     scale: float = 1.0  # of cos and sin
     original: int = 0  # the positions that the model was first trained for
     long: tuple[float, ...] = ()  # LongRoPE: the frequencies for rows that go beyond `original`
-    q_growth: float = 0.0  # Ministral 3: queries are multiplied by 1 + q_growth * ln(1 + position // original)
+    # Ministral 3: queries are multiplied by 1 + q_growth * ln(1 + position // original).
+    q_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ class Config:
     context: int  # the most positions that the model was trained for
     norm_eps: float = 1e-5
     qkv_bias: bool = False  # Qwen2
-    qk_norm: str | None = None  # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), or of the "whole" (OLMo)
-    pre_norm: bool = True  # RMSNorm of what goes into attention and the feed-forward part; not in OLMo
+    # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), or of the "whole" (OLMo).
+    qk_norm: str | None = None
+    # RMSNorm of what goes into attention and the feed-forward part; not in OLMo.
+    pre_norm: bool = True
     post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
-    norm_fp32: bool = False  # norms' weights are fp32, and so is the product with them: OLMo, Gemma 3
+    # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3.
+    norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
     activation: str = "silu"
@@ -79,7 +85,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         # from_pretrained() draws no random numbers. On the meta device these would import torch._dynamo, 0.7 s a start.
-        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
+        self.embed = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.dim), freeze=False
+        )
         self.layers = nn.ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = RMSNorm(config.dim, config)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -97,7 +105,9 @@ class Transformer(nn.Module):
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
         ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
-        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes)
+        self.ropes = nn.ModuleList(
+            RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes
+        )
         if not batch_size:
             self.begin_rows([max_seq_len])
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -115,7 +125,7 @@ class Transformer(nn.Module):
         for table in self.ropes:
             if table.rope.long:
                 far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
-                table.offset[:len(lengths), 0] = far * (len(table.cos) // 2)
+                table.offset[: len(lengths), 0] = far * (len(table.cos) // 2)
 
     def arrange_rows(self, rows: list[int], n: int):
         """The cache's first rows become what these rows are, as far as their first n slots: [0, 0, 1, 1] makes two
@@ -128,18 +138,23 @@ class Transformer(nn.Module):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
 
         slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache."""
-        rows = self.rows[:len(tokens)]  # [B, 1]; empty without a cache
+        rows = self.rows[: len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
-            slots = self.slots if len(rows) else self.slots[:tokens.shape[1]]
+            slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
         turns = {table.rope: table(positions, len(tokens)) for table in self.ropes}
-        masks = {layer.window: visible(slots, positions, layer.window) for layer in self.config.layers}
+        masks = {
+            layer.window: visible(slots, positions, layer.window) for layer in self.config.layers
+        }
         x = self.embed(tokens) * self.embedding_scale  # [B, T, D]
         run = compiled_once
         if torch.is_grad_enabled():
-            run = nn.Module.__call__  # torch 2.11 to 2.13 computes wrong gradients through nested regions
+            # Torch 2.11 to 2.13 computes wrong gradients through nested regions.
+            run = nn.Module.__call__
         for i, layer in enumerate(self.layers):
             self.keep(i, x, rows, positions)
-            x = run(layer, x, positions, *turns[layer.config.rope], masks[layer.config.window], rows)
+            x = run(
+                layer, x, positions, *turns[layer.config.rope], masks[layer.config.window], rows
+            )
         self.keep(len(self.layers), x, rows, positions)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
@@ -149,7 +164,7 @@ class Transformer(nn.Module):
         """Keeps hidden states x [B, T, D], if setup() was asked for those of this place."""
         if place in self.places:
             n, D = self.places.index(place), self.config.dim
-            self.features[:, :, n * D:(n + 1) * D][rows, positions] = x
+            self.features[:, :, n * D : (n + 1) * D][rows, positions] = x
 
 
 @torch.compiler.nested_compile_region
@@ -189,7 +204,9 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
         self.rope, self.head_dim, self.scale = layer.rope, config.head_dim, config.attention_scale
-        self.sizes = [n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        self.sizes = [
+            n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
+        ]
         self.wqkv = nn.Linear(config.dim, sum(self.sizes), bias=config.qkv_bias)
         self.wo = nn.Linear(self.sizes[0], config.dim, bias=False)
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
@@ -210,13 +227,17 @@ class Attention(nn.Module):
         else:
             self.cache.write(k, v, rows, positions)
             k, v = self.cache.read(rows, mask.shape[-1])  # [B, K, L, E]
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True
+        )
         return y.transpose(1, 2).flatten(2)
 
     def rotate(self, qkv, positions, cos, sin):
         """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]."""
         q, k, v = qkv.split(self.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v)
+        )
         q, k = (turn(x, cos, sin, len(self.rope.frequencies)) for x in (q, k))
         if self.rope.q_growth:
             growth = 1 + self.rope.q_growth * torch.log1p(positions // self.rope.original)  # [B, T]
@@ -244,12 +265,12 @@ class KVCache(nn.Module):
 
     def read(self, rows, n: int):
         """The first len(rows) rows as far as their first n slots: k, v [B, K, n, E]."""
-        return self.k[:len(rows), :, :n], self.v[:len(rows), :, :n]
+        return self.k[: len(rows), :, :n], self.v[: len(rows), :, :n]
 
     def copy_rows(self, rows, n: int):
         """The first rows become what `rows` [any] are, as far as their first n slots."""
         for cache in (self.k, self.v):
-            cache[:len(rows), :, :n] = cache[rows, :, :n]
+            cache[: len(rows), :, :n] = cache[rows, :, :n]
 
 
 class FeedForward(nn.Module):
@@ -270,7 +291,9 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, config: Config):
         super().__init__()
         self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32 if config.norm_fp32 else None))
+        self.weight = nn.Parameter(
+            torch.ones(dim, dtype=torch.float32 if config.norm_fp32 else None)
+        )
 
     def forward(self, x):
         y = x.float().unflatten(-1, (-1, len(self.weight)))

@@ -15,7 +15,8 @@ Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens,
 """
 import signal
 
-if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+# PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
@@ -31,7 +32,8 @@ from checkpoint import Checkpoint, UserError, hf_weights
 from model import Transformer, visible
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
-BLOCK = 128  # columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2
+# Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
+BLOCK = 128
 CHUNK = 8192  # calibration tokens at a time
 
 
@@ -49,7 +51,7 @@ def from_e4m3(codes: Tensor):
     A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
     exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
     codes = codes.int()
-    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0 ** 120
+    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0**120
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def pack(codes: Tensor, bits: int):
 def unpack(words: Tensor, bits: int):
     """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> shifts & 2 ** bits - 1).to(torch.uint8).flatten(1)
+    return (words[:, :, None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(1)
 
 
 def parameter(tensor: Tensor | None):
@@ -97,8 +99,15 @@ class QuantizedLinear(nn.Module):
     [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs are
     a group."""
 
-    def __init__(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None, codes: Codes, bias: Tensor | None = None,
-                 g_idx: Tensor | None = None):
+    def __init__(
+        self,
+        qweight: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        codes: Codes,
+        bias: Tensor | None = None,
+        g_idx: Tensor | None = None,
+    ):
         super().__init__()
         self.codes = codes
         self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
@@ -109,7 +118,11 @@ class QuantizedLinear(nn.Module):
     def groups(self) -> Tensor:
         """Each input's group [K]."""
         K, C = self.in_features, self.scales.shape[1]
-        return torch.arange(K, device=self.scales.device) // (K // C) if self.g_idx is None else self.g_idx
+        return (
+            torch.arange(K, device=self.scales.device) // (K // C)
+            if self.g_idx is None
+            else self.g_idx
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K]."""
@@ -146,12 +159,15 @@ def unpack_layers(model: Transformer):
 
     Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
     dtype = model.embed.weight.dtype
-    replace_layers(model, QuantizedLinear, lambda layer, _: plain_linear(layer.dequantize(dtype), layer.bias))
+    replace_layers(
+        model, QuantizedLinear, lambda layer, _: plain_linear(layer.dequantize(dtype), layer.bias)
+    )
 
 
 @cache
 def say_once(message: str):
     from tqdm import tqdm
+
     tqdm.write(message, file=sys.stderr)
 
 
@@ -160,32 +176,42 @@ def say_once(message: str):
 
 def find_linears(model: Transformer, head: bool) -> list[str]:
     """The names in the model of the layers that quantization replaces, the head's only if asked for."""
-    weights = [weight for weight in hf_weights(model.config).values()
-               if weight.quantized or head and weight.ours == "head.weight"]
-    return list(dict.fromkeys(weight.ours.removesuffix(".weight") for weight in weights))  # q, k and v are one
+    weights = [
+        weight
+        for weight in hf_weights(model.config).values()
+        if weight.quantized or head and weight.ours == "head.weight"
+    ]
+    # The names of q, k and v are one.
+    return list(dict.fromkeys(weight.ours.removesuffix(".weight") for weight in weights))
 
 
 def group_of(K: int, group_size: int) -> int:
     """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
     G = K if group_size == -1 else group_size
     if K % 32:
-        raise UserError(f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here")
+        raise UserError(
+            f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here"
+        )
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
         sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
-        raise UserError(f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}")
+        raise UserError(
+            f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}"
+        )
     return G
 
 
 # Rounding
 
 
-def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None, widest: Callable | None = None):
+def find_scales(
+    w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None, widest: Callable | None = None
+):
     """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
 
     costs [G]: the range is shrunk to the least sum of squared errors times costs; without costs, shrinking made the
     perplexity worse. widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
     files of the "gptq" format store zero - 1, and engines disagree on how -1 is read."""
-    top = 2 ** codes.bits - 1
+    top = 2**codes.bits - 1
     low = w.amin(-1, keepdim=True).clamp(max=0)
     high = w.amax(-1, keepdim=True).clamp(min=0)
     if widest:
@@ -196,7 +222,8 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None,
     else:
         span = torch.maximum((high - low) / top, high / (top - 1))
         zero = (-low / span.clamp(min=1e-30)).round().clamp(1, top)
-    scales = [(span * shrink).clamp(2 ** -24, 65504).half().float() for shrink in SHRINK]  # fp16's, and never 0
+    # Fp16's, and never 0.
+    scales = [(span * shrink).clamp(2**-24, 65504).half().float() for shrink in SHRINK]
     if costs is None:
         return scales[0], zero
     errors = []
@@ -208,15 +235,21 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None,
 
 
 def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
-    return ((w / scale).round_() + zero).clamp_(0, 2 ** codes.bits - 1)
+    return ((w / scale).round_() + zero).clamp_(0, 2**codes.bits - 1)
 
 
-def round_to_nearest(w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None):
+def round_to_nearest(
+    w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None
+):
     """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for codes.zero everywhere."""
     groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest=widest)  # [N, C, 1]
     found = encode(groups, scale, zero, codes).to(torch.uint8)
-    return found.flatten(1), scale.squeeze(-1).half(), None if sym else zero.squeeze(-1).to(torch.uint8)
+    return (
+        found.flatten(1),
+        scale.squeeze(-1).half(),
+        None if sym else zero.squeeze(-1).to(torch.uint8),
+    )
 
 
 # GPTQ
@@ -239,8 +272,15 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
 
 
-def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, act_order: bool,
-         drift: Tensor | None = None):
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    codes: Codes,
+    group_size: int,
+    sym: bool,
+    act_order: bool,
+    drift: Tensor | None = None,
+):
     """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
     fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
@@ -262,7 +302,8 @@ def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, a
     if drift is not None:
         w = w + w @ drift.float()[perm][:, perm] @ U.T @ U
     diagonal = U.diagonal()
-    rest = w.T.contiguous()  # [K, N], so that a column is contiguous; column by column it turns into the errors
+    # [K, N], so that a column is contiguous; column by column it turns into the errors.
+    rest = w.T.contiguous()
     found, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
     for begin in range(0, K, G):
         group = slice(begin, begin + G)
@@ -276,10 +317,11 @@ def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, a
                 code = encode(rest[k], scale, zero, codes)
                 found[k] = code
                 error = (rest[k] - (code - zero) * scale) / diagonal[k]
-                rest[k + 1:end].addr_(U[k, k + 1:end], error, alpha=-1)
+                rest[k + 1 : end].addr_(U[k, k + 1 : end], error, alpha=-1)
                 rest[k] = error
             rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
-    loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)  # as W - Q is errors^T U
+    # As W - Q is errors^T U.
+    loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)
     zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
     back = perm.argsort()
     g_idx = back // G if act_order else None
@@ -287,17 +329,29 @@ def gptq(w: Tensor, hessian: Tensor, codes: Codes, group_size: int, sym: bool, a
 
 
 @torch.no_grad()
-def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool, act_order: bool = False,
-                   head: bool = False, calibration: Tensor | None = None, progress: bool = False, shard=None):
+def quantize_model(
+    model: Transformer,
+    codes: Codes,
+    group_size: int,
+    sym: bool,
+    act_order: bool = False,
+    head: bool = False,
+    calibration: Tensor | None = None,
+    progress: bool = False,
+    shard=None,
+):
     """Replaces each linear layer by a QuantizedLinear: rounded or, with calibration tokens [S, T], by GPTQ.
 
     shard: the tp.Shard whose part of the model this is. UserError for weights that are not finite and for groups that
     do not divide a layer."""
     from tqdm import tqdm
+
     for name, weight in hf_weights(model.config).items():
         rows = slice(weight.row, weight.row + weight.shape[0])
         if not model.get_parameter(weight.ours)[rows].isfinite().all():
-            raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
+            raise UserError(
+                f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole"
+            )
     names = find_linears(model, head)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
@@ -305,7 +359,9 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
     if calibration is not None:
         layers = calibrate(model, calibration, head)
     how = codes, group_size, sym
-    with tqdm(layers, "quantizing", len(names), unit="matrix", disable=None if progress else True) as bar:
+    with tqdm(
+        layers, "quantizing", len(names), unit="matrix", disable=None if progress else True
+    ) as bar:
         for name, hessian, drift in bar:
             linear = model.get_submodule(name)
             if hessian is None:
@@ -313,13 +369,19 @@ def quantize_model(model: Transformer, codes: Codes, group_size: int, sym: bool,
                 found, scales, zeros = round_to_nearest(linear.weight, *how, widest)
                 g_idx = None
             else:
-                found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
+                found, scales, zeros, g_idx, loss = gptq(
+                    linear.weight, hessian, *how, act_order, drift
+                )
                 bar.set_postfix({name: f"{loss:.1e}"})
             qweight = pack(found, codes.bits)
-            model.set_submodule(name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx))
+            model.set_submodule(
+                name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
+            )
 
 
-def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+def calibrate(
+    model: Transformer, tokens: Tensor, head: bool
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
     asks for the next.
 
@@ -331,7 +393,14 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[
     # [size, T, D] each: the hidden states so far of the quantized model, and of the original
     chunks, exact = ((model.embed(tokens) * model.embedding_scale).split(size) for _ in range(2))
 
-    def calibrate_half(name: str, norm: nn.Module, post_norm: nn.Module, first: str, second: str, others: tuple = ()):
+    def calibrate_half(
+        name: str,
+        norm: nn.Module,
+        post_norm: nn.Module,
+        first: str,
+        second: str,
+        others: tuple = (),
+    ):
         # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
         half = model.get_submodule(name)
         linear = getattr(half, second)
@@ -352,9 +421,14 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple[
     turns = {table.rope: table(positions, 1) for table in model.ropes}
     for i, layer in enumerate(model.layers):
         mask = visible(model.slots[:T], positions, layer.config.window)
-        others = positions, *turns[layer.config.rope], mask, model.rows  # what a Block takes besides x
-        yield from calibrate_half(f"layers.{i}.attn", layer.attn_norm, layer.attn_post_norm, "wqkv", "wo", others)
-        yield from calibrate_half(f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm, "w_gate_up", "w_down")
+        # What a Block takes besides x.
+        others = positions, *turns[layer.config.rope], mask, model.rows
+        yield from calibrate_half(
+            f"layers.{i}.attn", layer.attn_norm, layer.attn_post_norm, "wqkv", "wo", others
+        )
+        yield from calibrate_half(
+            f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm, "w_gate_up", "w_down"
+        )
     if head:
         yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
 
@@ -378,16 +452,26 @@ def default_group(quantize: str | None, group_size: int | None) -> int:
 
 
 def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None):
-    """"int8" or "int4", with its defaults."""
-    quantize_model(model, CODES[quantize], default_group(quantize, group_size), sym=quantize == "int8", shard=shard)
+    """ "int8" or "int4", with its defaults."""
+    quantize_model(
+        model,
+        CODES[quantize],
+        default_group(quantize, group_size),
+        sym=quantize == "int8",
+        shard=shard,
+    )
 
 
-def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None):
+def check_quantize(
+    checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None
+):
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
     if settings:
-        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
+        raise UserError(
+            f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
+        )
     for weight in checkpoint.weights.values():
         if weight.quantized:
             group_of(weight.shape[1], default_group(quantize, group_size))
@@ -395,9 +479,11 @@ def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None,
 
 def main():
     from cli.quantize import main
+
     main()
 
 
 if __name__ == "__main__":
     from cli.errors import report_errors
+
     report_errors(main)

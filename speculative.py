@@ -27,7 +27,8 @@ from torch import Tensor
 
 from sampling import Sampling, draw, probabilities
 
-SLACK = 72  # slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight
+# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight.
+SLACK = 72
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 DRAFT_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # the values of k that a policy may use
 COMPILED_LENGTHS = 0, 1, 2, 4, 8  # where each costs seconds of compiling
@@ -56,7 +57,8 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p, q = p.gather(1, at).squeeze(1), q.gather(1, at).squeeze(1)  # [B, V]
     residual = (p - q * (accepted < proposed)[:, None]).clamp(min=0)
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)  # all zero: p and q differ by rounding only
+    # All zero: p and q differ by rounding only.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
     logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return tokens, logprobs, accepted
@@ -142,7 +144,8 @@ class DraftModel(Drafter):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
         engine.row_length = engine.max_seq_len  # what a row is to be is not said to drafts
-        self.last_token = engine.model.config.vocab_size - 1  # read in place of tokens that the vocabulary lacks
+        # Read in place of tokens that the vocabulary lacks.
+        self.last_token = engine.model.config.vocab_size - 1
         self.prompts = None  # what the texts begin with, until it is read; the rest is unread
 
     @property
@@ -161,32 +164,46 @@ class DraftModel(Drafter):
 
     def catch_up(self, text, last, reach):
         if self.prompts:
-            short = [[min(token, self.last_token) for token in prompt[:self.max_seq_len]] for prompt in self.prompts]
+            short = [
+                [min(token, self.last_token) for token in prompt[: self.max_seq_len]]
+                for prompt in self.prompts
+            ]
             self.engine.prefill(short, 0, self.samples)
             self.prompts = None
         if self.unread:
-            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len)  # a power of two: few shapes
+            # A power of two, so that there are few shapes.
+            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len)
             at = (last - width).clamp(0, self.max_seq_len - width)[:, None]
             at = at + torch.arange(width, device=last.device)
             for chunk in at.split(max(32, 1024 // len(at)), dim=1):
                 tokens = text.gather(1, chunk).clamp(max=self.last_token)
-                self.engine.model(tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last))
+                self.engine.model(
+                    tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last)
+                )
             self.unread = 0
 
     def propose(self, text, last, k, reach):
         engine, slots = self.engine, self.engine.slots(reach)
         # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
-        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(2, device=last.device)
+        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(
+            2, device=last.device
+        )
         tokens = text.gather(1, at)
         drafted, distributions = [], []
         for _ in range(k):
             logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
-            token, q = self.in_targets_words(*engine.propose(logits, self.vocab_size, engine.sampling))
+            token, q = self.in_targets_words(
+                *engine.propose(logits, self.vocab_size, engine.sampling)
+            )
             drafted.append(token)
             distributions.append(q)
             tokens, at = token[:, None], at[:, -1:] + 1
         distributions.append(torch.zeros_like(q))
-        return torch.stack(drafted, 1), torch.stack(distributions, 1), torch.where(last + k < self.max_seq_len, k, 0)
+        return (
+            torch.stack(drafted, 1),
+            torch.stack(distributions, 1),
+            torch.where(last + k < self.max_seq_len, k, 0),
+        )
 
     def in_targets_words(self, token: Tensor, q: Tensor):
         """A token [B] and its distribution [B, V] in the draft's numbers -> in the target's."""
@@ -253,13 +270,16 @@ class Auto(Fixed):
 
     def choose(self):
         rate = min(0.999, self.accepted / self.tried)
-        tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}  # 1 + rate + rate ** 2 + ...
+        # 1 + rate + rate ** 2 + ...
+        tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}
         self.k = max(tokens, key=lambda k: tokens[k] / self.seconds[k])
 
     def update(self, accepted, k, seconds):
         usual = self.seconds[k]
-        self.seconds[k] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)  # a hiccup moves it little
-        spent = min(seconds, 10 * usual)  # what the draft had to catch up on counts, a wait for the reader does not
+        # A hiccup moves it little.
+        self.seconds[k] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)
+        # What the draft had to catch up on counts, a wait for the reader does not.
+        spent = min(seconds, 10 * usual)
         self.elapsed += spent
         if k:  # without drafts nothing is learnt about the draft
             self.accepted = self.MEMORY * self.accepted + sum(accepted)
@@ -291,7 +311,8 @@ class Speculator:
         self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
         rows, self.device = target.batch_size, target.device
         self.text = torch.zeros(rows, target.max_seq_len, dtype=torch.long, device=self.device)
-        self.last = torch.ones(rows, dtype=torch.long, device=self.device)  # the index of each row's last token
+        # The index of each row's last token.
+        self.last = torch.ones(rows, dtype=torch.long, device=self.device)
         self.ends = torch.zeros_like(self.last)  # a row whose last token is there is done
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
         self.prepare()
@@ -319,7 +340,9 @@ class Speculator:
                     self.step_of[k] = capture(self.step_of[k], pool)
                 seconds[k] = self.time(self.step_of[k])
         if seconds:
-            seconds = dict(zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values()))))
+            seconds = dict(
+                zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values())))
+            )
         self.policy = make_policy(name, seconds)
 
     def time(self, step: Callable) -> float:
@@ -347,7 +370,7 @@ class Speculator:
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
         for b, prompt in enumerate(rows):
-            self.text[b, start:start + len(prompt)] = torch.tensor(prompt)
+            self.text[b, start : start + len(prompt)] = torch.tensor(prompt)
         # As far as the host knows: the lengths of the texts, and how many tokens they still lack.
         self.seq_lens = [start + len(prompt) + 1 for prompt in rows]
         self.missing = [new_tokens - 1] * used
@@ -399,14 +422,22 @@ class Speculator:
         if k:
             tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            tokens, logprobs = (chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling))
+            tokens, logprobs = (
+                chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling)
+            )
             accepted = proposed = torch.zeros_like(last)
         self.text.scatter_(1, at + 1, tokens)  # what is no text is overwritten before it is read
         new = torch.where(active, accepted + 1, 0)
         self.last += new
         return tokens, logprobs, new, proposed
 
-    def read(self, tokens: Tensor, logprobs: Tensor, new: Tensor | None = None, proposed: Tensor | None = None):
+    def read(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor,
+        new: Tensor | None = None,
+        proposed: Tensor | None = None,
+    ):
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         if new is None:  # begin()'s
             return self.target.read(tokens, logprobs)
@@ -424,9 +455,12 @@ class Speculator:
                 counts["rejecting_steps"] += n <= drafted
         counts["steps"] += bool(accepted)
         k, now = tokens.shape[1] - 1, time.perf_counter()
-        if accepted and (k or self.policy.k == 0):  # else the policy wanted to draft, and there was no room
+        # Else the policy wanted to draft, and there was no room.
+        if accepted and (k or self.policy.k == 0):
             seconds = now - self.heard
-            self.policy.update(accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds)
+            self.policy.update(
+                accepted, k, self.agree(seconds) if isinstance(self.policy, Auto) else seconds
+            )
         self.heard = now
         return rows
 
@@ -440,4 +474,5 @@ def capture(step: Callable, pool: tuple[int, int]) -> Callable:
     def replay():
         graph.replay()
         return out
+
     return replay

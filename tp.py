@@ -66,7 +66,9 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
         groups = f", in groups of {group} quantized weights" if group > 1 else ""
         return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
     if ranks > -(-config.ffn_dim // ffn_unit):
-        return f"{ranks} ranks cannot share {config.ffn_dim} feed-forward rows in units of {ffn_unit}"
+        return (
+            f"{ranks} ranks cannot share {config.ffn_dim} feed-forward rows in units of {ffn_unit}"
+        )
     return None
 
 
@@ -78,7 +80,8 @@ class Shard:
     reads the slices. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int):
-        group = 32 if group == -1 else group  # packed codes want whole words, kernels multiples of 32
+        # Packed codes want whole words, kernels multiples of 32.
+        group = 32 if group == -1 else group
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
@@ -89,7 +92,9 @@ class Shard:
         ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
         part = part_of(V, ranks)
         self.whole = config
-        self.config = replace(config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn)
+        self.config = replace(
+            config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn
+        )
         heads, keys = slice(q * E, q_end * E), slice(kv * E, kv_end * E)
         # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
         qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
@@ -101,9 +106,13 @@ class Shard:
             "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (heads, keys, keys))]),
             "gate_up": torch.cat([rows[ffn:ffn_end] for rows in gate_up]),
             "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
-            None: slice(None)}
+            None: slice(None),
+        }
         self.row_parallel = [  # the layers of which it has some inputs
-            weight.ours.removesuffix(".weight") for weight in hf_weights(config).values() if weight.columns]
+            weight.ours.removesuffix(".weight")
+            for weight in hf_weights(config).values()
+            if weight.columns
+        ]
 
     def part(self, weight: Weight):
         """The rows and columns to read of one of Hugging Face's tensors."""
@@ -130,12 +139,15 @@ class Shard:
 
     def parallelize(self, model: Transformer):
         """Puts in what talks to the other ranks, once the model's layers are in place."""
-        all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))  # the first one takes seconds
+        # The first one takes seconds.
+        all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
         for name in self.row_parallel:
             model.set_submodule(name, RowParallelLinear(model.get_submodule(name)))
         if self.whole.tied:
             model.head = self.make_head()
-            model.head.weight = nn.Parameter(model.embed.weight[self.shares["vocab"]], requires_grad=False)
+            model.head.weight = nn.Parameter(
+                model.embed.weight[self.shares["vocab"]], requires_grad=False
+            )
             model.config = replace(model.config, tied=False)
         model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
         if self.whole.qk_norm == "whole":
@@ -276,23 +288,31 @@ def join_ranks(kind: str, ranks: int):
     """A process joins once. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
-        raise UserError(f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them")
+        raise UserError(
+            f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them"
+        )
     rank, local, here = (int(os.environ[name]) for name in names[:3])
     if kind not in ("cuda", "cpu"):
-        raise UserError(f"`device`={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu")
+        raise UserError(
+            f"`device`={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu"
+        )
     device, backend = "cpu", "gloo"
     if kind == "cuda":
         gpus = torch.cuda.device_count()
         if not gpus:
             raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
         if here > gpus:
-            raise UserError(f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
-                            "`device`=cpu")
+            raise UserError(
+                f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
+                "`device`=cpu"
+            )
         torch.cuda.set_device(local)
         device, backend = f"cuda:{local}", "cpu:gloo,cuda:nccl"
     # NVLink multicast stays off: a program that dies with it can leave a host's GPUs unusable for all.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     store, _, _ = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(days=365))  # a chat waits for its user
-    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=ranks
+    )
     return device, Team(rank, ranks, store)

@@ -47,8 +47,7 @@ def rope(x, swapped, e, cos, sin, norm, eps, E: constexpr, PAIRS: constexpr):
 
 @jit
 def partner_of(e, PAIRS: constexpr):
-    """The element that e turns with: Hugging Face's layout pairs element i with i + PAIRS. The rest has none, and a sine
-    of 0."""
+    """The element that e turns with: Hugging Face's layout pairs element i with i + PAIRS. The rest has a sine of 0."""
     return tl.where(e < PAIRS, e + PAIRS, e - PAIRS)
 
 
