@@ -1,5 +1,6 @@
 """Families of models: sizes of the released ones, spellings of config.json, what is refused, names of tensors."""
 import json
+import math
 import shutil
 
 import pytest
@@ -8,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
-from helpers import CPU, F32, GOLDEN
+from generate import Engine
+from helpers import CPU, F32, GOLDEN, error, make, run
+from quantize import calibrate, find_linears
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -118,3 +121,52 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, capsys, family, kind,
     assert "2 tensors of its vision part are left out" in capsys.readouterr().err
     for name, weight in wanted.state_dict().items():
         assert found.state_dict()[name].equal(weight)
+
+
+KINDS = dict(smollm3={}, phi3={}, granite=dict(residual_multiplier=0.3, embedding_multiplier=3.0), olmo3={},
+             gemma3_text=dict(query_pre_attn_scalar=24))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
+    """As nothing is quantized here, nothing drifts."""
+    make(tmp_path, kind, **KINDS[kind])
+    model, tokens, read = load_model(Checkpoint(tmp_path), CPU, F32), torch.randint(64, (4, 32)), {}
+    model.setup(32)
+    head = not model.config.tied
+    names = {model.get_submodule(name): name for name in find_linears(model, head=head)}
+    for layer in names:
+        layer.register_forward_pre_hook(lambda layer, inputs: read.update({layer: inputs[0].flatten(0, 1)}))
+    model(tokens, torch.arange(32)[None])
+    expected = {names[layer]: x.T @ x for layer, x in read.items()}
+    for name, hessian, drift in calibrate(model, tokens, head):
+        expected[name] *= model.config.logits_scale ** -2 if name == "head" else 1  # a scale is no matter of rounding
+        assert error(hessian, expected.pop(name)) < 1e-4 and drift.abs().max() < 1e-3 * hessian.abs().max()
+    assert not expected
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_stretches_the_frequencies_of_the_paper(truncate):
+    """arXiv 2309.00071: with r turns in the original context, r above 32 stays, below 1 is divided by the factor."""
+    rope = dict(rope_type="yarn", rope_theta=5e5, factor=8.0, original_max_position_embeddings=8192, truncate=truncate)
+    found = shape("llama", 4096, 1, 32, 8, 64, 64, 65536, rope_parameters=rope).layers[0].rope
+    index = {turns: 64 * math.log(8192 / (2 * math.pi * turns)) / math.log(5e5) for turns in (32, 1)}
+    low, high = (math.floor(index[32]), math.ceil(index[1])) if truncate else (index[32], index[1])
+    for i, frequency in enumerate(found.frequencies):
+        plain, ramp = 5e5 ** (-i / 64), min(1, max(0, (i - low) / (high - low)))
+        assert frequency == pytest.approx(plain * (1 - ramp) + plain / 8 * ramp, rel=1e-5)
+    assert found.scale == pytest.approx(1 + 0.1 * math.log(8)) and found.original == 8192
+
+
+def test_with_longrope_a_row_has_the_factors_of_its_own_length():
+    """Beside a longer row, as a sample, and, where the row's length is said, as all turns of a chat."""
+    model = load_model(Checkpoint(GOLDEN / "phi3-long"), CPU, F32)
+    engine = Engine(model, 100, 4)
+    run(engine, [[1] * 40, [1]], 5, samples=2)
+    assert model.ropes[0].offset.tolist() == [[len(model.slots)]] * 2 + [[0]] * 2
+    run(engine, [[1] * 30, [1] * 5], 28)
+    assert model.ropes[0].offset[:2].tolist() == [[len(model.slots)], [len(model.slots)]]
+    engine.row_length = 20
+    run(engine, [[1] * 30], 28)
+    assert model.ropes[0].offset[0] == 0

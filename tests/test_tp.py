@@ -35,7 +35,10 @@ UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, interme
 MADE = dict(
     uneven=("llama", UNEVEN), tied=("llama", UNEVEN | dict(tie_word_embeddings=True)), bias=("qwen2", UNEVEN),
     qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)), odd_rows=("llama", dict(intermediate_size=97)),
-    window=("mistral", UNEVEN | dict(sliding_window=5)), one_kv_head=("qwen2", dict(num_key_value_heads=1)))
+    window=("mistral", UNEVEN | dict(sliding_window=5)), one_kv_head=("qwen2", dict(num_key_value_heads=1)),
+    phi=("phi3", UNEVEN), olmo=("olmo3", UNEVEN | dict(sliding_window=5)), shared_norm=("olmo2", dict(num_key_value_heads=1)),
+    gemma=("gemma3_text", UNEVEN | dict(query_pre_attn_scalar=24, sliding_window=5)),
+    granite=("granite", UNEVEN | dict(residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=3.0)))
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
 GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
@@ -45,7 +48,8 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
-    "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4")}
+    "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4"),
+    "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
