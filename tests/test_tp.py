@@ -36,7 +36,8 @@ MADE = dict(
     uneven=("llama", UNEVEN), tied=("llama", UNEVEN | dict(tie_word_embeddings=True)), bias=("qwen2", UNEVEN),
     qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)), odd_rows=("llama", dict(intermediate_size=97)),
     window=("mistral", UNEVEN | dict(sliding_window=5)), one_kv_head=("qwen2", dict(num_key_value_heads=1)),
-    phi=("phi3", UNEVEN), olmo=("olmo3", UNEVEN | dict(sliding_window=5)), shared_norm=("olmo2", dict(num_key_value_heads=1)),
+    phi=("phi3", UNEVEN), olmo=("olmo3", UNEVEN | dict(sliding_window=5)),
+    shared_norm=("olmo2", dict(num_key_value_heads=1)),
     gemma=("gemma3_text", UNEVEN | dict(query_pre_attn_scalar=24, sliding_window=5)),
     granite=("granite", UNEVEN | dict(residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=3.0)))
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
