@@ -12,6 +12,7 @@ What a user can get wrong is a UserError of one line.
 
 Shapes: as in model.py.
 """
+
 import json
 import math
 import re
@@ -102,6 +103,7 @@ class Checkpoint:
 
 class Place(NamedTuple):
     """A tensor in a safetensors file: the name that it has there."""
+
     path: Path
     name: str
 
@@ -374,6 +376,7 @@ class Weight(NamedTuple):
 
     rows, columns: what ranks share these by, "q" or "kv" heads, "ffn" units or "vocab"; None: each rank has all of
     them. quantized: whether quantization replaces this matrix. norm: it is a norm's."""
+
     ours: str
     row: int
     shape: tuple[int, ...]
@@ -553,13 +556,23 @@ def render_plainly(template: str, values: dict) -> str:
     from functools import partial
     from time import strftime
     from jinja2 import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str):
         raise TemplateError(message)
 
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} marks an answer, for training: what is between stays."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     # Jinja2's own filter escapes for HTML.
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -576,6 +589,7 @@ class Tokenizer:
         settings = checkpoint.read_json("tokenizer_config.json")
         self.special_tokens = read_special(settings)
         self.template = read_template(checkpoint.directory, settings)
+        self.template_options = {}  # variables of the template, such as enable_thinking
         self.bos = checkpoint.hf.get("bos_token_id")
         path = checkpoint.directory / "tokenizer.json"
         if path.exists():
@@ -609,7 +623,9 @@ class Tokenizer:
     def render(self, messages: list[dict]) -> str:
         """The text that the chat template makes of messages, up to where the answer begins."""
         values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
-        return self.render_template(self.template, values | self.special_tokens)
+        return self.render_template(
+            self.template, self.template_options | values | self.special_tokens
+        )
 
     def token(self, i: int) -> str | None:
         """The token's own text."""

@@ -11,6 +11,7 @@ Generate text with a Llama-family checkpoint.
 Text goes to stdout as it is generated, everything else to stderr. With --json,
 stdout is one JSON object on one line.
 """
+
 import signal
 
 # PyTorch takes seconds to import, and compiling takes longer: Ctrl-C ends both at once.
@@ -376,6 +377,7 @@ class LLM:
         draft: str | None = None,
         draft_tokens: int | str | None = None,
         draft_quantize: str | None = None,
+        template_options: dict | None = None,
         load: bool = True,
         quiet: bool = False,
         max_new_tokens: int | None = None,
@@ -388,7 +390,8 @@ class LLM:
         stop: str | list[str] = (),
         time_budget: float | None = None,
     ):
-        """load: False puts off reading the weights to the first call. quiet: no progress on stderr."""
+        """template_options: variables of the chat template, such as {"enable_thinking": False}. load: False puts off
+        reading the weights to the first call. quiet: no progress on stderr."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)
@@ -397,6 +400,7 @@ class LLM:
         self.dtype = guard.find_dtype(dtype, self.device)
         guard.check_compiler(compile, self.device)
         opened = self.checkpoint, self.tokenizer = guard.open_checkpoint(checkpoint)
+        self.tokenizer.template_options = template_options or {}
         guard.check_model(keywords, self.checkpoint.config)
         self.context = max_seq_length or self.checkpoint.config.context
         self.settings = formats.read_settings(self.checkpoint)

@@ -674,6 +674,11 @@ def check_options(options: dict):
         raise UserError(f"`stop`={stop!r:.60}: want a text, or a list of texts")
     if "" in texts:
         raise UserError("`stop`: an empty text would end everything at once")
+    options = given.get("template_options", {})
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise UserError(f"`template_options`={options!r:.60}: want the template's variables and their values")
+    with user_errors("`template_options`"):
+        json.dumps(options)
     if "group_size" in given and "quantize" not in given:
         raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
     draft, tokens = given.get("draft"), given.get("draft_tokens")

@@ -4,10 +4,12 @@ guard.py: defaults in LLM's signature, types, limits and choices in guard's tabl
 """
 import argparse
 import inspect
+import json
 import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -120,6 +122,8 @@ def generate_parser(description: str) -> Parser:
                         help="several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, "
                              "else Once upon a time)")
     add_keywords(prompt, PROMPT)
+    prompt.add_argument("--template-option", action="append", default=[], metavar="KEY=VALUE",
+                        help="a variable of the chat template, e.g. enable_thinking=false; repeat it for more")
     generation = group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
     add_keywords(generation, GENERATION)
     generation.add_argument("--stop", action="append", default=[], metavar="TEXT",
@@ -143,9 +147,20 @@ def generate_args(description: str) -> argparse.Namespace:
         parser.error("--logprobs goes with --json")
     if [*args.prompt, args.prompt_file].count("-") > 1:
         parser.error("stdin can be read once: one - among --prompt and --prompt-file")
+    args.template_options = dict(template_option(text, parser) for text in args.template_option)
     if args.profile:
         args.profile = writable(args.profile, parser)
     return args
+
+
+def template_option(text: str, parser: Parser) -> tuple[str, object]:
+    """KEY=VALUE; a value that is no JSON is a text."""
+    key, is_there, value = text.partition("=")
+    if not key or not is_there:
+        parser.error(f"--template-option {text}: want KEY=VALUE")
+    with suppress(ValueError):
+        value = json.loads(value)
+    return key, value
 
 
 def writable(profile: str, parser: Parser) -> Path:

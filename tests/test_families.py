@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
-from generate import Engine
-from helpers import CPU, F32, GOLDEN, error, make, run
+from cli.options import generate_args
+from generate import LLM, Engine
+from helpers import CPU, F32, GOLDEN, error, make, run, with_template
 from quantize import calibrate, find_linears
 from scripts.shapes import SHAPES, shape
 
@@ -170,3 +171,35 @@ def test_with_longrope_a_row_has_the_factors_of_its_own_length():
     engine.row_length = 20
     run(engine, [[1] * 30], 28)
     assert model.ropes[0].offset[0] == 0
+
+
+TEMPLATE = ("{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %};{% endmacro %}"
+            "{% for m in messages %}{{ turn(m) }}{% endfor %}{{ mood | default('calm') }} {{ hours | tojson }}")
+
+
+def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
+    """As keywords and as options, beside a block that marks an answer for training."""
+    directory = with_template(tmp_path / "tiny")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    llm = LLM(str(directory), device="cpu", template_options=dict(mood="glad", hours=[1, None]), max_new_tokens=1)
+    answer = llm([dict(role="user", content="Hi"), dict(role="assistant", content="Ho")])
+    assert llm.tokenizer.decode(answer.prompt_tokens) == "Hi;Ho;glad [1, null]"
+    given = "mood=so so", "hours=[1, null]", "messages=[]"
+    monkeypatch.setattr("sys.argv", ["generate.py", "--chat", *(f"--template-option={option}" for option in given)])
+    args = generate_args("")
+    assert args.template_options == dict(mood="so so", hours=[1, None], messages=[])
+    llm.tokenizer.template_options = args.template_options
+    assert llm.tokenizer.render([dict(role="user", content="Hi")]) == "Hi;so so [1, null]"
+
+
+@pytest.mark.parametrize("options", [[], "mood", {1: 2}, dict(mood={1}), dict(mood=torch.ones(1))])
+def test_options_that_no_template_takes_are_refused(options):
+    with pytest.raises(ValueError, match="^template_options"):
+        LLM(template_options=options)
+
+
+@pytest.mark.parametrize("option", ["mood", "=glad"])
+def test_an_option_without_a_name_or_a_value_is_refused(monkeypatch, option):
+    monkeypatch.setattr("sys.argv", ["generate.py", "--template-option", option])
+    with pytest.raises(guard.UserError, match=f"--template-option {option}: want KEY=VALUE"):
+        generate_args("")
