@@ -248,13 +248,13 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     full = LayerConfig(None, rope_from_hf(hf))
     if kind == "smollm3":
         turned = hf.get("no_rope_layers") or [not last for last in nth]
-        return tuple(full if turn else LayerConfig() for turn, _ in zip(turned, nth))
+        return tuple(full if turn else LayerConfig() for turn in turned[: len(nth)])
     if kind in ("olmo3", "gemma3_text"):
         sliding = LayerConfig(window, rope_from_hf(hf, sliding=True))
         types = hf.get("layer_types") or [
             "full_attention" if last else "sliding_attention" for last in nth
         ]
-        return tuple(full if of == "full_attention" else sliding for of in types)
+        return tuple(full if of == "full_attention" else sliding for of in types[: len(nth)])
     if kind in ("mistral", "ministral3", "phi3"):
         full = replace(full, window=window)
     return (full,) * hf["num_hidden_layers"]

@@ -49,9 +49,10 @@ PREFILL_TOKENS = 4096
 
 def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
     """Reads P prompts, which may differ in length, behind `start` cached tokens -> the logits after each [P, V]."""
-    logits = None
+    logits, end = None, start
     for tokens, positions, last, ends in chunks(prompts, start, engine.columns(), engine.device):
-        found = engine.model(tokens, positions, engine.slots(start + positions.shape[1]), last)
+        end += tokens.shape[1]
+        found = engine.model(tokens, positions, engine.slots(end), last)
         logits = found if logits is None else torch.where(ends[:, None], found, logits)
     return logits
 
@@ -116,7 +117,7 @@ class Engine:
         self.model, self.max_seq_len, self.batch_size = model, max_seq_len, batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
-        # when compiled. SDPA's masks want a multiple of 8.
+        # where it takes powers of two. SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features)
         # The length that each row may reach, where its prompt and new tokens do not say it.
         self.row_length = None

@@ -113,9 +113,9 @@ class Transformer(nn.Module):
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.slots = buffer(torch.arange(max_seq_len, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
-        for layer in self.layers if batch_size else ():
+        for layer in self.layers:
             shape = batch_size, config.n_kv_head, max_seq_len, config.head_dim
-            layer.attn.cache = KVCache(shape, device, dtype)
+            layer.attn.cache = KVCache(shape, device, dtype) if batch_size else None
         self.places = features
         shape = batch_size, max_seq_len, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-# A smaller top_p would divide 0 by 0.
+# With a top_p of 0 no token would be left.
 LIMITS = dict(
     temperature=(float, 0, 100),
     top_k=(int, 0, math.inf),

@@ -11,7 +11,7 @@ import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
 from cli.options import generate_args
 from generate import LLM, Engine
-from helpers import CPU, F32, GOLDEN, error, make, run, with_template
+from helpers import CPU, F32, GOLDEN, error, load_checkpoint, make, quantized_layers, run, with_template
 from quantize import calibrate, find_linears
 from scripts.shapes import SHAPES, shape
 
@@ -203,3 +203,26 @@ def test_an_option_without_a_name_or_a_value_is_refused(monkeypatch, option):
     monkeypatch.setattr("sys.argv", ["generate.py", "--template-option", option])
     with pytest.raises(guard.UserError, match=f"--template-option {option}: want KEY=VALUE"):
         generate_args("")
+
+
+def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path):
+    """As Ministral 3 Instruct is published, with scales of activations, which are left out."""
+    make(tmp_path, "ministral3", head_dim=32)
+    exact, text, stored = load_checkpoint(tmp_path), json.loads((tmp_path / "config.json").read_text()), {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        name = f"language_model.{name}"
+        stored[name] = weight
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().max().float() / 448
+            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.bfloat16(),
+                       name.replace("weight", "activation_scale"): torch.tensor(0.1).bfloat16()}
+    save_file(stored, tmp_path / "model.safetensors")
+    quantization = dict(quant_method="fp8", activation_scheme="static", weight_block_size=None,
+                        modules_to_not_convert=["model.vision_tower", "model.multi_modal_projector", "lm_head"])
+    hf = dict(model_type="mistral3", text_config=text, vision_config={}, quantization_config=quantization)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    model, tokens, positions = load_checkpoint(tmp_path), torch.randint(64, (1, 12)), torch.arange(12)[None]
+    assert set(quantized_layers(model)) == set(find_linears(exact, head=False))
+    for of in (exact, model):
+        of.setup(12)
+    assert error(model(tokens, positions), exact(tokens, positions)) < 0.05

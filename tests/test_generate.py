@@ -58,7 +58,8 @@ def test_what_is_compiled_once_serves_all_prompts_and_samplings(device, mode, mo
 
 def chunk_cases() -> list[tuple[list[list[int]], int]]:
     """Prompts, and how many tokens are cached, for chunks of 4 columns and of 16."""
-    return [([[7] * n, [9, 8, 7]], start) for n in (1, 3, 4, 5, 8, 9, 13, 16, 17, 33) for start in (0, 6)]
+    lengths = 1, 3, 4, 5, 8, 9, 13, 16, 17, 33
+    return [([[*range(300, 300 + n)], [309, 308, 307]], start) for n in lengths for start in (0, 6)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
