@@ -123,7 +123,7 @@ def generate_parser(description: str) -> Parser:
                              "else Once upon a time)")
     add_keywords(prompt, PROMPT)
     prompt.add_argument("--template-option", action="append", default=[], metavar="KEY=VALUE",
-                        help="a variable of the chat template, e.g. enable_thinking=false; repeat it for more")
+                        help="a variable of the chat template, e.g. enable_thinking=false (default: the template's)")
     generation = group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
     add_keywords(generation, GENERATION)
     generation.add_argument("--stop", action="append", default=[], metavar="TEXT",
