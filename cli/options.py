@@ -122,7 +122,7 @@ def generate_parser(description: str) -> Parser:
                         help="several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, "
                              "else Once upon a time)")
     add_keywords(prompt, PROMPT)
-    prompt.add_argument("--template-option", action="append", default=[], metavar="KEY=VALUE",
+    prompt.add_argument("--template-option", action="append", dest="template_options", metavar="KEY=VALUE",
                         help="a variable of the chat template, e.g. enable_thinking=false (default: the template's)")
     generation = group("generation", "e.g. --temperature 0.7 --top-p 0.9 --seed 1")
     add_keywords(generation, GENERATION)
@@ -147,7 +147,7 @@ def generate_args(description: str) -> argparse.Namespace:
         parser.error("--logprobs goes with --json")
     if [*args.prompt, args.prompt_file].count("-") > 1:
         parser.error("stdin can be read once: one - among --prompt and --prompt-file")
-    args.template_options = dict(template_option(text, parser) for text in args.template_option)
+    args.template_options = dict(template_option(text, parser) for text in args.template_options or [])
     if args.profile:
         args.profile = writable(args.profile, parser)
     return args
