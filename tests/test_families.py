@@ -11,7 +11,7 @@ import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
 from cli.options import generate_args
 from generate import LLM, Engine
-from helpers import CPU, F32, GOLDEN, error, load_checkpoint, make, quantized_layers, run, with_template
+from helpers import CPU, F32, GOLDEN, error, load_checkpoint, make, quantized_layers, run, with_template, write
 from quantize import calibrate, find_linears
 from scripts.shapes import SHAPES, shape
 
@@ -226,3 +226,20 @@ def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path):
     for of in (exact, model):
         of.setup(12)
     assert error(model(tokens, positions), exact(tokens, positions)) < 0.05
+
+
+def test_what_is_written_quantized_of_a_model_that_also_sees_is_its_text_part(tmp_path):
+    seeing, alone = tmp_path / "seeing", tmp_path / "alone"
+    make(alone, "gemma3_text", query_pre_attn_scalar=24)
+    shutil.copytree(alone, seeing)
+    text = json.loads((alone / "config.json").read_text())
+    (seeing / "config.json").write_text(json.dumps(dict(
+        model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=text, vision_config={})))
+    weights = load_file(alone / "model.safetensors")
+    save_file({f"language_model.{name}": weight for name, weight in weights.items()}, seeing / "model.safetensors")
+    for source in (seeing, alone):
+        write(source, tmp_path / f"{source.name}-int4", 4, 32, False)
+    config = json.loads((tmp_path / "seeing-int4" / "config.json").read_text())
+    assert config["model_type"] == "gemma3_text" and not {"text_config", "vision_config", "architectures"} & {*config}
+    found, wanted = (load_checkpoint(tmp_path / f"{name}-int4").state_dict() for name in ("seeing", "alone"))
+    assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
