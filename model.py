@@ -302,14 +302,18 @@ class RMSNorm(nn.Module):
 
 
 class RopeTable(nn.Module):
-    """cos and sin [L, E] of a Rope, for all layers that have it. With LongRoPE two such tables lie one behind the
-    other, and offset [B, 1] says where a row's begins."""
+    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32: bf16 loses 2e-3. Where nothing turns, cos is 1
+    and sin is 0. With LongRoPE two such tables lie one behind the other, and offset [B, 1] says where a row's begins."""
 
     def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
         super().__init__()
         self.rope = rope
-        cos, sin = rope_tables(rope, head_dim, length)
-        self.cos, self.sin = buffer(cos.to(device)), buffer(sin.to(device))
+        tables = [rope.frequencies, rope.long] if rope.long else [rope.frequencies]
+        at = torch.arange(length).float()
+        angle = torch.cat([torch.outer(at, torch.tensor(table)) for table in tables]).repeat(1, 2)
+        rest = (0, head_dim - angle.shape[1])
+        self.cos = buffer(F.pad(angle.cos() * rope.scale, rest, value=1).to(device))
+        self.sin = buffer(F.pad(angle.sin() * rope.scale, rest).to(device))
         self.offset = buffer(torch.zeros(max(1, rows), 1, dtype=torch.long, device=device))
 
     def forward(self, positions, B: int):
@@ -317,15 +321,6 @@ class RopeTable(nn.Module):
         if self.rope.long:
             positions = positions + self.offset[:B]
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
-
-
-def rope_tables(rope: Rope, head_dim: int, length: int):
-    """cos, sin [L, E], with LongRoPE [2 L, E], in fp32: bf16 loses 2e-3. Where nothing turns, cos is 1 and sin is 0."""
-    frequencies = torch.tensor([rope.frequencies, rope.long] if rope.long else [rope.frequencies])
-    angle = torch.arange(length).float()[:, None] * frequencies[:, None]  # [1 or 2, L, R / 2]
-    angle = angle.flatten(0, 1).repeat(1, 2)
-    rest = (0, head_dim - angle.shape[1])
-    return F.pad(angle.cos() * rope.scale, rest, value=1), F.pad(angle.sin() * rope.scale, rest)
 
 
 def turn(x, cos, sin, pairs: int):

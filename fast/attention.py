@@ -31,18 +31,37 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, la
 
 
 @jit
-def rope(x, swapped, e, cos, sin, norm, eps, E: constexpr, PAIRS: constexpr):
-    """Heads x [rows, E] after RMSNorm, if there is a norm's weight [E], and after rope; in fp32.
+def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PAIRS: constexpr):
+    """Heads x [rows, E] after RMSNorm, if there is a norm's weight, and after rope; in fp32.
 
+    norm: [E], the same for each head; or, with the mean square of all heads [rows], [heads x E], and head [rows] says
+    which one a row is.
     swapped: x with the elements of each pair exchanged. It is loaded, since a thread cannot read what another has in
     its registers. cos, sin [rows, E]."""
     x = x.to(tl.float32)
     swapped = swapped.to(tl.float32)
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
-        x *= scale * tl.load(norm + e, mask=e < E, other=0).to(tl.float32)[None, :]
-        swapped *= scale * tl.load(norm + partner_of(e, PAIRS), mask=e < E, other=0).to(tl.float32)[None, :]
+        if mean_square is None:
+            scale = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
+            weights = norm + head[:, None] * 0
+        else:
+            scale = tl.rsqrt(mean_square + eps)[:, None]
+            weights = norm + head[:, None] * E
+        inside = (e < E)[None, :]
+        x *= scale * tl.load(weights + e[None, :], mask=inside, other=0).to(tl.float32)
+        swapped *= scale * tl.load(weights + partner_of(e, PAIRS)[None, :], mask=inside, other=0).to(tl.float32)
     return x * cos + tl.where(e < PAIRS, -swapped, swapped) * sin
+
+
+@jit
+def mean_squares(heads, stride, t, T, N: constexpr, BN: constexpr):
+    """Of all heads' elements [N] of each row's token t [rows]. heads: the first token's; `stride` further the next's."""
+    n = tl.arange(0, BN)
+    found = tl.zeros(t.shape, tl.float32)
+    for i in range(T):
+        x = tl.load(heads + i * stride + n, mask=n < N, other=0).to(tl.float32)
+        found = tl.where(t == i, tl.sum(x * x, 0) / N, found)
+    return found
 
 
 @jit
@@ -128,12 +147,13 @@ def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: con
 def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs,
                      semaphore, T, L, position_stride, scale, growth, original, eps,
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
-                     WINDOW: constexpr, NEW: constexpr,
+                     WINDOW: constexpr, NEW: constexpr, BH: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
                      BL: constexpr, BS: constexpr, STAGES: constexpr, PDL: constexpr):
     """Program (b * K + kv head, block of BM pairs, split).
 
-    NEW: q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values.
+    NEW: q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0, or q_norm and
+    k_norm are of all heads together, and this is H E, rounded up to a power of two.
     Otherwise q is [B, T, H, E], after rope, and the cache is complete.
     It is longer than a screen because the first pass of the loop must hold all that waits for the kernel before: there
     the compiler puts the first tiles' loads ahead of the wait."""
@@ -200,12 +220,19 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_
                 new_k = tl.load(new_rows + e[None, :], mask=load_new, other=0)
                 swapped_k = tl.load(new_rows + partner[None, :], mask=load_new, other=0)
                 new_v = tl.load(new_rows + K * E + e[None, :], mask=load_new, other=0)
-                queries = rope(queries, swapped, e, cos_q, sin_q, q_norm, eps, E, PAIRS)
+                q_square = None
+                if BH > 0:
+                    q_square = mean_squares(q + b * T * HEADS * E, HEADS * E, t, T, H * E, BH)
+                queries = rope(queries, swapped, e, cos_q, sin_q, q_norm, kv * G + pair % G, q_square, eps, E, PAIRS)
                 if GROWS:
                     queries *= (1 + growth * tl.log(1.0 + position // original))[:, None]
                 queries = queries.to(k_cache.dtype.element_ty)
                 if has_new:
-                    new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, eps, E, PAIRS).to(k_cache.dtype.element_ty)
+                    k_square = None
+                    if BH > 0:
+                        k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
+                    new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
+                    new_k = new_k.to(k_cache.dtype.element_ty)
                     at = cache_row + new_position[:, None] * E + e[None, :]
                     tl.store(k_cache + at, new_k, mask=new_mask)
                     tl.store(v_cache + at, new_v, mask=new_mask)
@@ -256,6 +283,7 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
         part_stats = torch.empty(B * K * splits * BR * 2, device=q.device)
         part_accs = torch.empty(B * K * splits * BR * BE, device=q.device)
     out = q.new_empty(B, T, heads, E)
+    whole_norm = q_norm is not None and len(q_norm) > E
     position_stride = positions.stride(0) if len(positions) > 1 else 0  # 0: one row of positions serves all sequences
     scale = (E ** -0.5 if scale is None else scale) / math.log(2)
     # The kernel reads the cache before it waits for the kernel before it. Where that one stored keys and values, this
@@ -264,7 +292,7 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
         q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
         T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
-        WINDOW=window, NEW=new, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL,
+        WINDOW=window, NEW=new, BH=triton.next_power_of_2(heads * E) if whole_norm else 0, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL,
         BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl), num_warps=warps, **pdl)
     return out
 
@@ -293,7 +321,7 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
 
     qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
     which those of one sequence follow one another; k_cache, v_cache [>= B, K, L, E], whose first B rows are used;
-    q_norm, k_norm [E] -> [B, T, H, E].
+    q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E].
     A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None for E ** -0.5.
     Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's begin at row offset [>= B, 1], or 0.

@@ -29,13 +29,13 @@ from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.common import unknown_values
 from fast.layout import KINDS
-from fast.linear import linear
+from fast.linear import add_norm, linear
 from fast.packed_linear import PackedLinear
 from model import Attention, Block, FeedForward, KVCache, RMSNorm, RopeTable, Transformer, visible
 from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, RowParallelLinear
 
-OPERATORS = ("linear", "packed_linear", "attend", "update_and_attend", "sample", "distribute", "fused_all_reduce",
+OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute", "fused_all_reduce",
              "fused_all_gather")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
@@ -141,9 +141,8 @@ class FusedAttention(nn.Module):
     def __init__(self, attn: Attention, table: RopeTable, window: int | None):
         super().__init__()
         self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
-        self.whole_norm = isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) != attn.head_dim
-        norms = [None, None] if self.whole_norm else [getattr(of, "weight", None) for of in (attn.q_norm, attn.k_norm)]
-        self.norms, self.offset = norms, table.offset if attn.rope.long else None
+        self.norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
+        self.offset = table.offset if attn.rope.long else None
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
         self.kernel = attn.cache.k.is_cuda
@@ -163,9 +162,6 @@ class FusedAttention(nn.Module):
             rows = torch.arange(len(qkv), device=qkv.device)[:, None]
             cos, sin = self.table(positions, len(qkv))
             return self.update_then_attend(qkv, positions, cos, sin, rows).flatten(0, 1)
-        if self.whole_norm:
-            q, k, v = qkv.split(attn.sizes, dim=-1)
-            qkv = torch.cat((attn.q_norm(q), attn.k_norm(k), v), dim=-1)
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
         rope = attn.rope
         y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, self.semaphore,
@@ -221,7 +217,7 @@ class Half(nn.Module):
         """The stream x with what the half's last product makes of y."""
         if isinstance(self.post_norm, nn.Identity):
             return out(y, residual=x)
-        return x + self.post_norm(out(y))
+        return add_norm(out(y), self.post_norm.weight, self.post_norm.eps, x)
 
 
 class AttentionHalf(Half):

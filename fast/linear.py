@@ -127,8 +127,8 @@ def gemm_kernel(x, w, bias, residual, out, M, N, K,
 
 
 @jit
-def norm_kernel(x, weight, out, K, eps, BK: constexpr, PDL: constexpr):
-    """RMSNorm (arXiv 1910.07467) of x [M, K]; each program has one row."""
+def norm_kernel(x, weight, residual, out, K, eps, BK: constexpr, PDL: constexpr):
+    """residual + RMSNorm (arXiv 1910.07467) of x, both [M, K], residual may be None; each program has one row."""
     k = tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
@@ -138,16 +138,35 @@ def norm_kernel(x, weight, out, K, eps, BK: constexpr, PDL: constexpr):
     at = tl.program_id(0) * K + k
     xs = tl.load(x + at, mask=k < K, other=0).to(tl.float32)
     y = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * norm_weight
+    if residual is not None:
+        y += tl.load(residual + at, mask=k < K, other=0)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=k < K)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [M, K], weight [K], on a GPU -> [M, K], in one launch."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x [M, K], weight [K], residual [M, K], on a GPU -> residual + the norm of x [M, K], in one launch."""
     M, K = x.shape
     out = torch.empty_like(x)
     pdl = pdl_options(x.device)
-    norm_kernel[(M,)](x, weight, out, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
+    norm_kernel[(M,)](x, weight, residual, out, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
     return out
+
+
+@library.custom_op("llama_fast::add_norm", mutates_args=(), device_types="cuda")
+def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """rms_norm() for torch.compile: residual + the norm of x [M, K]."""
+    return rms_norm(x.contiguous(), weight, eps, residual.contiguous())
+
+
+@add_norm.register_kernel("cpu")
+def plain_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """The plain twin of add_norm()."""
+    return (residual + F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)).type_as(x)
+
+
+@add_norm.register_fake
+def _(x, weight, eps, residual):
+    return torch.empty_like(x)
 
 
 def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
@@ -211,5 +230,5 @@ linear.register_kernel("cpu")(plain_linear)
 
 
 @linear.register_fake
-def _(x, w, norm=None, bias=None, residual=None, gated=False, eps=1e-5):
+def _(x, w, norm=None, bias=None, residual=None, gated=0, eps=1e-5):
     return x.new_empty(len(x), len(w) // 2 if gated else len(w))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import linear, plain_linear, rms_norm
+from fast.linear import add_norm, linear, plain_add_norm, plain_linear, rms_norm
 from helpers import error, exact_attention, exact_linear, rope_of
 from model import Attention, Config, KVCache, LayerConfig, RopeTable
 
@@ -123,11 +123,17 @@ def test_attention(device, case):
         assert not fused.semaphore.any()
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("K", [72, 4096, 8192])
-def test_rms_norm(K):
-    x, weight = torch.randn(5, K, device="cuda").bfloat16(), torch.rand(K, device="cuda").bfloat16() + 0.5
-    check(rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (K,), weight.double(), 1e-5))
+def test_norms_and_their_twin(K, device):
+    """A norm's weight may be fp32, as Gemma's and OLMo's are."""
+    x, residual = torch.randn(2, 5, K, device=device).bfloat16()
+    weight = torch.rand(K, device=device) + 0.5
+    ref = F.rms_norm(x.double(), (K,), weight.double(), 1e-5)
+    for function in (add_norm, plain_add_norm):
+        check(function(x, weight, 1e-5, residual), ref + residual.double())
+    if device == "cuda":
+        check(rms_norm(x, weight.bfloat16(), 1e-5), F.rms_norm(x.double(), (K,), weight.bfloat16().double(), 1e-5))
 
 
 COMPILE_FOR_8 = """

@@ -6,7 +6,7 @@ import torch
 
 from checkpoint import Checkpoint, load_model
 from helpers import CPU, DEVICES, F32, GOLDEN, error, exact_attention, golden, rope_of
-from model import Config, LayerConfig, Rope, RopeTable, Transformer, rope_tables
+from model import Config, LayerConfig, Rope, RopeTable, Transformer
 
 FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
 
@@ -81,10 +81,9 @@ def test_rope_tables_are_fp32_and_turn_by_the_published_angles():
     assert model.ropes[0].cos.dtype == model.ropes[0].sin.dtype == torch.float32
     E = model.config.head_dim
     angle = torch.arange(128, dtype=torch.double)[:, None] * 10000.0 ** (-torch.arange(0, E, 2, dtype=torch.double) / E)
-    cos, sin = rope_tables(Rope(), E, 128)
-    assert (cos == 1).all() and (sin == 0).all()
-    cos, sin = rope_tables(rope_of(E), E, 128)
-    assert error(cos, angle.cos().repeat(1, 2)) < 1e-5 and error(sin, angle.sin().repeat(1, 2)) < 1e-5
+    none, whole = (RopeTable(rope, E, 128, 1, CPU) for rope in (Rope(), rope_of(E)))
+    assert (none.cos == 1).all() and (none.sin == 0).all()
+    assert error(whole.cos, angle.cos().repeat(1, 2)) < 1e-5 and error(whole.sin, angle.sin().repeat(1, 2)) < 1e-5
 
 
 MIXED = (LayerConfig(rope=rope_of(8)), LayerConfig(window=3), LayerConfig(rope=rope_of(8, 100.0)),
