@@ -422,14 +422,10 @@ def hf_weights(config: Config) -> dict[str, Weight]:
             "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
         }
     if config.qk_norm:
-        whole = config.qk_norm == "whole"
+        q_size, k_size = ((q, "q"), (kv, "kv")) if config.qk_norm == "whole" else ((E,), (E,))
         of_layer |= {
-            "self_attn.q_norm.weight": norm("attn.q_norm", q, "q")
-            if whole
-            else norm("attn.q_norm", E),
-            "self_attn.k_norm.weight": norm("attn.k_norm", kv, "kv")
-            if whole
-            else norm("attn.k_norm", E),
+            "self_attn.q_norm.weight": norm("attn.q_norm", *q_size),
+            "self_attn.k_norm.weight": norm("attn.k_norm", *k_size),
         }
     if config.pre_norm:
         name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"

@@ -35,7 +35,7 @@ import guard
 from checkpoint import Checkpoint, UserError, load_model
 from completion import Completion, pieces, rank_completions
 from model import Transformer
-from quantize import check_quantize, default_group, round_model
+from quantize import check_quantize, default_group, round_head, round_model
 from sampling import LIMITS, Sampling, choose
 from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, propose
 from tp import draft_splitter, join, splitter
@@ -43,6 +43,7 @@ from tp import draft_splitter, join, splitter
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 # At a time, over all prompts: the memory of prefill does not grow with the prompt.
 PREFILL_TOKENS = 4096
+PLAIN = SimpleNamespace(choose=choose, propose=propose, accept=accept)
 
 # Prefill and decode
 
@@ -103,7 +104,7 @@ class Engine:
     of the model's modules. features: see Transformer.setup().
 
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
-    [B, T, V] decodes and verifies. choose(), propose() and accept() take `sampling` as their last argument."""
+    [B, T, V] decodes and verifies."""
 
     def __init__(
         self,
@@ -162,20 +163,18 @@ class Engine:
         """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled code, and kernels
         read the values on the device.
 
+        sampler: PLAIN, or fast/'s functions of the same names; all take `sampling` as their last argument.
         captures: kernels do all of a step, so that one CUDA graph holds it."""
-        self.sampling, self.captures, self.decode = sampling, False, decode_one_token
-        self.choose, self.propose, self.accept = choose, propose, accept
-        self.forward = self.compiled_decoder if self.compiled else self.model
-        settings = self.fast.settings(sampling) if self.kernels else None
-        if settings is not None:
-            self.settings.copy_(settings)
-            self.sampling, self.captures, self.decode = self.settings, True, self.compiled_decode
-            self.choose, self.propose, self.accept = (
-                self.fast.choose,
-                self.fast.propose,
-                self.fast.accept,
-            )
-            self.forward = self.decoder
+        values = self.fast.settings(sampling) if self.kernels else None
+        self.captures = values is not None
+        if self.captures:
+            self.settings.copy_(values)
+            self.sampler, self.sampling = self.fast, self.settings
+            self.forward, self.decode = self.decoder, self.compiled_decode
+        else:
+            self.sampler, self.sampling = PLAIN, sampling
+            self.forward = self.compiled_decoder if self.compiled else self.model
+            self.decode = decode_one_token
 
     def columns(self) -> int:
         """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a single column. On a
@@ -208,7 +207,7 @@ class Engine:
             self.model.arrange_rows(rows, start + max(map(len, prompts)))
             self.model.begin_rows([lengths[row] for row in rows])
             logits = logits.repeat_interleave(samples, dim=0)
-        return self.choose(logits, self.sampling)
+        return self.sampler.choose(logits, self.sampling)
 
     def begin(
         self, prompts: list[list[int]], new_tokens: int, start: int, samples: int
@@ -237,9 +236,8 @@ class Engine:
         if self.length == self.end:
             return None
         self.length += 1
-        return self.decode(
-            self.forward, *self.state, self.slots(self.length), self.choose, self.sampling
-        )
+        slots = self.slots(self.length)
+        return self.decode(self.forward, *self.state, slots, self.sampler.choose, self.sampling)
 
     def read(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
@@ -258,7 +256,7 @@ class Engine:
             return
         overlap = self.captures and alone
         with (
-            self.decoder.warm_up(self.batch_size, self.choose, self.sampling)
+            self.decoder.warm_up(self.batch_size, self.sampler.choose, self.sampling)
             if overlap
             else nullcontext()
         ):
@@ -375,6 +373,7 @@ class LLM:
         no_kernels: bool = False,
         quantize: str | None = None,
         group_size: int | None = None,
+        quantize_head: str | None = None,
         draft: str | None = None,
         draft_tokens: int | str | None = None,
         draft_quantize: str | None = None,
@@ -406,10 +405,13 @@ class LLM:
         self.context = max_seq_length or self.checkpoint.config.context
         self.settings = formats.read_settings(self.checkpoint)
         check_quantize(self.checkpoint, self.settings, quantize, group_size)
+        self._sizes = [(self.checkpoint.config, self.settings.get("bits"))]
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
-            self.draft_checkpoint, theirs = guard.open_checkpoint(draft)
-            guard.check_draft(draft, (self.draft_checkpoint, theirs), opened)
+            theirs = self.draft_checkpoint, _ = guard.open_checkpoint(draft)
+            guard.check_draft(draft, theirs, opened)
+            settings = formats.read_settings(self.draft_checkpoint)
+            self._sizes.append((self.draft_checkpoint.config, settings.get("bits")))
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
         # Room: tokens of a prompt and its completion.
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
@@ -513,6 +515,7 @@ class LLM:
                 self.checkpoint,
                 quantize=options.quantize,
                 group_size=options.group_size,
+                quantize_head=options.quantize_head,
                 split=splitter(self.team),
             )
             if self.draft_checkpoint:
@@ -524,22 +527,8 @@ class LLM:
 
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        checkpoints = (
-            [self.checkpoint, self.draft_checkpoint] if self.draft_checkpoint else [self.checkpoint]
-        )
-        sizes = [
-            (checkpoint.config, formats.read_settings(checkpoint).get("bits"))
-            for checkpoint in checkpoints
-        ]
-        return guard.check_memory(
-            sizes,
-            rows,
-            self._slots(length),
-            self.device,
-            self.dtype,
-            self.team.ranks,
-            loaded=self.model is not None,
-        )
+        where, loaded = (self.device, self.dtype, self.team.ranks), self.model is not None
+        return guard.check_memory(self._sizes, rows, self._slots(length), *where, loaded)
 
     def _slots(self, length: int) -> int:
         return length + SLACK if self.options.draft else length
@@ -681,12 +670,14 @@ def load(
     dtype: torch.dtype,
     quantize: str | None = None,
     group_size: int | None = None,
+    quantize_head: str | None = None,
     progress: bool = False,
     split: Callable | None = None,
 ) -> Transformer:
     """Reads a checkpoint's weights, quantized or not.
 
-    quantize: "int8" or "int4" rounds the layers' weights. split: tp.splitter()'s, for this rank's part."""
+    quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split: tp.splitter()'s, for this
+    rank's part."""
     settings = formats.read_settings(checkpoint)
     group = formats.shared_inputs(settings) if settings else default_group(quantize, group_size)
     shard = split(checkpoint.config, group) if split else None
@@ -696,6 +687,8 @@ def load(
         round_model(model, quantize, group_size, shard)
     if shard:
         shard.parallelize(model)
+    if quantize_head:
+        round_head(model, quantize_head)
     return model
 
 

@@ -652,7 +652,7 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
-CHOICES = dict(dtype=tuple(DTYPES), quantize=("int8", "int4"), draft_quantize=("int8", "int4"))
+CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(dtype=tuple(DTYPES))
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 

@@ -302,8 +302,8 @@ class RMSNorm(nn.Module):
 
 
 class RopeTable(nn.Module):
-    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32: bf16 loses 2e-3. Where nothing turns, cos is 1
-    and sin is 0. With LongRoPE two such tables lie one behind the other, and offset [B, 1] says where a row's begins."""
+    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16 loses 2e-3. Where nothing turns, cos
+    is 1 and sin is 0. With LongRoPE two such tables lie one behind the other; offset [B, 1] is where a row's begins."""
 
     def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
         super().__init__()

@@ -252,6 +252,12 @@ def round_to_nearest(
     )
 
 
+def rounded(linear: nn.Linear, codes: Codes, *how) -> QuantizedLinear:
+    """how: round_to_nearest()'s arguments after the codes."""
+    found, scales, zeros = round_to_nearest(linear.weight, codes, *how)
+    return QuantizedLinear(pack(found, codes.bits), scales, zeros, codes, linear.bias)
+
+
 # GPTQ
 
 
@@ -366,13 +372,10 @@ def quantize_model(
             linear = model.get_submodule(name)
             if hessian is None:
                 widest = partial(shard.widest, name) if shard and group_size == -1 else None
-                found, scales, zeros = round_to_nearest(linear.weight, *how, widest)
-                g_idx = None
-            else:
-                found, scales, zeros, g_idx, loss = gptq(
-                    linear.weight, hessian, *how, act_order, drift
-                )
-                bar.set_postfix({name: f"{loss:.1e}"})
+                model.set_submodule(name, rounded(linear, *how, widest))
+                continue
+            found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
+            bar.set_postfix({name: f"{loss:.1e}"})
             qweight = pack(found, codes.bits)
             model.set_submodule(
                 name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
@@ -460,6 +463,21 @@ def round_model(model: Transformer, quantize: str, group_size: int | None, shard
         sym=quantize == "int8",
         shard=shard,
     )
+
+
+def round_head(model: Transformer, quantize: str):
+    """The output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets codes of its own, and the
+    embedding stays; with several ranks each has rounded its own rows. UserError for a head that cannot be rounded."""
+    name = "head.linear" if hasattr(model.head, "linear") else "head"
+    head = model.get_submodule(name)
+    if isinstance(head, QuantizedLinear):
+        raise UserError(
+            f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the option out"
+        )
+    if not head.weight.isfinite().all():
+        raise UserError("the output head has NaN or infinite weights; take a checkpoint that is whole")
+    group = default_group(quantize, None)
+    model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))
 
 
 def check_quantize(

@@ -192,9 +192,8 @@ class DraftModel(Drafter):
         drafted, distributions = [], []
         for _ in range(k):
             logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
-            token, q = self.in_targets_words(
-                *engine.propose(logits, self.vocab_size, engine.sampling)
-            )
+            token, q = engine.sampler.propose(logits, self.vocab_size, engine.sampling)
+            token, q = self.in_targets_words(token, q)
             drafted.append(token)
             distributions.append(q)
             tokens, at = token[:, None], at[:, -1:] + 1
@@ -420,11 +419,12 @@ class Speculator:
             tokens = torch.cat([tokens, drafted], dim=1)
         logits = target.forward(tokens, at, target.slots(self.reach()))
         if k:
-            tokens, logprobs, accepted = target.accept(logits, tokens, q, proposed, target.sampling)
-        else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            tokens, logprobs = (
-                chosen[:, None] for chosen in target.choose(logits.squeeze(1), target.sampling)
+            tokens, logprobs, accepted = target.sampler.accept(
+                logits, tokens, q, proposed, target.sampling
             )
+        else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
+            chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
+            tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
         self.text.scatter_(1, at + 1, tokens)  # what is no text is overwritten before it is read
         new = torch.where(active, accepted + 1, 0)

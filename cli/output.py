@@ -93,7 +93,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     seconds = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None  # before the read rate is timed
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if not model.config.tied:
+    if getattr(model.head, "weight", None) is not model.embed.weight:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
     rate = weights * steps / seconds
     return dict(

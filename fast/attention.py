@@ -34,8 +34,8 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, la
 def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PAIRS: constexpr):
     """Heads x [rows, E] after RMSNorm, if there is a norm's weight, and after rope; in fp32.
 
-    norm: [E], the same for each head; or, with the mean square of all heads [rows], [heads x E], and head [rows] says
-    which one a row is.
+    norm: [E], the same for each head; or [heads x E], with the mean square of all heads' elements [rows], and head
+    [rows] says which one a row is.
     swapped: x with the elements of each pair exchanged. It is loaded, since a thread cannot read what another has in
     its registers. cos, sin [rows, E]."""
     x = x.to(tl.float32)
@@ -49,13 +49,14 @@ def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PA
             weights = norm + head[:, None] * E
         inside = (e < E)[None, :]
         x *= scale * tl.load(weights + e[None, :], mask=inside, other=0).to(tl.float32)
-        swapped *= scale * tl.load(weights + partner_of(e, PAIRS)[None, :], mask=inside, other=0).to(tl.float32)
+        partner = partner_of(e, PAIRS)[None, :]
+        swapped *= scale * tl.load(weights + partner, mask=inside, other=0).to(tl.float32)
     return x * cos + tl.where(e < PAIRS, -swapped, swapped) * sin
 
 
 @jit
 def mean_squares(heads, stride, t, T, N: constexpr, BN: constexpr):
-    """Of all heads' elements [N] of each row's token t [rows]. heads: the first token's; `stride` further the next's."""
+    """Of all heads' elements [N] of each row's token t [rows]. heads: the first token's; the next's lie `stride` on."""
     n = tl.arange(0, BN)
     found = tl.zeros(t.shape, tl.float32)
     for i in range(T):
@@ -292,8 +293,9 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
         q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
         T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
-        WINDOW=window, NEW=new, BH=triton.next_power_of_2(heads * E) if whole_norm else 0, SPLITS=splits, SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL,
-        BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl), num_warps=warps, **pdl)
+        WINDOW=window, NEW=new, BH=triton.next_power_of_2(heads * E) if whole_norm else 0, SPLITS=splits,
+        SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
+        num_warps=warps, **pdl)
     return out
 
 

@@ -35,8 +35,8 @@ from model import Attention, Block, FeedForward, KVCache, RMSNorm, RopeTable, Tr
 from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, RowParallelLinear
 
-OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute", "fused_all_reduce",
-             "fused_all_gather")
+OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute",
+             "fused_all_reduce", "fused_all_gather")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
 # account.

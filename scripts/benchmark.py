@@ -52,7 +52,7 @@ from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint)
 from model import Config, KVCache, LayerConfig, Transformer  # noqa: E402
-from quantize import check_quantize, default_group, round_model  # noqa: E402
+from quantize import check_quantize, default_group, round_head, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator, make_policy  # noqa: E402
@@ -187,13 +187,15 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
     if checkpoint:
-        return load(checkpoint, device, dtype, args.quantize, args.group_size, split=split)
+        return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard)
     if args.quantize:
         round_model(model, args.quantize, args.group_size, shard)
     if shard:
         shard.parallelize(model)
+    if args.quantize_head:
+        round_head(model, args.quantize_head)
     torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
     return model
 
@@ -300,7 +302,8 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
     """What every JSON line says of how it was measured."""
     return dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
-        batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+        quantize_head=args.quantize_head, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p,
         compile=not args.no_compile, kernels=find_mode(args) == "fast" and import_fast() is not None,
         torch=torch.__version__,
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, commit=commit())
@@ -321,7 +324,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         torch.cuda.reset_peak_memory_stats(device)
     engine = ready(model, args, team, find_mode(args))
     weights = sum(weight.nbytes for weight in model.parameters())  # as the engine has repacked them
-    embedding = 0 if config.tied else model.embed.weight.nbytes
+    embedding = model.embed.weight.nbytes if getattr(model.head, "weight", None) is not model.embed.weight else 0
     runs = []
     for _ in range(args.runs):
         runs.append(one_run(engine, args))
@@ -426,11 +429,13 @@ def speculation_target(what: str, checkpoint: Checkpoint, args: Namespace, devic
                        dtype: torch.dtype) -> Transformer:
     """The checkpoint or, of a shape, the bundled model widened to it."""
     if what not in SHAPES:
-        return load(checkpoint, device, dtype, args.quantize, args.group_size)
+        return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head)
     tiny = load(checkpoint, torch.device("cpu"), torch.float32)
     model = widen(tiny, SHAPES[what], device, dtype)
     if args.quantize:
         round_model(model, args.quantize, args.group_size)
+    if args.quantize_head:
+        round_head(model, args.quantize_head)
     return model
 
 

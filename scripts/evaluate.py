@@ -12,7 +12,8 @@ calibrated on. Windows of --context tokens move over it by --stride. Each token
 is scored once, in the first window that has it.
 
 stdout gets one JSON object on one line, stderr a table; with --compare, stdout
-gets the table; with --json, stdout gets a JSON line for each model. The word
+gets the table, where "same choice" says how often the likeliest token is that
+of --checkpoint; with --json, stdout gets a JSON line for each model. The word
 perplexity is left out ("-", null) above a million: the spaces then do not part
 words that the model knows.
 
@@ -46,7 +47,7 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Tokenizer, UserError  # noqa: E402
-from cli.options import DEVICE, Parser, add_keywords, within  # noqa: E402
+from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
@@ -58,9 +59,12 @@ MOST_WORDS = 10 ** 6  # more than a large dictionary's entries
 
 
 def parse_spec(spec: str) -> dict:
-    """DIR, DIR:int8 or DIR:int4-g64 -> its part of the JSON line; a group size of None is generate.py's default."""
-    checkpoint, quantize, group = re.fullmatch(r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?", spec, re.S).groups()
-    return dict(model=spec, checkpoint=checkpoint, quantize=quantize, group_size=int(group) if group else None)
+    """DIR, DIR:int8, DIR:int4-g64 or, behind any of them, :head-int8 -> its part of the JSON line; a group size of None
+    is generate.py's default."""
+    form = r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?(?::head-(int4|int8))?"
+    checkpoint, quantize, group, head = re.fullmatch(form, spec, re.S).groups()
+    return dict(model=spec, checkpoint=checkpoint, quantize=quantize, group_size=int(group) if group else None,
+                quantize_head=head)
 
 
 def beginning(tokenizer: Tokenizer, text: str, limit: int) -> str:
@@ -80,8 +84,9 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int, int]:
 
 
 @torch.no_grad()
-def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int, bar: tqdm) -> float:
-    """Nats of ids[first:], ids [N], first > 0."""
+def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int,
+          bar: tqdm) -> tuple[float, Tensor]:
+    """Nats of ids[first:], ids [N], first > 0, and the likeliest token at each of these places."""
     N, T, V = len(ids), min(context, len(ids) - 1), model.config.vocab_size
     W = 1 + math.ceil((N - 1 - T) / stride)
     # A row is a window and the token after it, the last to predict; the last is padded on its right, where none looks.
@@ -89,16 +94,17 @@ def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int
     model.setup(T)
     positions = torch.arange(T, device=ids.device)[None]
     B = max(1, GIB // 4 // (4 * T * V))  # logits of 256 MiB in fp32: 1 GiB is slower on a CPU
-    nats = 0.0
+    nats, choices = 0.0, []
     for at in range(0, W, B):
         batch = rows[at:at + B]
         for w, row, logits in zip(range(at, W), batch, model(batch[:, :-1], positions)):  # row [T + 1], logits [T, V]
             begin = max(T - stride if w else 0, first - 1 - w * stride)  # earlier windows scored what is before
             end = min(T, N - 1 - w * stride)
+            choices.append(logits[begin:end].argmax(-1).cpu())
             losses = F.cross_entropy(logits[begin:end].float(), row[begin + 1:end + 1], reduction="none")
             nats += losses.cpu().double().sum().item()  # on the host, as MPS has no float64
             bar.update(len(losses))
-    return nats
+    return nats, torch.cat(choices)
 
 
 def perplexity(nats: float, count: int, most: float = 1e300) -> float | None:
@@ -112,8 +118,8 @@ def speed_up(llm: LLM) -> None:
         fast.optimize(llm.model)
 
 
-def evaluate(spec: dict, llm: LLM, text: str, args: Namespace) -> dict:
-    """The JSON line of one model."""
+def evaluate(spec: dict, llm: LLM, text: str, args: Namespace, choices: list[Tensor]) -> dict:
+    """The JSON line of one model. choices: of the models before, to which its own are added."""
     ids, first, skipped = encode(llm.tokenizer, text)
     tokens, size, words = len(ids) - first, len(text[skipped:].encode()), len(text[skipped:].split())
     with memory_advice(f"{spec['model']}: out of memory on {llm.device}; a smaller --context or dtype helps"):
@@ -122,28 +128,32 @@ def evaluate(spec: dict, llm: LLM, text: str, args: Namespace) -> dict:
         speed_up(llm)
         begun = time.perf_counter()
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
-            nats = score(llm.model, torch.tensor(ids, device=llm.device), first, args.context, args.stride, bar)
+            nats, chosen = score(llm.model, torch.tensor(ids, device=llm.device), first, args.context, args.stride, bar)
     llm.model = None
     if not math.isfinite(nats):
         advice = "its weights may be broken" if llm.dtype == torch.float32 else "--dtype float32 may help"
         raise UserError(f"{spec['model']}: its logits are not finite in {llm.dtype}; {advice}")
+    choices.append(chosen)
+    same = (chosen == choices[0]).double().mean().item() if chosen.shape == choices[0].shape else None
     return spec | dict(
         dtype=str(llm.dtype).removeprefix("torch."), device=str(llm.device), context=args.context, stride=args.stride,
         tokens=tokens, bytes=size, words=words, bits_per_byte=nats / math.log(2) / size,
         word_perplexity=perplexity(nats, words, MOST_WORDS), token_perplexity=perplexity(nats, tokens),
-        model_bytes=model_bytes, seconds=time.perf_counter() - begun)
+        greedy_agreement=same, model_bytes=model_bytes, seconds=time.perf_counter() - begun)
 
 
 def comparison_table(results: list[dict]) -> str:
     """Markdown; the first model is what the others are measured against."""
-    lines = ["| model | bits per byte | difference | word perplexity | token perplexity | weights, MB |",
-             "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| model | bits per byte | difference | same choice | word perplexity | token perplexity | weights, MB |",
+             "|---|---:|---:|---:|---:|---:|---:|"]
     for result in results:
         bits, *perplexities = (result[key] for key in ("bits_per_byte", "word_perplexity", "token_perplexity"))
         worse = "-" if result is results[0] else f"{100 * (bits / results[0]['bits_per_byte'] - 1):+.2f} %"
         word, token = ("-" if value is None else f"{value:,.3f}" for value in perplexities)
+        same = result["greedy_agreement"]
+        same = "-" if result is results[0] or same is None else f"{same:.2%}"
         size = f"{result['model_bytes'] / 1e6:,.1f}"
-        lines.append(f"| {result['model']} | {bits:.4f} | {worse} | {word} | {token} | {size} |")
+        lines.append(f"| {result['model']} | {bits:.4f} | {worse} | {same} | {word} | {token} | {size} |")
     return "\n".join(lines)
 
 
@@ -157,11 +167,10 @@ def parse_args() -> Namespace:
     add("--task-path", metavar="DIR", help="with --tasks: where tasks of your own are defined (default: nowhere)")
     add("--few-shot", type=within(int, 0), metavar="N", help="with --tasks: examples before each (default: the task's)")
     add("--limit", type=within(int, 1), metavar="N", help="with --tasks: only the first N of each (default: all)")
-    add("--quantize", choices=("int8", "int4"), help="round the weights of --checkpoint")
-    add("--group-size", type=within(int, -1), metavar="G",
-        help="weights that share a scale; -1: a row's (default: -1, int4 32)")
+    add_keywords(parser, QUANTIZATION)
     add("--compare", nargs="+", default=[], type=parse_spec, metavar="CHECKPOINT",
-        help="others to measure against --checkpoint; DIR:int8, DIR:int4 or DIR:int4-g64 rounds the weights of DIR")
+        help="others to measure against --checkpoint; DIR:int8 or DIR:int4-g64 rounds the weights of DIR, :head-int8 "
+             "behind it the head")
     add("--max-tokens", type=within(int, 1), metavar="N",
         help="read as much of the text as N tokens of --checkpoint hold (default: all of it)")
     add("--context", type=within(int, 1), metavar="C", help="tokens of a window (default: 2048, or what the model has)")
@@ -223,9 +232,12 @@ def main() -> None:
         with user_errors(args.text):
             text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
-    specs = [parse_spec(args.checkpoint + (f":{args.quantize}{group}" if args.quantize else "")), *args.compare]
+    rounded = f":{args.quantize}{group}" if args.quantize else ""
+    head = f":head-{args.quantize_head}" if args.quantize_head else ""
+    specs = [parse_spec(args.checkpoint + rounded + head), *args.compare]
     llms = [LLM(spec["checkpoint"], load=False, quiet=not sys.stderr.isatty(), quantize=spec["quantize"],
-                group_size=spec["group_size"], device=args.device, dtype=args.dtype) for spec in specs]
+                group_size=spec["group_size"], quantize_head=spec["quantize_head"], device=args.device,
+                dtype=args.dtype) for spec in specs]
     limits = [llm.context for llm in llms]
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):
@@ -235,10 +247,10 @@ def main() -> None:
         raise UserError(f"--stride {args.stride} leaves tokens out: want at most --context, {args.context}")
     if text and args.max_tokens:
         text = beginning(llms[0].tokenizer, text, args.max_tokens)
-    results = []
+    results, choices = [], []
     try:
         for spec, llm in zip(specs, llms):
-            results.append(evaluate_tasks(spec, llm, args) if args.tasks else evaluate(spec, llm, text, args))
+            results.append(evaluate_tasks(spec, llm, args) if args.tasks else evaluate(spec, llm, text, args, choices))
             if args.json or not args.compare:
                 print(json.dumps(results[-1]), flush=True)
     finally:  # should one fail or Ctrl-C come, the others are not lost

@@ -122,11 +122,11 @@ def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -
 
 
 def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
-                    group_size: int | None = None, split=None) -> Transformer:
+                    group_size: int | None = None, **more) -> Transformer:
     """A checkpoint, vetted and loaded."""
     opened, _ = guard.open_checkpoint(directory, tokenizer=False)
     check_quantize(opened, formats.read_settings(opened), quantize, group_size)
-    return load_vetted(opened, device, dtype, quantize, group_size, split=split)
+    return load_vetted(opened, device, dtype, quantize, group_size, **more)
 
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:

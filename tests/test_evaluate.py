@@ -22,11 +22,12 @@ TEXT = ROOT / "checkpoints" / "stories.txt"
 TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
 
 
-def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
-    """Nats of ids[first:] in float64: each token alone, after its part of the first window that predicts it."""
+def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> tuple[float, list]:
+    """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of the first window
+    that predicts it."""
     model = load_model(Checkpoint(directory), CPU, torch.float64)
     model.setup(context)
-    nats = 0.0
+    nats, choices = 0.0, []
     for at in range(first, len(ids)):
         start = next(start for start in range(0, at, stride) if start + context >= at)
         before = ids[start:at]
@@ -34,12 +35,14 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
         with torch.no_grad():
             logits = model(torch.tensor([before]), torch.arange(len(before))[None])[0, -1]
         nats -= logits.log_softmax(-1)[ids[at]].item()
-    return nats
+        choices.append(logits.argmax().item())
+    return nats, choices
 
 
-def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> float:
+def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> tuple[float, list]:
     model = load_model(Checkpoint(directory), CPU, F32)
-    return evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
+    nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
+    return pytest.approx(nats, rel=1e-5), choices.tolist()
 
 
 @pytest.mark.parametrize("context, stride", [(8, 8), (8, 3), (1, 1), (40, 9), (90, 45)])
@@ -48,10 +51,10 @@ def test_each_token_counts_once_after_its_context(monkeypatch, name, context, st
     directory, ids = GOLDEN / name, torch.randint(96, (41,)).tolist()
     for first in (1, 4):
         want = naive(directory, ids, first, context, stride)
-        assert score(directory, ids, first, context, stride) == pytest.approx(want, rel=1e-5)
+        assert score(directory, ids, first, context, stride) == want
         with monkeypatch.context() as patch:
             patch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
-            assert score(directory, ids, first, context, stride) == pytest.approx(want, rel=1e-5)
+            assert score(directory, ids, first, context, stride) == want
 
 
 def checkpoint(directory: Path, kind: str) -> Tokenizer:
@@ -108,7 +111,7 @@ def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, siz
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
     llm = Namespace(tokenizer=tokenizer, model=model, _load=lambda *sizes: None, device=CPU, dtype=F32)
-    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2))
+    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2), [])
     assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
     assert line["bits_per_byte"] == pytest.approx(math.log2(600))
     assert line["token_perplexity"] == pytest.approx(600)
@@ -116,10 +119,12 @@ def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, siz
 
 
 @pytest.mark.parametrize("spec, want", [
-    ("a/b", ("a/b", None, None)), ("a:int8", ("a", "int8", None)), ("a:int4-g64", ("a", "int4", 64)),
-    ("a:b:int4-g-1", ("a:b", "int4", -1)), ("a:int5", ("a:int5", None, None))])
+    ("a/b", ("a/b", None, None, None)), ("a:int8", ("a", "int8", None, None)),
+    ("a:int4-g64:head-int8", ("a", "int4", 64, "int8")), ("a:b:int4-g-1", ("a:b", "int4", -1, None)),
+    ("a:head-int4", ("a", None, None, "int4")), ("a:int5", ("a:int5", None, None, None))])
 def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
-    assert evaluate.parse_spec(spec) == dict(zip(("model", "checkpoint", "quantize", "group_size"), (spec, *want)))
+    names = "checkpoint", "quantize", "group_size", "quantize_head"
+    assert evaluate.parse_spec(spec) == dict(zip(names, want, strict=True)) | dict(model=spec)
 
 
 @pytest.mark.parametrize("text, says", [
@@ -128,13 +133,13 @@ def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
     ("世界你好世界你好 世界你好", False), ("self.x[i]=foo(bar,**kw) lambda:0x1f<<2;y={}", False)])
 def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
     llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
-    line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32))
+    line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32), [])
     nats = line["bits_per_byte"] * math.log(2) * line["bytes"]
     assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None  # more than a float holds
     assert line["word_perplexity"] == (pytest.approx(math.exp(nats / line["words"])) if says else None)
     assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]))
     cells = evaluate.comparison_table([line]).splitlines()[-1].split(" | ")
-    assert (cells[3] == "-") != says and "-" not in cells[4]
+    assert (cells[4] == "-") != says and "-" not in cells[5]
 
 
 @pytest.fixture
@@ -155,9 +160,10 @@ def test_the_json_line_says_what_was_measured(tmp_path, measured):
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     ids = open_tokenizer(TINY).encode_text(STORY)
-    nats = naive(TINY, ids, 1, 16, 5)
+    nats, _ = naive(TINY, ids, 1, 16, 5)
     known = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5,
-                 checkpoint=str(TINY), quantize=None, group_size=None, dtype="float32", device="cpu",
+                 checkpoint=str(TINY), quantize=None, group_size=None, quantize_head=None, greedy_agreement=1,
+                 dtype="float32", device="cpu",
                  model_bytes=4 * 3967744, word_perplexity=None)  # the model knows no emoji
     assert known.items() <= line.items() and line["seconds"] > 0
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
@@ -171,19 +177,22 @@ def test_the_json_line_says_what_was_measured(tmp_path, measured):
 
 def test_a_comparison_is_a_table_whose_first_row_is_the_reference(measured):
     options = ("--checkpoint", "checkpoints/tiny", "--max-tokens", 300, "--compare", "checkpoints/tiny:int8",
-               "checkpoints/tiny:int4-g64", "checkpoints/tiny-draft")
+               "checkpoints/tiny:int4-g64:head-int4", "checkpoints/tiny-draft")
     (_, table, _), (code, lines, errors) = measured(*options), measured(*options, "--json")
     assert (code, errors) == (0, "")
     results = [json.loads(line) for line in lines.splitlines()]
     plain, int8, int4, draft = results
+    same = [result["greedy_agreement"] for result in results]
+    assert 1 == same[0] >= same[1] > same[2] > same[3] > 0.3
     assert [result["quantize"] for result in results] == [None, "int8", "int4", None] and int4["group_size"] == 64
     assert len({result["bytes"] for result in results}) == 1
     exact, *others = (result["bits_per_byte"] for result in results)
     assert others[0] == pytest.approx(exact, rel=0.01) and others[0] != exact < others[2]
     assert int4["model_bytes"] <= int8["model_bytes"] < plain["model_bytes"]
-    cells = [row.strip("| ").split(" | ")[:3] for row in table.splitlines()[2:]]
-    assert cells[0] == ["checkpoints/tiny", f"{exact:.4f}", "-"]
-    for (name, bits, difference), result, found in zip(cells[1:], results[1:], others, strict=True):
+    cells = [row.strip("| ").split(" | ")[:4] for row in table.splitlines()[2:]]
+    assert cells[0] == ["checkpoints/tiny", f"{exact:.4f}", "-", "-"]
+    for (name, bits, difference, same), result, found in zip(cells[1:], results[1:], others, strict=True):
+        assert same == f"{result['greedy_agreement']:.2%}"
         assert (name, bits) == (result["model"], f"{found:.4f}")
         assert float(difference.removesuffix(" %")) == pytest.approx(100 * (found / exact - 1), abs=0.006)
 

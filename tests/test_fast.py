@@ -117,7 +117,7 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
     engine.decoder, engine.compiled_decoder, engine.compiled_decode = range(3)
     for setting, used in (other, (False, 1, choose, decode_one_token)), (sampling, (True, 0, fast.choose, 2)):
         engine.set_sampling(setting)
-        assert (engine.captures, engine.forward, engine.choose, engine.decode) == used
+        assert (engine.captures, engine.forward, engine.sampler.choose, engine.decode) == used
     assert engine.settings.equal(expected)
 
 
@@ -275,12 +275,14 @@ def test_hidden_states_are_kept_where_they_are_asked_for(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("quantize, group_size", [("int8", None), ("int4", 64), ("int4", None)])
+@pytest.mark.parametrize("quantize, group_size, head", [
+    ("int8", None, None), ("int4", 64, "int8"), ("int4", None, "int4")])
 @torch.no_grad()
-def test_fast_decoder_with_packed_weights(quantize, group_size, device):
+def test_fast_decoder_with_packed_weights(quantize, group_size, head, device):
     """Prefill of a few and of many tokens. A layer's groups are act-order's."""
     dtype, tolerance = (F32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
-    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype, quantize, group_size) for _ in range(2))
+    how = TINY, torch.device(device), dtype, quantize, group_size
+    plain, fast = (load_checkpoint(*how, quantize_head=head) for _ in range(2))
     g_idx = plain.layers[0].attn.wqkv.groups()[torch.randperm(plain.config.dim, device=device)]
     for model in (plain, fast):
         model.setup(300, 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import cli.quantize
 import formats
@@ -356,6 +356,34 @@ def test_rounding_while_loading_stays_near_the_exact_weights():
     assert len(quantized_layers(load_checkpoint(TINY, CPU, F32, "int4"))) == 5 * 4
     groups = [quantize.default_group(*how) for how in ((None, None), ("int8", None), ("int4", None), ("int8", 64))]
     assert groups == [1, -1, 32, 64]
+
+
+@pytest.mark.parametrize("kind, group, step", [("int8", 64, 2 / 255), ("int4", 32, 2 / 15)])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_a_rounded_head_has_codes_of_its_own(tmp_path, tied, kind, group, step):
+    """The embedding and the other layers stay. A step of a group is at most so much of its range from 0 on."""
+    head = make(tmp_path, tie_word_embeddings=tied)["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
+    plain, model = load_checkpoint(tmp_path), load_checkpoint(tmp_path, quantize_head=kind)
+    assert quantized_layers(model) == {"head": model.head} and torch.equal(model.embed.weight, plain.embed.weight)
+    largest = head.abs().unflatten(1, (-1, group)).amax(-1)
+    off = (model.head.dequantize(F32) - head).abs().unflatten(1, (-1, group)).amax(-1)
+    assert (off <= largest * step * 0.6).all() and off.any() and model.head.scales.shape == largest.shape
+    plain.head = nn.Linear(*reversed(head.shape), bias=False)
+    plain.head.weight.copy_(model.head.dequantize(F32))
+    assert error(logits_of(model), logits_of(plain)) < 1e-6
+
+
+def test_a_head_that_cannot_be_rounded_is_refused(tmp_path, made):
+    made()
+    write(tmp_path / "in", tmp_path / "head", 4, 32, False, head=True)
+    assert "quantize_head=int8" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "head")
+    make(tmp_path / "40", hidden_size=40)
+    assert "multiple of 32" in refusal(partial(load_checkpoint, quantize_head="int4"), tmp_path / "40")
+    weights = make(tmp_path / "nan", tie_word_embeddings=True)
+    weights["model.embed_tokens.weight"][3, 5] = float("nan")
+    save_file(weights, tmp_path / "nan" / "model.safetensors")
+    assert "output head" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "nan")
 
 
 @torch.no_grad()

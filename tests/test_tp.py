@@ -50,6 +50,8 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
     "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4"),
+    "head int4": dict(checkpoint="uneven", quantize_head="int4"),
+    "tied, head int8": dict(checkpoint="tied", quantize="int4", quantize_head="int8"),
     "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
@@ -62,7 +64,7 @@ CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
     "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
-    "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4")}
+    "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
 PAIRED = [name for name in GPU_TOKENS if "wide" not in name]  # which the bundled model's heads are too few for
