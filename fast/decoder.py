@@ -298,7 +298,7 @@ class FusedDecoder(nn.Module):
             self.keep(i, x, tokens.shape, rows, positions)
             x = layer(x, positions, slots, rows)
         self.keep(len(self.layers), x, tokens.shape, rows, positions)
-        if self.head:
+        if self.head is not None:
             x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale ** 2)
         else:
             x = model.head(model.norm(x * self.scale) * model.config.logits_scale)

@@ -288,6 +288,8 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, head, device):
         model.setup(300, 2)
         model.layers[0].attn.wqkv.g_idx = nn.Parameter(g_idx, requires_grad=False)
     decoder = install_kernels(fast)
+    if device == "cuda":
+        decoder = torch.compile(decoder, fullgraph=True, backend="eager")
     for T in (3, 200):
         compare(plain, fast, decoder, tolerance, T)
 
