@@ -34,7 +34,7 @@ SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a comm
 
 # As many tokens as there are, so that none is added before some go: before the families of test_families.py the
 # reference had 19,541, the core 36,740 and the tests 85,243. The design asks for 16,500, 33,000 and 75,000 then.
-REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 22_200, 39_950, 89_500
+REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 22_200, 39_950, 90_130
 TOKENS_PER_LINE = 10.5  # of the reference, at most
 
 
