@@ -549,30 +549,32 @@ def render_plainly(template: str, values: dict) -> str:
     """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
     guard.render() does."""
     import json
+    from datetime import datetime
     from functools import partial
-    from time import strftime
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2 import TemplateError, ext, nodes, sandbox
 
     def raise_exception(message: str):
         raise TemplateError(message)
 
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks an answer, for training: what is between stays."""
+    class Generation(ext.Extension):
+        """{% generation %} ... {% endgeneration %} marks an answer, for training: what is between stays.
+
+        What is set there is not set behind it, as in transformers."""
 
         tags = {"generation"}
 
         def parse(self, parser):
             next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True))
 
-    env = ImmutableSandboxedEnvironment(
+    env = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     # Jinja2's own filter escapes for HTML.
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    env.globals.update(raise_exception=raise_exception, strftime_now=strftime)
+    env.globals.update(
+        raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
+    )
     return env.from_string(template).render(values)
 
 

@@ -32,6 +32,8 @@ from tp import Team
 ROOT = Path(__file__).parents[1]
 TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 GOLDEN = ROOT / "tests" / "golden"
+FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
+CHATS = ROOT / "tests" / "chats"
 CPU, F32 = torch.device("cpu"), torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = Sampling(temperature=0)

@@ -1,7 +1,7 @@
 """
 Write tests/golden: a tiny random model of every family as transformers saves it, with the logits and greedy tokens that
-transformers gives for it. Run once; transformers is needed here alone. Written with transformers 5.24 (the first eight
-families with 5.23) and torch 2.13.
+transformers gives for it. Run once; transformers is needed here and in make_chat_golden.py alone. Written with
+transformers 5.24 (the first eight families with 5.23) and torch 2.13.
 
     pip install transformers==5.24 && python tests/make_golden.py [FAMILY ...]
 """

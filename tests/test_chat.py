@@ -16,11 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import tokenizers as hf
 
 from cli.chat import Chat
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
-from helpers import ROOT, TINY, with_template
+from helpers import FAMILIES, GOLDEN, ROOT, TINY, with_template
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,9 @@ class Session:
     """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
 
     def __init__(self, monkeypatch, capsys, directory: Path, lines: list[str], length: int = 300,
-                 on_prefill=lambda count: None, **options):
-        llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True)
+                 on_prefill=lambda count: None, draft: str | None = None, **options):
+        llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True,
+                  draft=draft, draft_tokens=draft and 4)
         typed, self.widths, prefill = iter(lines), [], llm.engine.prefill
 
         def type_line(prompt: str = "") -> str:
@@ -74,12 +76,27 @@ def asked(messages: list[dict]) -> list[str]:
     return [message["content"] for message in messages[::2]]
 
 
-def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(session, monkeypatch):
-    lines = "Tell me of a fox who lived in the wood.", "And then?"
-    kept = session(*lines)
+@pytest.mark.parametrize("draft", [None, "prompt-lookup", "itself"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(session, monkeypatch, tmp_path, family,
+                                                                                draft):
+    """The tokens are letters, so that any answer is read as it was written. A window is full, and LongRoPE's original
+    length exceeded, in the second turn."""
+    directory = with_template(tmp_path / family, GOLDEN / family)
+    letters = hf.Tokenizer(hf.models.BPE({chr(32 + i): i for i in range(96)}, []))
+    letters.decoder = hf.decoders.Fuse()
+    letters.save(str(directory / "tokenizer.json"))
+    # The 11th token ends a step that kept its 4 drafts: the draft has not read the last of them.
+    options = dict(directory=directory, length=100, max_new_tokens=11,
+                   draft=str(directory) if draft == "itself" else draft)
+    kept = session("Hi", "And?", **options)
     monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
-    fresh = session(*lines)
-    assert kept.out == fresh.out and kept.widths[1] < kept.widths[0] < fresh.widths[1]
+    fresh = session("Hi", "And?", **options)
+    assert [answer.tokens for answer in kept.answers] == [answer.tokens for answer in fresh.answers]
+    assert fresh.widths[1] - kept.widths[1] == kept.widths[0] + 10  # the last of 11 tokens may not have been read
+    if draft == "itself":
+        counts = kept.chat.llm.speculator.counts
+        assert counts["accepted"] == counts["drafted"] > 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(session):

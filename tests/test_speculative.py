@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM, Engine
-from helpers import (DEVICES, DRAFT, GREEDY, TINY, check_logprobs, random_model, run, same_but_for_ties, speculator,
-                     steps, tiny)
+from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
+                     random_model, run, same_but_for_ties, speculator, steps, tiny)
 from model import Transformer
 from sampling import Sampling, probabilities
 from speculative import DRAFT_LENGTHS, Auto, Bass, DraftModel, Fixed, Heuristic, Speculator, accept, lookup
@@ -119,12 +119,19 @@ def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
     assert len(row) == len(run(made, prompts[:1], 60)[0]) and counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("name", ["tiny-draft", "prompt-lookup"])
-def test_a_ragged_batch_is_its_rows_alone(prompts, name):
-    batch, alone = (speculator(tiny(), 40 + 30, draft_of(name), "4", rows) for rows in (5, 1))
-    out = run(batch, prompts, 30)
-    same_greedy(prompts, out)
-    assert out == [run(alone, [prompt], 30)[0] for prompt in prompts]
+@pytest.mark.parametrize("name, new_tokens", [("itself", 40), ("smaller", 24), ("prompt-lookup", 24)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ragged_batch_of_each_family_is_greedy_decoding(family, name, new_tokens):
+    """Windows are shorter than the texts. Of LongRoPE's three rows all exceed the original length, or only the first;
+    a draft's always do."""
+    model, draft = (load_checkpoint(GOLDEN / family) for _ in range(2))
+    prompts = [row[:-24].tolist() for row in golden(GOLDEN / family)[0]]
+    expected = run(Engine(model, 80, 3, GREEDY), prompts, new_tokens)
+    if name == "smaller":
+        del draft.layers[-1]
+    made = speculator(model, 80, None if name == "prompt-lookup" else draft, "4", 3)
+    assert run(made, prompts, new_tokens) == expected
+    assert (made.counts["accepted"] == made.counts["drafted"]) == (name == "itself")
 
 
 def test_log_probabilities_are_those_of_the_raw_logits(prompts):

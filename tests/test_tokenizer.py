@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -22,8 +21,8 @@ from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Checkpoint, Tokenizer
 from guard import template_process
-from helpers import (BOS, EOS, EOT, IM_END, LLAMA, absent, ended, open_tokenizer, put, refusal, rewrite, with_json,
-                     with_model)
+from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, ended, open_tokenizer, put, refusal, rewrite,
+                     with_json, with_model)
 
 SETTINGS = "tokenizer_config.json"
 
@@ -380,11 +379,6 @@ def test_where_the_chat_template_is_found(tmp_path, setting, file, text):
 
 
 @pytest.mark.parametrize("template, text", [
-    ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] }}{% endfor %}", "<s>[user] <b>é</b>"),
-    ("{% if add_generation_prompt %}\n  go\n  {% endif %}\n", "  go\n"),
-    ("{% for i in range(9) %}{% if i == 0 %}{% continue %}{% endif %}{{ i }}{% break %}{% endfor %}", "1"),
-    ("{{ messages | tojson }}", '[{"role": "user", "content": "<b>é</b>"}]'),
-    ("{{ {'b': 1, 'a': 2} | tojson }}", '{"b": 1, "a": 2}'), ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
     ("{{ ''.__class__ }}{{ raise_exception.__globals__ }}{{ '{0.__class__}'.format(1) }}", ""),
     ("{{ tools is none and documents is none }}", "True")])  # so do templates know them from transformers
 def test_a_chat_template_renders(templated, template, text):
@@ -428,6 +422,20 @@ def in_a_program(monkeypatch, before: str, after: str) -> None:
     """The program of the next process has other lines."""
     plain = inspect.getsource
     monkeypatch.setattr("guard.inspect.getsource", lambda function: plain(function).replace(before, after))
+    template_process.cache_clear()
+
+
+@pytest.mark.parametrize("family", "gemma3 granite ministral3 olmo2 olmo3 phi3 smollm3".split())
+def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transformers(templated, monkeypatch, family):
+    """See make_chat_golden.py; on its date."""
+    in_a_program(monkeypatch, "datetime.now()", "datetime(2026, 2, 1)")
+    tokenizer = templated((CHATS / f"{family}.jinja").read_text(encoding="utf-8"))
+    conversations, found = (json.loads((CHATS / f"{of}.json").read_text("utf-8")) for of in ("conversations", family))
+    for (messages, tokenizer.template_options), wanted in zip(conversations, found, strict=True):
+        if "refused" in wanted:
+            assert refusal(tokenizer.render, messages).endswith(f": {wanted['refused']}")
+        else:
+            assert wanted == dict(text=tokenizer.render(messages), tokens=tokenizer.encode_chat(messages))
     template_process.cache_clear()
 
 
