@@ -13,7 +13,7 @@ import. Delete the folder, and every command still works, slower. The package im
     attention.py      attention with rope and the KV cache's update inside
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
-    cpu.py            a CPU's linear layers: oneDNN's products and, of few rows, loops for torch.compile to fuse
+    cpu.py            a CPU's linear layers: oneDNN's and PyTorch's int4 products, or loops for torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
     common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use

@@ -1,6 +1,6 @@
 """
-Linear layers for a CPU: many rows of x go to oneDNN; few rows are products and sums, which torch.compile fuses into one
-pass over the weights.
+Linear layers for a CPU: many rows of x go to oneDNN. Few rows go to PyTorch's products of int4 and int8 or are products
+and sums, which torch.compile fuses into one pass over the weights.
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row.
 """
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
-from quantize import QuantizedLinear, replace_layers, unpack
+from model import buffer
+from quantize import INT4, INT8, QuantizedLinear, pack, parameter, replace_layers, unpack
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
@@ -73,41 +74,86 @@ class CpuLinear(nn.Module):
 
 
 class CpuQuantizedLinear(nn.Module):
-    """QuantizedLinear with a code a byte, int4 too. Groups lie side by side (see group_inputs()).
+    """QuantizedLinear for a CPU. Groups lie side by side (see group_inputs()).
 
-    If it `decodes` and is compiled, few rows go over the codes as CpuLinear's go over the weights; a group's scale and
-    zero point come to its sum. Else the weights are dequantized first. One row and 4096 x 4096 weights take 1.5 ms in
-    int8 and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it 2.9 (2 cores)."""
+    If it `decodes` and is compiled, few rows go to PyTorch's products of int4, and of int8 with a scale a row. They take
+    x in bf16 and give bf16: that is off by 0.2 to 0.3%, where int4's rounding is off by 10%. One row and 4096 x 4096
+    weights take them 0.3 and 0.7 ms. Other codes are gone over as CpuLinear's weights are, in fp32; a group's scale and
+    zero point come to its sum: 1.5 ms in int8 and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it
+    2.9 (2 cores). Many rows: the weights are dequantized first."""
 
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
+        self.kind, self.bias, self.decodes = layer.codes, layer.bias, False
         codes = unpack(layer.qweight, layer.codes.bits)
         codes, scales, zeros, perm = group_inputs(codes, layer.scales, layer.zeros, layer.g_idx, layer.codes.zero)
-        middle, scales = layer.codes.zero, scales.float()
-        zeros = torch.zeros_like(scales) if zeros is None else zeros - middle
-        self.decode = layer.codes.decode
-        if middle:  # integers; a signed byte needs no zero point
-            codes = (codes.to(torch.int16) - middle).to(torch.int8)
-        self.codes, self.scales, self.offsets = (nn.Parameter(tensor, requires_grad=False)
-                                                 for tensor in (codes, scales, scales * zeros))
-        self.bias, self.decodes = layer.bias, False
+        self.N, self.K, self.middle, scales = *codes.shape, layer.codes.zero, scales.float()
+        offsets = torch.zeros_like(scales) if zeros is None else scales * (zeros - self.middle)
+        self.packed = self.pairs = None
+        if layer.codes == INT4 and self.K // scales.shape[1] % 32 == 0:
+            packed, pairs = int4_operands(codes, scales, offsets)
+            self.packed, self.pairs, self.group = parameter(packed), parameter(pairs), self.K // len(pairs)
+            codes = pack(codes, 4)
+        elif self.middle:  # integers; a signed byte needs no zero point
+            codes, self.middle = (codes.to(torch.int16) - self.middle).to(torch.int8), 0
+        # What a step does not read is a buffer: parameters are what is counted as read.
+        hold = parameter if self.packed is None else buffer
+        self.codes, self.scales, self.offsets = map(hold, (codes, scales, offsets))
+        by_row = layer.codes == INT8 and scales.shape[1] == 1 and zeros is None
+        self.ones = buffer(torch.ones(self.N, dtype=torch.bfloat16)) if by_row else None
         self.register_buffer("perm", perm, persistent=False)
+
+    def numbers(self) -> Tensor:
+        """The codes less the middle, [N, C, K / C], so that a weight is one times its scale, less its offset."""
+        codes = self.codes if self.packed is None else unpack(self.codes, 4)
+        C = self.scales.shape[1]
+        return self.kind.decode(codes.view(self.N, C, self.K // C)) - self.middle
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
-        (N, K), C = self.codes.shape, self.scales.shape[1]  # K with what fills the groups up
         if self.perm is not None:
             x = x[..., self.perm]
-        codes = self.codes.view(N, C, K // C)
-        codes = self.decode(codes)
-        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > FEW_QUANTIZED_ROWS * K:
-            w = codes * self.scales[:, :, None] - self.offsets[:, :, None]
+        if not self.decodes or not torch.compiler.is_compiling() or x.numel() > FEW_QUANTIZED_ROWS * self.K:
+            w = self.numbers() * self.scales[:, :, None] - self.offsets[:, :, None]
             return linear(x, w.flatten(1).to(x.dtype), self.bias)
-        rows = x.reshape(-1, C, K // C).float().unbind()  # [C, K / C] each
-        y = torch.stack([((codes * row).sum(-1) * self.scales - self.offsets * row.sum(-1)).sum(-1) for row in rows])
+        y = self.few_rows(x.reshape(-1, self.K))
         if self.bias is not None:
             y = y + self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], N)
+        return y.to(x.dtype).view(*x.shape[:-1], self.N)
+
+    def few_rows(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N], without the bias, in bf16 or fp32."""
+        if self.packed is not None:
+            return int4_product(x.bfloat16(), self.packed, self.group, self.pairs)[:, :self.N]
+        if self.ones is not None:  # in place of the scales, which bf16 would round
+            y = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.codes, self.ones)
+            return y.float() * self.scales.view(-1)
+        codes, C = self.numbers(), self.scales.shape[1]
+        rows = x.view(-1, C, self.K // C).float().unbind()  # [C, K / C] each; what is read of the codes serves all rows
+        return torch.stack([((codes * row).sum(-1) * self.scales - self.offsets * row.sum(-1)).sum(-1) for row in rows])
+
+
+# Inductor's own lowering loses the group size where layers share code (torch 2.11 to 2.13).
+@library.custom_op("llama_fast::cpu_int4", mutates_args=(), device_types="cpu")
+def int4_product(x: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
+    """x bf16 [M, K] and int4_operands() -> bf16 [M, N]"""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, pairs)
+
+
+@int4_product.register_fake
+def _(x, packed, group, pairs):
+    return x.new_empty(len(x), pairs.shape[1])
+
+
+def int4_operands(codes: Tensor, scales: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """What int4_product() takes of codes [N, K], scales and offsets [N, C]: codes in an order of its own, and of each
+    group the scale and the number to add, bf16 [K / G, N, 2]. Rows of 0 fill N up to a multiple of 16."""
+    (N, K), C = codes.shape, scales.shape[1]
+    G = next(G for G in (256, 128, 64, 32) if K // C % G == 0)  # the sizes that the product knows
+    pairs = torch.stack((scales, -offsets), dim=-1).repeat_interleave(K // C // G, 1)
+    codes, pairs = (F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -N % 16)) for tensor in (codes, pairs))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    return packed, pairs.transpose(0, 1).bfloat16()
 
 
 def install_linears(model: nn.Module) -> None:
