@@ -2,13 +2,15 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import BinaryIO
 
 import pytest
 import torch
 
 from cli.errors import report_errors
-from helpers import ROOT
+from helpers import JOBS, ROOT
 from tp import Shard
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
@@ -45,6 +47,22 @@ def fresh_compiler():
     """Each test compiles anew; none inherits another's graphs, settings or seed."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started(request, tmp_path_factory):
+    """See helpers.beside(): one of the jobs after the other, from the first test on, as most tests use one core."""
+    @cache
+    def start(name: str):
+        return pool.submit(JOBS[name](tmp_path_factory.mktemp(name)))
+
+    with ThreadPoolExecutor(1) as pool:
+        for item in request.session.items:
+            for name in JOBS.keys() & item.fixturenames:
+                if not hasattr(request.config, "workerinput"):  # pytest -n uses all cores, and has all items in each
+                    start(name)
+        yield lambda name: start(name).result()
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
@@ -23,7 +23,7 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal,
+from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
                      same_but_for_ties, told, torchrun, write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
@@ -109,10 +109,9 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
             for name, (function, args) in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
-    """CASES, with the checkpoints they name."""
-    directory = tmp_path_factory.mktemp("checkpoints")
+@beside
+def compared(directory: Path) -> Callable:
+    """CASES, with the checkpoints they name, and what two ranks gave for them."""
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
@@ -123,12 +122,18 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
-    return placed(CASES, directory)
+    cases = placed(CASES, directory)
+    return lambda: (cases, run_ranks(directory, "cpu", cases))
 
 
-@pytest.fixture(scope="module")
-def ranks(made, tmp_path_factory) -> list[dict]:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", made)
+@pytest.fixture
+def made(compared) -> dict[str, tuple[str, dict]]:
+    return compared[0]
+
+
+@pytest.fixture
+def ranks(compared) -> list[dict]:
+    return compared[1]
 
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
@@ -298,10 +303,9 @@ run(generate.main)
 """
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
-    """Commands under torchrun, two at a time. The last has a rank 1 whose checkpoint cannot be read."""
-    directory = tmp_path_factory.mktemp("commands")
+@beside
+def commands(directory: Path) -> Callable:
+    """Commands under torchrun. The last has a rank 1 whose checkpoint cannot be read."""
     make(directory / "unreadable", vocab_size=2048)
     (directory / "unreadable" / "tokenizer.model").write_bytes((Path(TINY) / "tokenizer.model").read_bytes())
     (directory / "unreadable" / "model.safetensors").write_bytes(b"no tensors")
@@ -311,9 +315,7 @@ def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
         text=torchrun(program, *TEXT, ranks=1), json=torchrun(program, *SPECULATED), chat=torchrun(program, *CHAT),
         mistake=torchrun(program, "--checkpoint", "no/such/dir", "--prompt", "One day"),
         unreadable=torchrun(wrapper, *TEXT))
-    with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda command: ended([*command, "--device", "cpu"], 60, TYPED), started.values())
-        return dict(zip(started, done))
+    return lambda: {name: ended([*command, "--device", "cpu"], 60, TYPED) for name, command in started.items()}
 
 
 @pytest.fixture

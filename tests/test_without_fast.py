@@ -2,14 +2,14 @@
 import json
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 
-from helpers import ROOT, ended, told, torchrun
+from helpers import ROOT, beside, ended, told, torchrun
 
 POLICIES = ["draft 4", "draft auto", "draft hf", "draft bass", "prompt-lookup"]
 GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--temperature", 0, "--quiet")
@@ -43,15 +43,13 @@ def tree(tmp_path_factory) -> Path:
     return copy_tree(tmp_path_factory.mktemp("without_fast") / "tree")
 
 
-@pytest.fixture(scope="module")
-def done(tree) -> dict:
-    """Each once, two at a time: the worker's commands; generate.py as users start it, compiled, and on two ranks."""
-    options = (*GREEDY, "--device", "cpu")
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.submit(in_tree, tree, [sys.executable, *options, "--compile"])
-        worker = pool.submit(commands_in_one_process, tree, "cpu")
-        ranks = pool.submit(in_tree, tree, torchrun(*options))
-        return dict(worker=worker.result(), compiled=compiled.result(), ranks=ranks.result())
+@beside
+def done(directory: Path) -> Callable:
+    """Each once: the worker's commands; generate.py as users start it, compiled, and on two ranks."""
+    tree, options = copy_tree(directory / "tree"), (*GREEDY, "--device", "cpu")
+    return lambda: dict(tree=tree, worker=commands_in_one_process(tree, "cpu"),
+                        compiled=in_tree(tree, [sys.executable, *options, "--compile"]),
+                        ranks=in_tree(tree, torchrun(*options)))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +90,8 @@ def check(results: dict, tree: Path) -> None:
     assert json.loads(results["benchmark"]["out"])["share_of_read"] is None
 
 
-def test_every_command_works_and_gives_what_it_gives_with_fast(done, tree):
-    check(done["worker"], tree)
+def test_every_command_works_and_gives_what_it_gives_with_fast(done):
+    check(done["worker"], done["tree"])
 
 
 def test_compiled_text_is_plain_text(done, text):
