@@ -1,5 +1,6 @@
 import importlib
 import io
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -7,11 +8,15 @@ from functools import cache
 from typing import BinaryIO
 
 import pytest
-import torch
 
-from cli.errors import report_errors
-from helpers import JOBS, ROOT
-from tp import Shard
+os.environ |= dict(
+    OMP_WAIT_POLICY="passive",  # a thread that spins takes the core from what runs beside it, ten times as long
+    TORCHINDUCTOR_VEC_ISA_OK="1")  # Inductor compiles four programs to find out, 7 s
+import torch  # noqa: E402
+
+from cli.errors import report_errors  # noqa: E402
+from helpers import JOBS, ROOT  # noqa: E402
+from tp import Shard  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 

@@ -117,10 +117,10 @@ def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
     return tuple([values[f"{kind}.{row}"] for row in range(len(values) // 2)] for kind in ("tokens", "logits"))
 
 
-def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -> list[list[int]]:
+def greedy_rows(engine: Engine, tokens: list[Tensor]) -> list[list[int]]:
     """Rows of golden tokens, of which a ragged batch has read all but 24."""
     prompts = [row[:-24].tolist() for row in tokens]
-    found = run(Engine(model, max(map(len, tokens)), 3, GREEDY, mode), prompts, 24)
+    found = run(engine, prompts, 24)
     return [prompt + more for prompt, more in zip(prompts, found)]
 
 
