@@ -62,10 +62,9 @@ def started(request, tmp_path_factory):
         return pool.submit(JOBS[name](tmp_path_factory.mktemp(name)))
 
     with ThreadPoolExecutor(1) as pool:
-        for item in request.session.items:
-            for name in JOBS.keys() & item.fixturenames:
-                if not hasattr(request.config, "workerinput"):  # pytest -n uses all cores, and has all items in each
-                    start(name)
+        if not hasattr(request.config, "workerinput"):  # pytest -n uses all cores
+            for item in request.session.items:
+                [*map(start, JOBS.keys() & item.fixturenames)]
         yield lambda name: start(name).result()
         pool.shutdown(cancel_futures=True)
 

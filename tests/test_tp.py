@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -110,8 +111,8 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
 
 
 @beside
-def compared(directory: Path) -> Callable:
-    """CASES, with the checkpoints they name, and what two ranks gave for them."""
+def ranks(directory: Path) -> Callable:
+    """What each of two ranks gave for CASES, whose checkpoints are made here."""
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
@@ -122,33 +123,23 @@ def compared(directory: Path) -> Callable:
     write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
-    cases = placed(CASES, directory)
-    return lambda: (cases, run_ranks(directory, "cpu", cases))
-
-
-@pytest.fixture
-def made(compared) -> dict[str, tuple[str, dict]]:
-    return compared[0]
-
-
-@pytest.fixture
-def ranks(compared) -> list[dict]:
-    return compared[1]
+    return partial(run_ranks, directory, "cpu", placed(CASES, directory))
 
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
-def test_two_ranks_have_the_logits_of_one(ranks, made, name):
+def test_two_ranks_have_the_logits_of_one(ranks, name):
     """A code or a scale of another value would show: a step of int8 is a hundredth of a row's largest weight."""
-    (first, second), expected = of_each(ranks, name), alone(made[name])
+    (first, second), expected = of_each(ranks, name), alone(ranks[0]["cases"][name])
     assert torch.equal(first, second)
     assert first.shape == expected.shape and error(first, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", TOKENS_CASES)
-def test_two_ranks_give_the_tokens_of_one(ranks, made, name):
+def test_two_ranks_give_the_tokens_of_one(ranks, name):
     first, second = of_each(ranks, name)
     assert first == second  # the counts of what was drafted, too
-    expected = alone((made[name][0], made[name][1] | dict(mode="eager", draft=None)))
+    function, args = ranks[0]["cases"][name]
+    expected = alone((function, args | dict(mode="eager", draft=None)))
     assert first["rows"] == expected["rows"]
     assert name != "drawn" or first["rows"] != ranks[0]["plain"]["rows"]
     drafted, accepted = (first["counts"].get(key, 0) for key in ("drafted", "accepted"))

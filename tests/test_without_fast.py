@@ -16,13 +16,8 @@ GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--tempe
 
 
 def copy_tree(tree: Path) -> Path:
-    """The top-level Python files, cli/, scripts/ and checkpoints/: no fast/."""
-    tree.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tree)
-    for name in ("cli", "scripts", "checkpoints"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return tree
+    """All but fast/ and the tests."""
+    return shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "fast", "tests", "__pycache__"))
 
 
 def in_tree(tree: Path, command: list, seconds: float = 300) -> CompletedProcess:
@@ -38,9 +33,9 @@ def commands_in_one_process(tree: Path, device: str, *options: str) -> dict:
     return json.loads((tree / "results.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    return copy_tree(tmp_path_factory.mktemp("without_fast") / "tree")
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    return copy_tree(tmp_path / "tree")
 
 
 @beside
@@ -105,9 +100,8 @@ def test_two_ranks_give_the_text_of_one(done, text):
     assert not told(ranks) and "fast/" not in ranks.stderr
 
 
-def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tmp_path):
+def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tree):
     """Then generate.py goes on as if there were none. Git may leave a folder without a file, perhaps with caches."""
-    tree = copy_tree(tmp_path / "tree")
     module = tree / "fast" / "__init__.py"
     command = [sys.executable, "-c", "import generate; print(generate.import_fast())"]
     module.parent.mkdir()
@@ -120,8 +114,7 @@ def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu_every_command_works(tmp_path):
-    tree = copy_tree(tmp_path / "tree")
+def test_compiled_on_a_gpu_every_command_works(tree):
     check(commands_in_one_process(tree, "cuda", "--compile"), tree)
 
 
