@@ -111,7 +111,7 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
 
 
 @beside
-def ranks(directory: Path) -> Callable:
+def pair(directory: Path) -> Callable:
     """What each of two ranks gave for CASES, whose checkpoints are made here."""
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
@@ -127,21 +127,21 @@ def ranks(directory: Path) -> Callable:
 
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
-def test_two_ranks_have_the_logits_of_one(ranks, name):
+def test_two_ranks_have_the_logits_of_one(pair, name):
     """A code or a scale of another value would show: a step of int8 is a hundredth of a row's largest weight."""
-    (first, second), expected = of_each(ranks, name), alone(ranks[0]["cases"][name])
+    (first, second), expected = of_each(pair, name), alone(pair[0]["cases"][name])
     assert torch.equal(first, second)
     assert first.shape == expected.shape and error(first, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", TOKENS_CASES)
-def test_two_ranks_give_the_tokens_of_one(ranks, name):
-    first, second = of_each(ranks, name)
+def test_two_ranks_give_the_tokens_of_one(pair, name):
+    first, second = of_each(pair, name)
     assert first == second  # the counts of what was drafted, too
-    function, args = ranks[0]["cases"][name]
+    function, args = pair[0]["cases"][name]
     expected = alone((function, args | dict(mode="eager", draft=None)))
     assert first["rows"] == expected["rows"]
-    assert name != "drawn" or first["rows"] != ranks[0]["plain"]["rows"]
+    assert name != "drawn" or first["rows"] != pair[0]["plain"]["rows"]
     drafted, accepted = (first["counts"].get(key, 0) for key in ("drafted", "accepted"))
     assert accepted > 0 or "draft" not in TOKENS_CASES[name] or name == "draft auto"
     assert accepted == drafted or name != "draft split"
@@ -481,7 +481,7 @@ def exchanges(function: str) -> list:
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("sums"))
 def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, fused):
-    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
     outs = of_each(given, f"sums {dtype} {fused}")
     for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
         assert first.dtype == x.dtype and rest
@@ -493,7 +493,7 @@ def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request,
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("gathers"))
 def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, fused):
-    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
     expected = tp_worker.gather_inputs(len(given), dtype)
     for outs in of_each(given, f"gathers {dtype} {fused}"):
         assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))
