@@ -166,12 +166,13 @@ def read_json(path: Path) -> dict:
 
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
+WIDTH = int, 2 ** 20  # of the model or a head: rope computes a frequency for every two elements, here still at once
 SCALE = float, 1e9
 NUMBERS = dict(
-    hidden_size=SIZE, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
+    hidden_size=WIDTH, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
     vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1))
 OPTIONAL = dict(  # these may be missing, or null
-    num_key_value_heads=SIZE, head_dim=SIZE, sliding_window=SIZE, sliding_window_pattern=SIZE,
+    num_key_value_heads=SIZE, head_dim=WIDTH, sliding_window=SIZE, sliding_window_pattern=SIZE,
     no_rope_layer_interval=SIZE, query_pre_attn_scalar=SCALE, embedding_multiplier=SCALE, attention_multiplier=SCALE,
     residual_multiplier=SCALE, logits_scaling=SCALE)
 ROPE = dict(rope_theta=(float, 1e12), partial_rotary_factor=(float, 1), original_max_position_embeddings=SIZE)

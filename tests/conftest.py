@@ -1,15 +1,22 @@
 import importlib
 import io
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import BinaryIO
 
 import pytest
-import torch
 
-from cli.errors import report_errors
-from helpers import ROOT
-from tp import Shard
+os.environ |= dict(
+    OMP_WAIT_POLICY="passive",  # a thread that spins takes the core from what runs beside it, ten times as long
+    TORCHINDUCTOR_VEC_ISA_OK="1")  # Inductor compiles four programs to find out, 7 s
+import torch  # noqa: E402
+
+from cli.errors import report_errors  # noqa: E402
+from helpers import JOBS, ROOT  # noqa: E402
+from tp import Shard  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 
@@ -45,6 +52,21 @@ def fresh_compiler():
     """Each test compiles anew; none inherits another's graphs, settings or seed."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started(request, tmp_path_factory):
+    """See helpers.beside(): one of the jobs after the other, from the first test on, as most tests use one core."""
+    @cache
+    def start(name: str):
+        return pool.submit(JOBS[name](tmp_path_factory.mktemp(name)))
+
+    with ThreadPoolExecutor(1) as pool:
+        if not hasattr(request.config, "workerinput"):  # pytest -n uses all cores
+            for item in request.session.items:
+                [*map(start, JOBS.keys() & item.fixturenames)]
+        yield lambda name: start(name).result()
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

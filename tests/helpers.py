@@ -34,6 +34,7 @@ TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
 GOLDEN = ROOT / "tests" / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 CHATS = ROOT / "tests" / "chats"
+ENVIRONMENT = dict(os.environ)  # which tests change
 CPU, F32 = torch.device("cpu"), torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = Sampling(temperature=0)
@@ -116,11 +117,10 @@ def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
     return tuple([values[f"{kind}.{row}"] for row in range(len(values) // 2)] for kind in ("tokens", "logits"))
 
 
-def greedy_rows(model: Transformer, tokens: list[Tensor], mode: str = "eager") -> list[list[int]]:
-    """Rows of golden tokens, of which a ragged batch has read all but 24."""
-    prompts = [row[:-24].tolist() for row in tokens]
-    found = run(Engine(model, max(map(len, tokens)), 3, GREEDY, mode), prompts, 24)
-    return [prompt + more for prompt, more in zip(prompts, found)]
+def is_golden(engine: Engine, family: Path) -> bool:
+    """Whether greedy rows go on as the golden ones do, of which a ragged batch has read all but 24 tokens."""
+    rows = [row.tolist() for row in golden(family)[0]]
+    return run(engine, [row[:-24] for row in rows], 24) == [row[-24:] for row in rows]
 
 
 def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
@@ -305,7 +305,7 @@ def ended(command: list, seconds: float, typed: str = "", cwd: Path = ROOT,
           **environment: str) -> subprocess.CompletedProcess:
     """A command that is over, in any case after so many seconds, and all that it started with it."""
     process = subprocess.Popen([*map(str, command)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd,
-                               env=os.environ | dict(OMP_NUM_THREADS="1") | environment)
+                               env=ENVIRONMENT | dict(OMP_NUM_THREADS="1") | environment)
     try:
         out, errors = process.communicate(typed, timeout=seconds)
     finally:
@@ -320,6 +320,16 @@ def interrupted(command: list, path="") -> tuple[int, bytes]:
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]
     return process.returncode, errors
+
+
+JOBS = {}  # of a fixture's name what prepares it
+
+
+def beside(job: Callable):
+    """A fixture of what job(directory) prepares, a function: it runs other processes, beside the tests of this one. So
+    job itself may draw random numbers, the function may not."""
+    JOBS[job.__name__] = job
+    return pytest.fixture(scope="session", name=job.__name__)(lambda started: started(job.__name__))
 
 
 def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:

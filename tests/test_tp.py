@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -23,7 +24,7 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, change, ended, error, make, refusal,
+from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
                      same_but_for_ties, told, torchrun, write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
@@ -109,10 +110,9 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
             for name, (function, args) in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
-    """CASES, with the checkpoints they name."""
-    directory = tmp_path_factory.mktemp("checkpoints")
+@beside
+def pair(directory: Path) -> Callable:
+    """What each of two ranks gave for CASES, whose checkpoints are made here."""
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
@@ -123,29 +123,25 @@ def made(tmp_path_factory) -> dict[str, tuple[str, dict]]:
     write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
-    return placed(CASES, directory)
-
-
-@pytest.fixture(scope="module")
-def ranks(made, tmp_path_factory) -> list[dict]:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", made)
+    return partial(run_ranks, directory, "cpu", placed(CASES, directory))
 
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
-def test_two_ranks_have_the_logits_of_one(ranks, made, name):
+def test_two_ranks_have_the_logits_of_one(pair, name):
     """A code or a scale of another value would show: a step of int8 is a hundredth of a row's largest weight."""
-    (first, second), expected = of_each(ranks, name), alone(made[name])
+    (first, second), expected = of_each(pair, name), alone(pair[0]["cases"][name])
     assert torch.equal(first, second)
     assert first.shape == expected.shape and error(first, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", TOKENS_CASES)
-def test_two_ranks_give_the_tokens_of_one(ranks, made, name):
-    first, second = of_each(ranks, name)
+def test_two_ranks_give_the_tokens_of_one(pair, name):
+    first, second = of_each(pair, name)
     assert first == second  # the counts of what was drafted, too
-    expected = alone((made[name][0], made[name][1] | dict(mode="eager", draft=None)))
+    function, args = pair[0]["cases"][name]
+    expected = alone((function, args | dict(mode="eager", draft=None)))
     assert first["rows"] == expected["rows"]
-    assert name != "drawn" or first["rows"] != ranks[0]["plain"]["rows"]
+    assert name != "drawn" or first["rows"] != pair[0]["plain"]["rows"]
     drafted, accepted = (first["counts"].get(key, 0) for key in ("drafted", "accepted"))
     assert accepted > 0 or "draft" not in TOKENS_CASES[name] or name == "draft auto"
     assert accepted == drafted or name != "draft split"
@@ -298,10 +294,9 @@ run(generate.main)
 """
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
-    """Commands under torchrun, two at a time. The last has a rank 1 whose checkpoint cannot be read."""
-    directory = tmp_path_factory.mktemp("commands")
+@beside
+def commands(directory: Path) -> Callable:
+    """Commands under torchrun. The last has a rank 1 whose checkpoint cannot be read."""
     make(directory / "unreadable", vocab_size=2048)
     (directory / "unreadable" / "tokenizer.model").write_bytes((Path(TINY) / "tokenizer.model").read_bytes())
     (directory / "unreadable" / "model.safetensors").write_bytes(b"no tensors")
@@ -311,9 +306,7 @@ def commands(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
         text=torchrun(program, *TEXT, ranks=1), json=torchrun(program, *SPECULATED), chat=torchrun(program, *CHAT),
         mistake=torchrun(program, "--checkpoint", "no/such/dir", "--prompt", "One day"),
         unreadable=torchrun(wrapper, *TEXT))
-    with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda command: ended([*command, "--device", "cpu"], 60, TYPED), started.values())
-        return dict(zip(started, done))
+    return lambda: {name: ended([*command, "--device", "cpu"], 60, TYPED) for name, command in started.items()}
 
 
 @pytest.fixture
@@ -488,7 +481,7 @@ def exchanges(function: str) -> list:
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("sums"))
 def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, fused):
-    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
     outs = of_each(given, f"sums {dtype} {fused}")
     for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
         assert first.dtype == x.dtype and rest
@@ -500,7 +493,7 @@ def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request,
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("gathers"))
 def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, fused):
-    given = request.getfixturevalue("ranks" if device == "cpu" else "gpu_ranks")
+    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
     expected = tp_worker.gather_inputs(len(given), dtype)
     for outs in of_each(given, f"gathers {dtype} {fused}"):
         assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))

@@ -2,27 +2,22 @@
 import json
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 
-from helpers import ROOT, ended, told, torchrun
+from helpers import ROOT, beside, ended, told, torchrun
 
 POLICIES = ["draft 4", "draft auto", "draft hf", "draft bass", "prompt-lookup"]
 GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--temperature", 0, "--quiet")
 
 
 def copy_tree(tree: Path) -> Path:
-    """The top-level Python files, cli/, scripts/ and checkpoints/: no fast/."""
-    tree.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tree)
-    for name in ("cli", "scripts", "checkpoints"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return tree
+    """All but fast/ and the tests."""
+    return shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "fast", "tests", "__pycache__"))
 
 
 def in_tree(tree: Path, command: list, seconds: float = 300) -> CompletedProcess:
@@ -38,20 +33,18 @@ def commands_in_one_process(tree: Path, device: str, *options: str) -> dict:
     return json.loads((tree / "results.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    return copy_tree(tmp_path_factory.mktemp("without_fast") / "tree")
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    return copy_tree(tmp_path / "tree")
 
 
-@pytest.fixture(scope="module")
-def done(tree) -> dict:
-    """Each once, two at a time: the worker's commands; generate.py as users start it, compiled, and on two ranks."""
-    options = (*GREEDY, "--device", "cpu")
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.submit(in_tree, tree, [sys.executable, *options, "--compile"])
-        worker = pool.submit(commands_in_one_process, tree, "cpu")
-        ranks = pool.submit(in_tree, tree, torchrun(*options))
-        return dict(worker=worker.result(), compiled=compiled.result(), ranks=ranks.result())
+@beside
+def done(directory: Path) -> Callable:
+    """Each once: the worker's commands; generate.py as users start it, compiled, and on two ranks."""
+    tree, options = copy_tree(directory / "tree"), (*GREEDY, "--device", "cpu")
+    return lambda: dict(tree=tree, worker=commands_in_one_process(tree, "cpu"),
+                        compiled=in_tree(tree, [sys.executable, *options, "--compile"]),
+                        ranks=in_tree(tree, torchrun(*options)))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +85,8 @@ def check(results: dict, tree: Path) -> None:
     assert json.loads(results["benchmark"]["out"])["share_of_read"] is None
 
 
-def test_every_command_works_and_gives_what_it_gives_with_fast(done, tree):
-    check(done["worker"], tree)
+def test_every_command_works_and_gives_what_it_gives_with_fast(done):
+    check(done["worker"], done["tree"])
 
 
 def test_compiled_text_is_plain_text(done, text):
@@ -107,9 +100,8 @@ def test_two_ranks_give_the_text_of_one(done, text):
     assert not told(ranks) and "fast/" not in ranks.stderr
 
 
-def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tmp_path):
+def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tree):
     """Then generate.py goes on as if there were none. Git may leave a folder without a file, perhaps with caches."""
-    tree = copy_tree(tmp_path / "tree")
     module = tree / "fast" / "__init__.py"
     command = [sys.executable, "-c", "import generate; print(generate.import_fast())"]
     module.parent.mkdir()
@@ -122,8 +114,7 @@ def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu_every_command_works(tmp_path):
-    tree = copy_tree(tmp_path / "tree")
+def test_compiled_on_a_gpu_every_command_works(tree):
     check(commands_in_one_process(tree, "cuda", "--compile"), tree)
 
 

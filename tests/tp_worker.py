@@ -168,9 +168,9 @@ def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
 
 def main() -> None:
     kind, cases, out = sys.argv[1:]
-    (name, team), results = join(kind), {}
-    device = find_device(name)
-    for name, (function, args) in json.loads(Path(cases).read_text()).items():
+    (name, team), cases = join(kind), json.loads(Path(cases).read_text())
+    device, results = find_device(name), dict(cases=cases)
+    for name, (function, args) in cases.items():
         torch._dynamo.reset()
         try:
             results[name] = globals()[function](team, device, **args)
