@@ -1,6 +1,6 @@
 """
-Linear layers for a CPU: many rows of x go to oneDNN. Few rows go to PyTorch's products of int4 and int8 or are products
-and sums, which torch.compile fuses into one pass over the weights.
+Linear layers for a CPU: many rows of x go to oneDNN. Few rows go to PyTorch's product of int4 or are products and sums,
+which torch.compile fuses into one pass over the weights.
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, library, nn
 
 from fast.layout import group_inputs
 from model import buffer
-from quantize import INT4, INT8, QuantizedLinear, pack, parameter, replace_layers, unpack
+from quantize import INT4, QuantizedLinear, pack, parameter, replace_layers, unpack
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
@@ -76,10 +76,10 @@ class CpuLinear(nn.Module):
 class CpuQuantizedLinear(nn.Module):
     """QuantizedLinear for a CPU. Groups lie side by side (see group_inputs()).
 
-    If it `decodes` and is compiled, few rows go to PyTorch's products of int4, and of int8 with a scale a row. They take
-    x in bf16 and give bf16: that is off by 0.2 to 0.3%, where int4's rounding is off by 10%. One row and 4096 x 4096
-    weights take them 0.3 and 0.7 ms. Other codes are gone over as CpuLinear's weights are, in fp32; a group's scale and
-    zero point come to its sum: 1.5 ms in int8 and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it
+    If it `decodes` and is compiled, few rows go to PyTorch's product of int4, which takes x in bf16 and gives bf16: that
+    is off by 0.3%, where int4's rounding is off by 10%. One row and 4096 x 4096 weights take it 0.3 ms. Other codes are
+    gone over as CpuLinear's weights are, in fp32; a group's scale and zero point come to its sum: 1.5 ms in int8, where
+    PyTorch's product made SmolLM2 8% slower, and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it
     2.9 (2 cores). Many rows: the weights are dequantized first."""
 
     def __init__(self, layer: QuantizedLinear):
@@ -99,8 +99,6 @@ class CpuQuantizedLinear(nn.Module):
         # What a step does not read is a buffer: parameters are what is counted as read.
         hold = parameter if self.packed is None else buffer
         self.codes, self.scales, self.offsets = map(hold, (codes, scales, offsets))
-        by_row = layer.codes == INT8 and scales.shape[1] == 1 and zeros is None
-        self.ones = buffer(torch.ones(self.N, dtype=torch.bfloat16)) if by_row else None
         self.register_buffer("perm", perm, persistent=False)
 
     def numbers(self) -> Tensor:
@@ -125,24 +123,18 @@ class CpuQuantizedLinear(nn.Module):
         """x [M, K] -> [M, N], without the bias, in bf16 or fp32."""
         if self.packed is not None:
             return int4_product(x.bfloat16(), self.packed, self.group, self.pairs)[:, :self.N]
-        if self.ones is not None:  # in place of the scales, which bf16 would round
-            y = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.codes, self.ones)
-            return y.float() * self.scales.view(-1)
         codes, C = self.numbers(), self.scales.shape[1]
         rows = x.view(-1, C, self.K // C).float().unbind()  # [C, K / C] each; what is read of the codes serves all rows
         return torch.stack([((codes * row).sum(-1) * self.scales - self.offsets * row.sum(-1)).sum(-1) for row in rows])
 
 
-# Inductor's own lowering loses the group size where layers share code (torch 2.11 to 2.13).
-@library.custom_op("llama_fast::cpu_int4", mutates_args=(), device_types="cpu")
-def int4_product(x: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """x bf16 [M, K] and int4_operands() -> bf16 [M, N]"""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, pairs)
-
-
-@int4_product.register_fake
-def _(x, packed, group, pairs):
-    return x.new_empty(len(x), pairs.shape[1])
+# int4_product(x bf16 [M, K], packed, group, pairs) -> bf16 [M, N]: PyTorch's, under a name of ours, as Inductor's own
+# lowering loses the group size where layers share code (torch 2.11 to 2.13). library.custom_op would cost 10 us a call.
+OPERATORS = library.Library("llama_fast", "FRAGMENT")
+OPERATORS.define("cpu_int4(Tensor x, Tensor packed, int group, Tensor pairs) -> Tensor")
+OPERATORS.impl("cpu_int4", torch.ops.aten._weight_int4pack_mm_for_cpu, "CPU")
+OPERATORS.impl("cpu_int4", lambda x, packed, group, pairs: x.new_empty(len(x), pairs.shape[1]), "Meta")
+int4_product = torch.ops.llama_fast.cpu_int4
 
 
 def int4_operands(codes: Tensor, scales: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
