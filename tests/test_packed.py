@@ -200,12 +200,12 @@ def test_another_kind_of_codes_is_one_object():
         PackedLinear(layer)
 
 
-@pytest.mark.parametrize("N, kind, C, parts, most", [
-    (40, "int4", 9, "zeros order bias", 5e-3), (48, "int4", 1, "", 5e-3), (40, "int8", 1, "bias", 1e-6),
-    (40, "int8", 9, "zeros", 1e-6), (40, "fp8", 9, "order", 1e-6)])
-def test_the_cpu_layer_is_its_weights(N, kind, C, parts, most):
+@pytest.mark.parametrize("kind, C, parts, most", [
+    ("int4", 9, "zeros order bias", 5e-3), ("int4", 1, "", 5e-3), ("int8", 9, "zeros bias", 1e-6),
+    ("fp8", 9, "order", 1e-6)])
+def test_the_cpu_layer_is_its_weights(kind, C, parts, most):
     """Compiled, few rows go another way, int4 through a product in bf16."""
-    weight, x = random_weight(N, 576, kind, C, parts), torch.randn(17, 576)
+    weight, x = random_weight(40, 576, kind, C, parts), torch.randn(17, 576)
     ref, run = exact_linear(x, exact_weights(weight), None, weight.bias, None, False), CpuQuantizedLinear(weight.layer)
     assert error(run(x), ref) < 1e-6
     run.decodes = True
