@@ -76,11 +76,11 @@ class CpuLinear(nn.Module):
 class CpuQuantizedLinear(nn.Module):
     """QuantizedLinear for a CPU. Groups lie side by side (see group_inputs()).
 
-    If it `decodes` and is compiled, few rows go to PyTorch's product of int4, which takes x in bf16 and gives bf16: it
-    is off by 0.3%, where int4's rounding is off by 10%. Other codes are gone over as CpuLinear's weights are, in fp32; a
-    group's scale and zero point come to its sum. One row and 4096 x 4096 weights take 1.5 ms in int8, whose product by
-    PyTorch made SmolLM2 8% slower, and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make it 2.9 (2
-    cores). Many rows: the weights are dequantized first."""
+    If it `decodes` and is compiled, few rows go to PyTorch's product of int4, which takes x in bf16 and gives bf16:
+    it is off by 0.3%, where int4's rounding is off by 10%. Other codes are gone over as CpuLinear's weights are, in
+    fp32; a group's scale and zero point come to its sum. One row and 4096 x 4096 weights take 1.5 ms in int8, whose
+    product by PyTorch made SmolLM2 8% slower, and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make
+    it 2.9 (2 cores). Many rows: the weights are dequantized first."""
 
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
