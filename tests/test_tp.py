@@ -59,7 +59,7 @@ TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
-    "compiled": dict(mode="fast", quantize="int4")}
+    "compiled": dict(mode="fast", quantize="int8")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
          | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
 GPU_TOKENS = {
