@@ -387,7 +387,9 @@ class Weight(NamedTuple):
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
-    """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another."""
+    """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another.
+
+    It is long because it is the one table of all names: reading, quantizing and sharing among ranks go by it."""
     D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
     q, kv = config.n_head * E, config.n_kv_head * E
     sizes = {"q": q, "kv": kv, "qkv": q + 2 * kv, "ffn": F, "gate_up": 2 * F, None: D}

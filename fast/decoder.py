@@ -9,7 +9,8 @@ On one GPU a decode step of one row is five launches a layer; with several ranks
     w_gate_up    norm, product, SiLU gate          fused_linear
     w_down       product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
 
-With several rows the norms are launches of their own: seven. Prefill keeps the model's own forward, with attention and
+With several rows the norms are launches of their own: seven. So is always a norm behind a branch (OLMo, Gemma 3), which
+adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
 quantized feed-forward layers swapped.
 
 A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of another kind, such as a
