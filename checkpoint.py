@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from model import Config, LayerConfig, Rope, Transformer
+from model import Config, LayerConfig, MoEConfig, Rope, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
@@ -126,6 +126,11 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     "gemma3_text": dict(
         qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"
     ),
+    "mixtral": dict(expert_files="block_sparse_moe gate w1 w3 w2"),
+    "qwen3_moe": dict(qk_norm="head", expert_files="mlp gate gate_proj up_proj down_proj"),
+    "gpt_oss": dict(
+        qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files="mlp router"
+    ),
 }
 DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
     "smollm3": dict(rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
@@ -146,6 +151,27 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
+    "mixtral": dict(rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": dict(
+        num_local_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        decoder_sparse_step=1,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": dict(
+        head_dim=64,
+        rope_theta=150000.0,
+        rope_scaling=dict(
+            rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+        ),
+        sliding_window=128,
+        attention_bias=True,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+    ),
 }
 SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
     "model_type": tuple(FAMILIES),
@@ -157,6 +183,12 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key 
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "n_group": (1, None),
+    "n_shared_experts": (0, None),
+    "shared_expert_intermediate_size": (0, None),
+    "routed_scaling_factor": (1,),
 }
 
 
@@ -167,8 +199,8 @@ LACKING = {  # model_type -> what it has that is not here
     "qwen3_next": "recurrent layers",
     "granitemoehybrid": "recurrent layers",
     **dict.fromkeys(
-        ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "phimoe", "olmoe", "gpt_oss", "llama4"),
-        "experts",
+        ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"),
+        "kind of experts",
     ),
 }
 
@@ -194,7 +226,9 @@ def text_settings(hf: dict) -> dict:
     kind = text.get("model_type") or hf.get("model_type")
     kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
     settings = DEFAULTS.get(kind, {}) | hf | text | dict(model_type=kind)
-    check_supported(settings, SUPPORTED)
+    # gpt-oss has the biases that are in no other family.
+    biases = dict(attention_bias=(True,)) if kind == "gpt_oss" else {}
+    check_supported(settings, SUPPORTED | biases)
     return settings
 
 
@@ -242,22 +276,46 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         olmo3=4,
         gemma3_text=hf.get("sliding_window_pattern", 6),
         smollm3=hf.get("no_rope_layer_interval", 4),
+        gpt_oss=2,
     )
     # Every nth layer is another.
     nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]
-    full = LayerConfig(None, rope_from_hf(hf))
+    moe = None if kind == "qwen3_moe" else moe_from_hf(hf)
+    full = LayerConfig(None, rope_from_hf(hf), moe)
     if kind == "smollm3":
         turned = hf.get("no_rope_layers") or [not last for last in nth]
         return tuple(full if turn else LayerConfig() for turn in turned[: len(nth)])
-    if kind in ("olmo3", "gemma3_text"):
-        sliding = LayerConfig(window, rope_from_hf(hf, sliding=True))
+    if kind in ("olmo3", "gemma3_text", "gpt_oss"):
+        rope = full.rope if kind == "gpt_oss" else rope_from_hf(hf, sliding=True)
+        sliding = replace(full, window=window, rope=rope)
         types = hf.get("layer_types") or [
             "full_attention" if last else "sliding_attention" for last in nth
         ]
         return tuple(full if of == "full_attention" else sliding for of in types[: len(nth)])
-    if kind in ("mistral", "ministral3", "phi3"):
+    if kind in ("mistral", "ministral3", "phi3", "mixtral"):
         full = replace(full, window=window)
+    if kind == "qwen3_moe":
+        sparse = replace(full, moe=moe_from_hf(hf))
+        dense, step = hf.get("mlp_only_layers") or [], hf["decoder_sparse_step"]
+        return tuple(
+            full if i in dense or (i + 1) % step else sparse for i in range(len(nth))
+        )
     return (full,) * hf["num_hidden_layers"]
+
+
+def moe_from_hf(hf: dict) -> MoEConfig | None:
+    """hf: text_settings()'s. None for a model without experts."""
+    kind = hf["model_type"]
+    if "num_local_experts" not in hf:
+        return None
+    return MoEConfig(
+        n_expert=hf.get("num_experts") or hf["num_local_experts"],
+        n_chosen=hf["num_experts_per_tok"],
+        ffn_dim=hf["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
+        normalize=kind != "qwen3_moe" or hf["norm_topk_prob"],
+        bias=kind == "gpt_oss",
+        clamp=(hf["swiglu_limit"], hf["swiglu_alpha"]) if kind == "gpt_oss" else None,
+    )
 
 
 # Rotary position embeddings
@@ -375,7 +433,9 @@ class Weight(NamedTuple):
     """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
 
     rows, columns: what ranks share these by, "q" or "kv" heads, "ffn" units or "vocab"; None: each rank has all of
-    them. quantized: whether quantization replaces this matrix. norm: it is a norm's."""
+    them. quantized: whether quantization replaces this matrix. norm: it is a norm's. expert: whose it is. experts: it
+    is all experts' at once, [X, inputs, outputs], as gpt-oss has it; rows that are "pairs" are a gate's and an up's in
+    turns."""
 
     ours: str
     row: int
@@ -384,6 +444,18 @@ class Weight(NamedTuple):
     columns: str | None = None
     quantized: bool = False
     norm: bool = False
+    expert: int | None = None
+    experts: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What it is of our parameter, in the file's order."""
+        if self.expert is not None:
+            parameter = parameter[self.expert]
+        if not self.experts:
+            return parameter[self.row : self.row + self.shape[0]]
+        if len(self.shape) == 3:
+            parameter = parameter.mT
+        return parameter.unflatten(-1, (2, -1)).mT if self.rows == "pairs" else parameter
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
@@ -401,28 +473,30 @@ def hf_weights(config: Config) -> dict[str, Weight]:
         return Weight(f"{ours}.weight", 0, (size,), rows, norm=True)
 
     if config.fused_files:
-        of_layer = {
-            "self_attn.qkv_proj.weight": matrix("attn.wqkv.weight", 0, "qkv"),
-            "mlp.gate_up_proj.weight": matrix("ffn.w_gate_up.weight", 0, "gate_up"),
-        }
+        of_layer = {"self_attn.qkv_proj.weight": matrix("attn.wqkv.weight", 0, "qkv")}
+        dense = {"mlp.gate_up_proj.weight": matrix("ffn.w_gate_up.weight", 0, "gate_up")}
     else:
         of_layer = {
             "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
             "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
             "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
+        }
+        dense = {
             "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
             "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
         }
-    of_layer |= {
-        "self_attn.o_proj.weight": matrix("attn.wo.weight", 0, None, "q"),
-        "mlp.down_proj.weight": matrix("ffn.w_down.weight", 0, None, "ffn"),
-    }
+    of_layer["self_attn.o_proj.weight"] = matrix("attn.wo.weight", 0, None, "q")
+    dense["mlp.down_proj.weight"] = matrix("ffn.w_down.weight", 0, None, "ffn")
     if config.qkv_bias:
         of_layer |= {
             "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),
             "self_attn.k_proj.bias": Weight("attn.wqkv.bias", q, (kv,), "kv"),
             "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
         }
+    if config.o_bias:
+        of_layer["self_attn.o_proj.bias"] = Weight("attn.wo.bias", 0, (D,))
+    if config.sinks:
+        of_layer["self_attn.sinks"] = Weight("attn.sinks", 0, (config.n_head,), "heads")
     if config.qk_norm:
         q_size, k_size = ((q, "q"), (kv, "kv")) if config.qk_norm == "whole" else ((E,), (E,))
         of_layer |= {
@@ -446,9 +520,42 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     }
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
-    for i in range(config.n_layer):
-        for name, weight in of_layer.items():
+    for i, layer in enumerate(config.layers):
+        ffn = hf_experts(config, layer.moe) if layer.moe else dense
+        for name, weight in (of_layer | ffn).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
+    return table
+
+
+@lru_cache
+def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
+    """hf_weights() of a layer's mixture of experts."""
+    D, F, X = config.dim, moe.ffn_dim, moe.n_expert
+    part, router, *names = config.expert_files.split()
+    table = {f"{part}.{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
+    experts = f"{part}.experts"
+    for x, (gate, up, down) in enumerate([names] * X if names else []):
+        rows = partial(Weight, "ffn.w_gate_up.weight", rows="expert", quantized=True, expert=x)
+        columns = Weight("ffn.w_down.weight", 0, (D, F), None, "expert", quantized=True, expert=x)
+        table |= {
+            f"{experts}.{x}.{gate}.weight": rows(0, (F, D)),
+            f"{experts}.{x}.{up}.weight": rows(F, (F, D)),
+            f"{experts}.{x}.{down}.weight": columns,
+        }
+    if not names:
+        whole = partial(Weight, row=0, experts=True)
+        up, down = "ffn.w_gate_up", "ffn.w_down"
+        table |= {
+            f"{part}.{router}.bias": Weight("ffn.router.bias", 0, (X,)),
+            f"{experts}.gate_up_proj": whole(
+                f"{up}.weight", shape=(X, D, 2 * F), rows="pairs", quantized=True
+            ),
+            f"{experts}.gate_up_proj_bias": whole(f"{up}.bias", shape=(X, 2 * F), rows="pairs"),
+            f"{experts}.down_proj": whole(
+                f"{down}.weight", shape=(X, F, D), columns="expert", quantized=True
+            ),
+            f"{experts}.down_proj_bias": whole(f"{down}.bias", shape=(X, D)),
+        }
     return table
 
 
@@ -522,7 +629,8 @@ def load_model(
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
         if place.norm:
             tensor = tensor.float() + model.config.norm_offset
-        parameters[place.ours][place.row : place.row + place.shape[0]].copy_(tensor)
+        there = place.of(parameters[place.ours])
+        there.copy_(tensor.reshape(there.shape))
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()
     model.load_state_dict(parameters, strict=False, assign=True)

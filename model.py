@@ -7,7 +7,7 @@ the slots up to its own position. A slot is written before it becomes visible. S
 no clean-up and no mask of their own: what they left in the cache is overwritten before any token attends to it.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
-V vocabulary.
+V vocabulary; in a mixture of experts X experts, n of which a token takes, and M rows.
 
 A new family of models is a field of Config or, where its layers differ, of LayerConfig. checkpoint.config_from_hf()
 reads it, and checkpoint.hf_weights() names its weights. fast/ leaves a value that it does not know to this file.
@@ -41,10 +41,25 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts: small feed-forward parts, of which each token takes a few (arXiv 1701.06538)."""
+
+    n_expert: int
+    n_chosen: int  # of a token
+    ffn_dim: int  # of an expert
+    # The weights are a softmax over a token's experts alone, or over all.
+    normalize: bool = True
+    bias: bool = False  # of the router and the experts: gpt-oss
+    # gpt-oss: gate and up end at +- clamp[0], and the gate is gate * sigmoid(clamp[1] * gate) * (up + 1).
+    clamp: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer."""
     window: int | None = None  # a token attends to the last `window` positions, its own included
     rope: Rope = Rope()
+    moe: MoEConfig | None = None  # None: the feed-forward part is dense
 
 
 @dataclass(frozen=True)
@@ -58,16 +73,19 @@ class Config:
     vocab_size: int
     context: int  # the most positions that the model was trained for
     norm_eps: float = 1e-5
-    qkv_bias: bool = False  # Qwen2
+    qkv_bias: bool = False  # Qwen2, gpt-oss
+    o_bias: bool = False  # gpt-oss
+    sinks: bool = False  # each head has a score that takes its share of the softmax: gpt-oss
     # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), or of the "whole" (OLMo).
     qk_norm: str | None = None
     # RMSNorm of what goes into attention and the feed-forward part; not in OLMo.
     pre_norm: bool = True
     post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
-    # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3.
+    # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3, gpt-oss.
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
+    expert_files: str = ""  # what experts are called in files: see checkpoint.hf_experts()
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
@@ -190,7 +208,8 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
         self.attn_norm, self.attn, self.attn_post_norm = before(), Attention(config, layer), after()
-        self.ffn_norm, self.ffn, self.ffn_post_norm = before(), FeedForward(config), after()
+        ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
+        self.ffn_norm, self.ffn, self.ffn_post_norm = before(), ffn, after()
 
     def forward(self, x, *where):
         """x [B, T, D] -> [B, T, D]. where: see Attention.attend()."""
@@ -203,12 +222,14 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
-        self.rope, self.head_dim, self.scale = layer.rope, config.head_dim, config.attention_scale
+        self.rope, self.head_dim = layer.rope, config.head_dim
+        self.scale = config.attention_scale or config.head_dim**-0.5
         self.sizes = [
             n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
         ]
         self.wqkv = nn.Linear(config.dim, sum(self.sizes), bias=config.qkv_bias)
-        self.wo = nn.Linear(self.sizes[0], config.dim, bias=False)
+        self.wo = nn.Linear(self.sizes[0], config.dim, bias=config.o_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.sinks else None
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
             q, k, _ = self.sizes if config.qk_norm == "whole" else [config.head_dim] * 3
@@ -227,10 +248,20 @@ class Attention(nn.Module):
         else:
             self.cache.write(k, v, rows, positions)
             k, v = self.cache.read(rows, mask.shape[-1])  # [B, K, L, E]
+        if self.sinks is not None:
+            q, k, v, mask = self.with_sinks(q, k, v, mask)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True
         )
-        return y.transpose(1, 2).flatten(2)
+        return y.transpose(1, 2)[..., : self.head_dim].flatten(2)
+
+    def with_sinks(self, q, k, v, mask):
+        """One more slot, whose value is 0 and whose score is a head's sink: q gets 8 elements, each the sink, and the
+        slot's key 1 / 8 / scale in each. There are 8, and 8 slots, as SDPA wants multiples of 8."""
+        sinks = self.sinks[:, None].expand(*q.shape[:-1], 8)  # [B, T, H, 8]
+        k, v = (F.pad(x, (0, 8, 0, 8)) for x in (k, v))  # [B, K, L + 8, E + 8]
+        k[:, :, -8, -8:] = 1 / 8 / self.scale
+        return torch.cat((q, sinks), dim=-1), k, v, F.pad(F.pad(mask, (0, 1), value=True), (0, 7))
 
     def rotate(self, qkv, positions, cos, sin):
         """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]."""
@@ -281,8 +312,78 @@ class FeedForward(nn.Module):
         self.activation = config.activation
 
     def forward(self, x):
-        gate, up = self.w_gate_up(x).chunk(2, dim=-1)  # [B, T, F]
-        return self.w_down(ACTIVATIONS[self.activation](gate) * up)
+        return self.w_down(gated(self.w_gate_up(x), self.activation))
+
+
+def gated(gate_up, activation: str, clamp: tuple | None = None):
+    """[..., 2F] -> [..., F]. clamp: see MoEConfig."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if clamp:
+        limit, alpha = clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+class MoE(nn.Module):
+    """A mixture of experts, in FeedForward's place. Memory is taken for the experts that were chosen alone."""
+
+    def __init__(self, config: Config, moe: MoEConfig):
+        super().__init__()
+        self.moe, self.activation = moe, config.activation
+        self.router = nn.Linear(config.dim, moe.n_expert, bias=moe.bias)
+        self.w_gate_up = Experts(moe.n_expert, 2 * moe.ffn_dim, config.dim, moe.bias)
+        self.w_down = Experts(moe.n_expert, config.dim, moe.ffn_dim, moe.bias)
+
+    def forward(self, x):
+        rows, n = x.flatten(0, -2), self.moe.n_chosen  # [M, D]
+        weights, experts = self.route(rows)  # [M, n]
+        experts, order = experts.flatten().sort()
+        y = gated(self.w_gate_up(rows[order // n], experts), self.activation, self.moe.clamp)
+        y = self.w_down(y, experts)[order.argsort()].unflatten(0, (-1, n))  # [M, n, D]
+        return (y * weights[:, :, None]).sum(1).view_as(x)
+
+    def route(self, x):
+        """x [M, D] -> the weights of each row's experts and their numbers [M, n]."""
+        logits = self.router(x).float()  # [M, X]
+        top, experts = logits.topk(self.moe.n_chosen)
+        among = top if self.moe.normalize else logits
+        return (top - among.logsumexp(-1, keepdim=True)).exp().type_as(x), experts
+
+
+class Experts(nn.Module):
+    """A linear layer for each of X experts."""
+
+    def __init__(self, X: int, N: int, K: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(X, N, K))
+        self.bias = nn.Parameter(torch.empty(X, N)) if bias else None
+
+    def matrices(self, dtype: torch.dtype, experts=slice(None)):
+        """Of these experts [any, N, K]."""
+        return self.weight[experts]
+
+    def forward(self, x, experts):
+        """x [M, K], sorted by its experts [M] -> [M, N]. Few rows read only their experts' matrices."""
+        if len(x) <= len(self.weight):
+            y = (self.matrices(x.dtype, experts) @ x[:, :, None]).squeeze(2)
+        else:
+            y = grouped_linear(x, self.matrices(x.dtype), experts)
+        return y if self.bias is None else y + self.bias[experts]
+
+
+@torch.library.custom_op("llama_fast::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """x [M, K] by the matrices [X, N, K] of its experts [M] -> [M, N]. torch.compile takes F.grouped_mm() in bf16
+    alone."""
+    slots = torch.arange(len(weight), device=x.device)
+    ends = torch.searchsorted(experts, slots, right=True, out_int32=True)
+    return F.grouped_mm(x, weight.mT, offs=ends)
+
+
+@grouped_linear.register_fake
+def _(x, weight, experts):
+    return x.new_empty(len(x), weight.shape[1])
 
 
 class RMSNorm(nn.Module):

@@ -43,7 +43,8 @@ OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend
 # account.
 KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
                 "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
-                "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope"}
+                "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope",
+                "o_bias", "sinks", "expert_files", "moe"}
 GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
 
 
@@ -70,6 +71,8 @@ def why_plain_attention(block: Block) -> str | None:
     attn = block.attn
     if type(attn) is not Attention:
         return f"{type(attn).__name__} in the place of Attention"
+    if attn.sinks is not None:
+        return "sinks"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, Ministral3Config,
-                          MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, PreTrainedModel, Qwen2Config,
-                          Qwen3Config, SmolLM3Config)
+from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config,
+                          MistralConfig, MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config, PreTrainedModel, Qwen2Config,
+                          Qwen3Config, Qwen3MoeConfig, SmolLM3Config)
 
 OUT = Path(__file__).parent / "golden"
 PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24
@@ -61,6 +61,13 @@ FAMILIES = {
                                rope_parameters=dict(
                                    full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
                                    sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(**COMMON | dict(num_hidden_layers=4), head_dim=16, moe_intermediate_size=24,
+                                num_experts=8, num_experts_per_tok=3, mlp_only_layers=[3], decoder_sparse_step=2,
+                                norm_topk_prob=False),
+    "gpt-oss": GptOssConfig(**COMMON | dict(hidden_size=40, intermediate_size=32), head_dim=16, sliding_window=5,
+                            num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.5, swiglu_alpha=1.5,
+                            rope_parameters=YARN | dict(rope_theta=150000.0, truncate=False)),
 }
 
 
