@@ -145,7 +145,7 @@ def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: con
 
 
 @jit
-def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs,
+def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats, part_accs,
                      semaphore, T, L, position_stride, scale, growth, original, eps,
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
                      WINDOW: constexpr, NEW: constexpr, BH: constexpr,
@@ -203,6 +203,9 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_
     queries = tl.zeros((BM, BE), k_cache.dtype.element_ty)
     row_max = tl.full((BM,), -1e30, tl.float32)
     row_sum = tl.zeros((BM,), tl.float32)
+    if sinks is not None:  # what one more slot with this score and no value would leave, once
+        row_max = tl.where(split == 0, tl.load(sinks + kv * G + pair % G).to(tl.float32) * 1.4426950408889634, row_max)
+        row_sum += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BM, BE), tl.float32)
     for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
         slot = l0 + tl.arange(0, BL)
@@ -264,7 +267,7 @@ def few_pairs(T: int, G: int) -> bool:
 
 def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
                      scale: float | None, heads: int, cos: Tensor | None = None, sin: Tensor | None = None,
-                     offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1,
+                     sinks: Tensor | None = None, offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1,
                      q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """With cos and sin: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the cache is
     complete. heads: H -> [B, T, H, E]."""
@@ -291,7 +294,7 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     # one must not start early.
     pdl = pdl_options(q.device) if new else {}
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
-        q, positions, cos, sin, offset, q_norm, k_norm, k_cache, v_cache, out, part_stats, part_accs, semaphore,
+        q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats, part_accs, semaphore,
         T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
         WINDOW=window, NEW=new, BH=triton.next_power_of_2(heads * E) if whole_norm else 0, SPLITS=splits,
         SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
@@ -301,15 +304,16 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
 
 @library.custom_op("llama_fast::attend", mutates_args=("semaphore",), device_types="cuda")
 def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
-           scale: float | None = None) -> Tensor:
+           scale: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T, H, E].
 
     The other arguments are update_and_attend()'s."""
-    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, q.shape[2])
+    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, q.shape[2],
+                            sinks=sinks)
 
 
 @attend.register_fake
-def _(q, positions, k_cache, v_cache, semaphore, window, scale=None):
+def _(q, positions, k_cache, v_cache, semaphore, window, scale=None, sinks=None):
     return q.new_empty(q.shape)
 
 
@@ -317,8 +321,8 @@ def _(q, positions, k_cache, v_cache, semaphore, window, scale=None):
                    device_types="cuda")
 def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
                       semaphore: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-                      offset: Tensor | None = None, window: int = 0, eps: float = 1e-5, scale: float | None = None,
-                      pairs: int = 0, growth: float = 0.0, original: int = 1) -> Tensor:
+                      sinks: Tensor | None = None, offset: Tensor | None = None, window: int = 0, eps: float = 1e-5,
+                      scale: float | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache, and attends.
 
     qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
@@ -327,11 +331,11 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None for E ** -0.5.
     Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's begin at row offset [>= B, 1], or 0.
-    growth, original: model.Rope's q_growth and original.
+    growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head, whose value is 0.
     semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     heads = qkv.shape[2] - 2 * k_cache.shape[1]
     return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, heads, cos, sin,
-                            offset, pairs, growth, original, q_norm, k_norm, eps)
+                            sinks, offset, pairs, growth, original, q_norm, k_norm, eps)
 
 
 @update_and_attend.register_fake

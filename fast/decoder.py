@@ -21,6 +21,7 @@ Shapes: as in model.py, and M = B x T rows.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 
 import torch
@@ -29,15 +30,16 @@ from torch import Tensor, nn
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.common import unknown_values
+from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.layout import KINDS
 from fast.linear import add_norm, linear
 from fast.packed_linear import PackedLinear
-from model import Attention, Block, FeedForward, KVCache, RMSNorm, RopeTable, Transformer, visible
+from model import Attention, Block, FeedForward, KVCache, MoE, RMSNorm, RopeTable, Transformer, visible
 from quantize import QuantizedLinear, replace_layers
-from tp import ColumnParallelLinear, RowParallelLinear
+from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
 OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute",
-             "fused_all_reduce", "fused_all_gather")
+             "fused_all_reduce", "fused_all_gather", "route", "expert_linear")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
 # account.
@@ -71,8 +73,6 @@ def why_plain_attention(block: Block) -> str | None:
     attn = block.attn
     if type(attn) is not Attention:
         return f"{type(attn).__name__} in the place of Attention"
-    if attn.sinks is not None:
-        return "sinks"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
@@ -85,14 +85,16 @@ def why_plain_attention(block: Block) -> str | None:
 def why_plain_ffn(block: Block) -> str | None:
     """Why this layer's feed-forward part stays model.py's; None: it has kernels."""
     ffn = block.ffn
+    if unknown_norm(block.ffn_norm, block.ffn_post_norm):
+        return "a norm that is no RMSNorm"
+    if type(ffn) in (MoE, ParallelExperts):
+        return why_plain_experts(ffn)
     if type(ffn) is not FeedForward:
         return f"{type(ffn).__name__} in the place of FeedForward"
     if ffn.activation not in GATES:
         return f"{ffn.activation} as the gate's function"
     if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
         return "gate and up are quantized apart, or in codes that no kernel knows"
-    if unknown_norm(block.ffn_norm, block.ffn_post_norm):
-        return "a norm that is no RMSNorm"
     return None
 
 
@@ -104,7 +106,7 @@ def plain_halves(model: Transformer) -> Counter[str]:
     """Why halves of layers stay model.py's, and how many do for each reason.
 
     Raises ValueError for a model that has its kernels already."""
-    if any(isinstance(block.attn, FusedAttention) or isinstance(block.ffn, FusedFeedForward) for block in model.layers):
+    if any(isinstance(block.attn, FusedAttention) or isinstance(block.ffn, FusedFeedForward | FusedMoE) for block in model.layers):
         raise ValueError("this model has its kernels already: load it again")
     reasons = Counter(why(block) for block in model.layers for why in (why_plain_attention, why_plain_ffn))
     del reasons[None]
@@ -169,8 +171,8 @@ class FusedAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
         rope = attn.rope
         y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, self.semaphore,
-                              *self.norms, self.offset, self.window or 0, self.eps, attn.scale, len(rope.frequencies),
-                              rope.q_growth, rope.original)
+                              *self.norms, attn.sinks, self.offset, self.window or 0, self.eps, attn.scale,
+                              len(rope.frequencies), rope.q_growth, rope.original)
         return y.flatten(0, 1).flatten(1)
 
     def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
@@ -178,7 +180,8 @@ class FusedAttention(nn.Module):
         q, k, v = self.attn.rotate(qkv, positions, cos, sin)
         self.cache.write(k, v, rows, positions)
         window, scale = self.window or 0, self.attn.scale
-        return attend(q, positions, self.cache.k, self.cache.v, self.semaphore, window, scale).flatten(2)
+        caches = self.cache.k, self.cache.v
+        return attend(q, positions, *caches, self.semaphore, window, scale, self.attn.sinks).flatten(2)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
@@ -246,12 +249,13 @@ class AttentionHalf(Half):
 
 
 class FeedForwardHalf(Half):
-    """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused."""
+    """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused; three, if
+    it is a mixture of experts."""
 
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        self.fused = isinstance(block.ffn, FusedFeedForward)
+        self.fused, self.experts = isinstance(block.ffn, FusedFeedForward), isinstance(block.ffn, FusedMoE)
         if self.fused:
             self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
             self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)
@@ -260,6 +264,8 @@ class FeedForwardHalf(Half):
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
         if self.fused:
             return self.add(x, self.down, self.gate_up(x, gated=self.ffn.gate, **self.before))
+        if self.experts and len(x) <= MOST_ROWS:
+            return self.add(x, partial(self.ffn.decode, **self.before), x)
         return x + self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)
 
 
@@ -356,7 +362,8 @@ def install_kernels(model: Transformer) -> FusedDecoder:
         if not why_plain_attention(block):
             block.attn = FusedAttention(block.attn, rope_table(model, block), block.config.window)
         if not why_plain_ffn(block):
-            block.ffn = FusedFeedForward(block.ffn)
+            kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
+            block.ffn = kind(block.ffn)
     replace_layers(model, QuantizedLinear,
                    lambda layer, name: PackedLinear(layer) if layer.codes.name in KINDS else layer)
     return FusedDecoder(model)

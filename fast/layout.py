@@ -61,9 +61,11 @@ once:
 e4m3 has fp32 scales always, and no zero points. Its scales are stored 2 ** 8 times as large, because what the kernels
 make of a code is 2 ** -8 times the number.
 
+MXFP4's codes, e2m1, stand where int4's do. Its scales are powers of two, e8m0 in a byte each, and have no zero points:
+
+    scales_and_zeros uint8 [row blocks, C / parts, 16 rows, parts]
+
 Another kind of codes is another entry of KINDS, lines in places(), and in each kernel what makes 16-bit weights of it.
-MXFP4's e2m1, a sign, 2 bits of exponent and 1 of mantissa, would go as e4m3 does: in fp16 its sign belongs at bit 15,
-the others at 11 to 9, which makes 2 ** -14 times the number. So its scale is 2 ** 14.
 
 Shapes: N outputs, K inputs, C groups of a row, W = 16 ceil(K / (512 / bits)) words of a row.
 """
@@ -96,13 +98,14 @@ class Kind:
         return 16 // self.bits
 
 
-KINDS = {"int4": Kind(4, 8, 1), "int8": Kind(8, 128, 1), "fp8": Kind(8, 0, 256)}  # by the names of quantize.Codes
+# By the names of quantize.Codes.
+KINDS = {"int4": Kind(4, 8, 1), "int8": Kind(8, 128, 1), "fp8": Kind(8, 0, 256), "mxfp4": Kind(4, 0, 1)}
 
 
 def places(s: int, e: int, kind: str) -> list[tuple[int, int]]:
     """Where code (s, e) stands in a word: for each of its parts, the bits of the code and by how much they are shifted
     to the left."""
-    if kind == "int4":
+    if KINDS[kind].bits == 4:
         return [(0xF, 4 * s + 16 * e)]
     if kind == "int8":
         return [(0xFF, 16 * s + 8 * e)]
@@ -156,9 +159,10 @@ def untile(tiles: Tensor, N: int, gated: int) -> Tensor:
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: int) -> Tensor:
-    """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 and None."""
+    """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 or e8m0 in
+    uint8, and None."""
     C = scales.shape[1]
-    if scales.dtype == torch.float32:
+    if scales.dtype != torch.float16:
         words = scales
     else:
         zeros = zero if zeros is None else zeros.int()
@@ -174,6 +178,8 @@ def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, zero: int, gated: in
     """scales_and_zeros -> scales fp32 [N, C] and zeros int32 [N, C]; the inverse of pack_scales()."""
     tiles = scales_and_zeros.repeat_interleave(16 // scales_and_zeros.shape[2], 2)
     words = untile(tiles, N, gated)[:, :C]
+    if words.dtype == torch.uint8:
+        words = (words.int() << 23).clamp(min=1 << 22).view(torch.float32)  # 2 ** (byte - 127)
     if words.dtype == torch.float32:
         return words, torch.full_like(words, zero, dtype=torch.int32)
     return words.to(torch.int16).view(torch.float16).float(), words >> 16
@@ -274,7 +280,7 @@ class Packed(NamedTuple):
     @property
     def constants(self) -> dict:
         """What each kernel is compiled for."""
-        return dict(bits=self.bits, e4m3=self.kind == "fp8", per_channel=self.per_channel, parts=self.parts,
+        return dict(bits=self.bits, e4m3=self.kind == "fp8", e2m1=self.kind == "mxfp4", per_channel=self.per_channel, parts=self.parts,
                     scale_rows=self.scales_and_zeros.shape[2],
                     group=2 ** 30 if self.per_channel else self.group_size)
 
@@ -286,8 +292,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tens
          gated: int = 0) -> Packed:
     """A weight w[n, k] = (number of codes[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
-    codes uint8 [N, K]: fp8's stand for e4m3's numbers. scales fp16 or fp32 [N, C]; zeros [N, C], below 256, want fp16
-    scales; None: 8 for int4, 128 for int8, 0 for fp8. g_idx: each input's group [K], None where K / C consecutive
+    codes uint8 [N, K]: fp8's stand for e4m3's numbers, mxfp4's for e2m1's. scales fp16 or fp32 [N, C], of mxfp4 e8m0 in
+    uint8; zeros [N, C], below 256, want fp16 scales; None: 8 for int4, 128 for int8, else 0. g_idx: each input's group [K], None where K / C consecutive
     inputs are one. gated: the first half of the rows is the gate, the second half up."""
     codes, scales, zeros, perm = group_inputs(codes, scales, zeros, g_idx, KINDS[kind].zero)
     return pack_words(to_mma_order(codes, kind), scales, zeros, perm, codes.shape[1], kind, gated)
@@ -297,8 +303,8 @@ def pack_words(words: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor
                gated: int) -> Packed:
     """pack() of words int32 [N, W] as to_mma_order() makes them, and of what else group_inputs() gives."""
     wanted = [torch.float16, torch.float32] if zeros is None else [torch.float16]
-    if scales.dtype not in wanted:
-        raise ValueError(f"scales are {scales.dtype}: want fp16 or, without zero points, fp32")
+    if scales.dtype not in ([torch.uint8] if kind == "mxfp4" else wanted):
+        raise ValueError(f"scales are {scales.dtype}: want fp16 or, without zero points, fp32; of mxfp4 uint8")
     C, of = scales.shape[1], KINDS[kind]
     if kind == "fp8":
         scales = scales.float() * of.scale

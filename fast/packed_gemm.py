@@ -33,6 +33,7 @@ class GemmSizes:
     """What packed_gemm() is compiled for."""
     bits: int
     e4m3: bool  # codes are numbers of their own: FP8
+    e2m1: bool  # MXFP4
     per_channel: bool  # one group a row
     group: int  # inputs of a group; 2 ** 30, more than any K, if per_channel
     parts: int  # groups in a block, 1 if they are as large as a block or larger
@@ -47,13 +48,14 @@ class GemmSizes:
 
 
 @constexpr_function
-def weights_asm(bits, half, scaled, wide, e4m3):
+def weights_asm(bits, half, scaled, wide, e4m3, e2m1):
     """PTX that makes a pair of weights, fp16 (half) or bf16: $0 the pair, $1 a word of codes, $3 the bit at which the
     codes start, $5 a pair of -(offset + zero point), $7 a pair of scales.
 
     -> the PTX, the bits of -offset, to which a zero point is added, and the factor that makes a pair of the sum.
 
-    wide: the zero point is 2 ** (bits - 1), a constant of the PTX. e4m3: the weights are 2^-8 times the numbers."""
+    wide: the zero point is 2 ** (bits - 1), a constant of the PTX. e4m3: the weights are 2^-8 times the numbers. e2m1:
+    they are the numbers, as its bits in the type's places are 2^-14 times these in fp16, 2^-126 times in bf16."""
     one, magic, kind = ("3c00", "6400", "f16x2") if half else ("3f80", "4300", "bf16x2")
     get = "shr.u32 t, $1, $3; "
     if e4m3:
@@ -66,6 +68,10 @@ def weights_asm(bits, half, scaled, wide, e4m3):
         else:
             get += """shr.u32 a, a, 3; lop3.b32 t, a, 0x07f007f0, t, 0xea;
                 mov.b32 a, 0x77807780; mov.b32 b, 0x80008000; fma.rn.bf16x2 t, t, a, b;"""  # times 2^112
+    elif e2m1:
+        shift, mask, power = (9, "0e000e00", "7400") if half else (6, "01c001c0", "7e80")
+        get += f"""shl.b32 a, t, 12; and.b32 a, a, 0x80008000; shl.b32 t, t, {shift}; lop3.b32 t, t, 0x{mask}, a, 0xea;
+            mov.b32 a, 0x{power}{power}; mov.b32 b, 0x80008000; fma.rn.{kind} t, t, a, b;"""
     elif bits == 4:
         get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
     elif half:
@@ -88,9 +94,11 @@ def weights_asm(bits, half, scaled, wide, e4m3):
 
 @jit
 def scale_of(group):
-    """The fp16 scale in the low half of a word of scales_and_zeros, or the fp32 scale that is all of it."""
+    """The fp16 scale in the low half of a word of scales_and_zeros, or the scale that is all of it, fp32 or e8m0."""
     if group.dtype == tl.float32:
         scale = group
+    elif group.dtype == tl.uint8:
+        scale = tl.maximum(group.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)  # 2^-127 is not normal
     else:
         scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     return scale
@@ -109,14 +117,17 @@ def codes_to_weights(q, shift, group, xs, S: constexpr):
     shift [P] is loaded from memory, though it is constant: the compiler brings the words into the matrix unit's layout
     before they are dequantized only if every input of the dequantization was loaded. After it, they are larger."""
     P: constexpr = 16 // S.bits
-    ASM: constexpr = weights_asm(S.bits, xs.dtype == tl.float16, S.scaled, group.dtype == tl.float32, S.e4m3)
+    ASM: constexpr = weights_asm(S.bits, xs.dtype == tl.float16, S.scaled, group.dtype == tl.float32, S.e4m3,
+                                     S.e2m1)
     SPLITS: constexpr = S.splits
     BN: constexpr = S.block_n
     PARTS: constexpr = S.parts
     shape: constexpr = (SPLITS, BN, 16, P, 2)
     wide: constexpr = (SPLITS, BN, 4, PARTS, 4 // PARTS)
     pair = (scale_of(group).to(xs.dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
-    if group.dtype == tl.float32:
+    if group.dtype == tl.uint8:
+        zero = group.to(tl.int32)  # not read
+    elif group.dtype == tl.float32:
         zero = group.to(tl.int32, bitcast=True)  # not read
     else:
         zero = ((group >> 16) + ASM[1]) * ASM[2]
@@ -152,6 +163,46 @@ def multiply_step(acc, w, xs, group, S: constexpr):
         if S.splits == 1:
             scale = tl.reshape(scale, (scale.shape[1], scale.shape[2]))
         acc += tl.dot(w, xs) * scale.to(tl.float32)
+    return acc
+
+
+@jit
+def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, stop, S: constexpr):
+    """Rows m [BM] of x [M, K] times rows of w, which are in row blocks nb [BN], along K from first to stop -> fp32
+    [BN, BM]."""
+    BLOCK: constexpr = 512 // S.bits
+    SPLITS: constexpr = S.splits
+    BN: constexpr = S.block_n
+    BM: constexpr = S.block_m
+    KB = (K + BLOCK - 1) // BLOCK
+    r = tl.arange(0, BN)
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, 16)
+    at_w = qweight + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
+    at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
+    # With one block a step, the tile of x has two dimensions: the matrix unit then reads it from shared memory.
+    ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
+    if SPLITS > 1:
+        ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
+    at_x = x + ms * K + ks
+    scale_row = nb * C * S.scale_rows + r % 16 // (16 // S.scale_rows)
+    at_s = (scale_row * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
+    if SPLITS == 1:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((SPLITS, BN, BM), tl.float32)
+    for k0 in tl.range(first, stop, SPLITS * BLOCK, num_stages=S.stages):
+        q = tl.load(at_w + k0 // BLOCK * 256, mask=S.full | (k0 // BLOCK + s < KB)[:, None, None], other=0,
+                    eviction_policy="evict_first")
+        xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
+        chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
+        group = tl.load(scales_and_zeros + at_s + (chunk * S.scale_rows * S.parts)[:, None, None])
+        w = codes_to_weights(q, shift, group, xs, S)
+        acc = multiply_step(acc, w, xs, group, S)
+    if SPLITS > 1:
+        acc = tl.sum(acc, 0)
+    if S.per_channel:
+        acc *= scale_of(tl.load(scales_and_zeros + nb * 16 + r % 16)).to(tl.float32)[:, None]
     return acc
 
 
@@ -219,54 +270,24 @@ def packed_gemm(x, qweight, scales_and_zeros, shifts, bias, residual, out, parti
     """Program (tile of x, tile of w or slice of one). shifts [P]: the bits of a word at which the first codes of pairs
     start. partial_sums fp32 [split tiles, slices, BN, BM]. With PDL it starts while the kernel before it ends, and
     waits for that before it reads."""
-    BLOCK: constexpr = 512 // S.bits
-    SPLITS: constexpr = S.splits
-    STEP: constexpr = SPLITS * BLOCK
     BN: constexpr = S.block_n
     BM: constexpr = S.block_m
-    KB = (K + BLOCK - 1) // BLOCK
     N_OUT = N // 2 if GATED else N
     row_blocks = (N_OUT + 7) // 8 if GATED else (N + 15) // 16
     tile, slice, slices = find_slice(whole, slices, S)
     r = tl.arange(0, BN)
     c = tl.arange(0, BM)
     m = tl.program_id(0) * BM + c
-    s = tl.arange(0, SPLITS)
-    i = tl.arange(0, 16)
     nb = tl.minimum(tile * (BN // 16) + r // 16, row_blocks - 1)
-    at_w = qweight + (nb.to(tl.int64) * KB * 256 + r % 16 * 16)[None, :, None]
-    at_w += (s[:, None] * 256 + i[None, :])[:, None, :]
-    # With one block a step, the tile of x has two dimensions: the matrix unit then reads it from shared memory.
-    ms, ks = m[None, :], tl.arange(0, BLOCK)[:, None]
-    if SPLITS > 1:
-        ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
-    at_x = x + ms * K + ks
-    scale_row = nb * C * S.scale_rows + r % 16 // (16 // S.scale_rows)
-    at_s = (scale_row * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
-
     if PDL:
         gdc_launch_dependents()
     shift = tl.load(shifts + tl.arange(0, 16 // S.bits))
     if PDL:
         gdc_wait()
-    if SPLITS == 1:
-        acc = tl.zeros((BN, BM), tl.float32)
-    else:
-        acc = tl.zeros((SPLITS, BN, BM), tl.float32)
+    STEP: constexpr = S.splits * (512 // S.bits)
     share = tl.cdiv(tl.cdiv(K, STEP), slices) * STEP
     first = slice * share
-    for k0 in tl.range(first, tl.minimum(first + share, K), STEP, num_stages=S.stages):
-        q = tl.load(at_w + k0 // BLOCK * 256, mask=S.full | (k0 // BLOCK + s < KB)[:, None, None], other=0,
-                    eviction_policy="evict_first")
-        xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
-        chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
-        group = tl.load(scales_and_zeros + at_s + (chunk * S.scale_rows * S.parts)[:, None, None])
-        w = codes_to_weights(q, shift, group, xs, S)
-        acc = multiply_step(acc, w, xs, group, S)
-    if SPLITS > 1:
-        acc = tl.sum(acc, 0)
-    if S.per_channel:
-        acc *= scale_of(tl.load(scales_and_zeros + nb * 16 + r % 16)).to(tl.float32)[:, None]
+    acc = multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, tl.minimum(first + share, K), S)
 
     if S.sliced:
         nth = (tile - whole) * tl.num_programs(0) + tl.program_id(0)

@@ -521,6 +521,8 @@ def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | N
     slices = triton.cdiv(blocks, warps * depth * rounds)  # drops slices that would be empty
     programs = min(row_blocks, triton.cdiv(choice["programs"] * gpu(x.device).multi_processor_count, slices))
     constants = packed.constants
+    if constants.pop("e2m1"):
+        raise ValueError("mxfp4: want packed_gemm.py")
     # Two neighbouring blocks that share a group are multiplied at once, and their sum is scaled: in FP8 with 128 x 128
     # blocks Llama-2-7B made 471.7 tokens/s instead of 457.4, with a scale a row 508.8 instead of 496.3, and in int8
     # 509.5 instead of 512.0 (H200, one call).

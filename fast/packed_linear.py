@@ -40,6 +40,8 @@ def choice_for(w: Packed, M: int, device: torch.device) -> dict:
         return {"kernel": "library"}
     format = f"int{w.bits}" + (f"-{w.group_size}" if w.parts > 1 else "")
     choice = kernel_for(format, w.N, w.K, M, device)
+    if choice["kernel"] == "gemv" and w.kind == "mxfp4":
+        return kernel_for(format, w.N, w.K, 2, device)
     if choice["kernel"] == "gemv" and not gemv:
         say_once(f"one row of x is multiplied as several are, which is slower: this Triton's Gluon does not serve "
                  f"packed_gemv.py ({without_gemv})")
@@ -49,15 +51,20 @@ def choice_for(w: Packed, M: int, device: torch.device) -> dict:
 
 @jit
 def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr,
-                      SCALE_ROWS: constexpr, BITS: constexpr, E4M3: constexpr, GATED: constexpr, SPAN: constexpr):
-    """Program (row block, SPAN blocks along K): write their weights to out [N, K], rows in the layer's order."""
+                      SCALE_ROWS: constexpr, BITS: constexpr, E4M3: constexpr, E2M1: constexpr, GATED: constexpr,
+                      SPAN: constexpr):
+    """Program (row block, SPAN blocks along K, expert): write their weights to out [experts, N, K], rows in the layer's
+    order."""
     BLOCK: constexpr = 512 // BITS
     P: constexpr = 16 // BITS
     KB = (K + BLOCK - 1) // BLOCK
+    expert = tl.program_id(2)
+    out += expert.to(tl.int64) * N * K
     nb = tl.program_id(0)
+    first = expert * tl.num_programs(0) + nb  # row block, counted over all experts
     r = tl.arange(0, 16)
     kb = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    at = (nb.to(tl.int64) * KB + kb)[None, :, None] * 256 + r[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    at = (first.to(tl.int64) * KB + kb)[None, :, None] * 256 + r[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
     q = tl.load(qweight + at, mask=(kb < KB)[None, :, None], other=0)
     words = tl.reshape(q, (16, SPAN * 16))[:, :, None]
     s, e = (tl.arange(0, 2 * P) // 2)[None, None, :], (tl.arange(0, 2 * P) % 2)[None, None, :]
@@ -70,11 +77,13 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
 
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
     chunk = tl.minimum(k // (G * PARTS), C - 1)[None, :]
-    scale_row = (nb * C + chunk) * SCALE_ROWS + r[:, None] // (16 // SCALE_ROWS)
+    scale_row = (first * C + chunk) * SCALE_ROWS + r[:, None] // (16 // SCALE_ROWS)
     group = tl.load(scales_and_zeros + scale_row * PARTS + (k // G % PARTS)[None, :])
     scale = scale_of(group).to(tl.float32)
     if E4M3:  # the code's bits in fp32's places are 2^-120 times the number, and the scale is 2^8 times as large
         w = ((codes & 0x80) << 24 | (codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0 ** 112
+    elif E2M1:
+        w = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True) * 2.0 ** 126
     elif group.dtype == tl.float32:
         w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2 ** 23 + 2 ** (BITS - 1))
     else:
@@ -91,14 +100,14 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
              mask=inside[:, None] & (k < K)[None, :])
 
 
-def dequantize(w: Packed, dtype: torch.dtype) -> Tensor:
-    """The weights [N, K]."""
-    out = torch.empty(w.N, w.K, dtype=dtype, device=w.qweight.device)
+def dequantize(w: Packed, dtype: torch.dtype, experts: int = 1) -> Tensor:
+    """The weights [N, K]; of so many experts, whose row blocks lie one behind the other, [experts N, K]."""
+    out = torch.empty(experts * w.N, w.K, dtype=dtype, device=w.qweight.device)
     # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
-    grid = len(w.qweight), triton.cdiv(w.K, 4 * w.block)
+    grid = len(w.qweight) // experts, triton.cdiv(w.K, 4 * w.block), experts
     of = w.constants
     dequantize_kernel[grid](w.qweight, w.scales_and_zeros, out, w.N, w.K, w.chunks, of["group"], of["parts"],
-                            of["scale_rows"], of["bits"], of["e4m3"], w.gated, 4, num_warps=2)
+                            of["scale_rows"], of["bits"], of["e4m3"], of["e2m1"], w.gated, 4, num_warps=2)
     return out
 
 
@@ -109,13 +118,18 @@ def as_packed(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor
     return Packed(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated)
 
 
+def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The plain twin of dequantize() for a weight [N, K], whose inputs stay in the codes' order."""
+    codes, scales, zeros = unpack(packed)
+    numbers = CODES[packed.kind].decode(codes).unflatten(1, (scales.shape[1], packed.group_size))
+    return ((numbers - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+
+
 def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, norm=None,
                         bias=None, residual=None, gated=0, eps=1e-5) -> Tensor:
     """The plain twin of packed_linear()."""
     packed = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
-    codes, scales, zeros = unpack(packed)
-    numbers = CODES[kind].decode(codes).unflatten(1, (scales.shape[1], group_size))
-    w = ((numbers - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(x.dtype)
+    w = plain_weights(packed, x.dtype)
     if perm is not None:
         x, norm = x[:, perm], None if norm is None else norm[perm]
     return plain_linear(x, w, norm, bias, residual, gated, eps)

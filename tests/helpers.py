@@ -88,7 +88,10 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
             if rope.q_growth:
                 q = q * (1 + rope.q_growth * math.log(1 + at // rope.original))
             scores = q @ k_cache[b, :, first:at + 1].mT * (attn.scale or E ** -0.5)
-            out[b, t] = (scores.softmax(-1) @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
+            if attn.sinks is not None:
+                scores = torch.cat((scores, attn.sinks.double().view(K, G, 1)), -1)
+            shares = scores.softmax(-1)[..., :at + 1 - first]
+            out[b, t] = (shares @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
     return out, k_cache, v_cache
 
 

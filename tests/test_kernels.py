@@ -66,10 +66,12 @@ CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one 
     (2, 50, 4, 2, 64, 200, 20, "head", True, ""), (2, 1, 4, 2, 128, 300, None, None, False, "part"),
     (3, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
     (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (2, 1, 4, 4, 64, 300, 50, "whole", False, ""),
-    (2, 4, 4, 1, 256, 300, 100, "head", False, "none")]
+    (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (2, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
+    (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks")]
 ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
     "": ({}, 1, None), "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
-    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07)}
+    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07),
+    "sinks": ({}, 1, None)}
 
 
 @pytest.mark.parametrize("device, case", [
@@ -98,6 +100,8 @@ def test_attention(device, case):
     table.offset[1:] = L if rope.long else 0
     for tensor in (attn.cache.k, attn.cache.v):
         tensor.normal_()
+    if kind == "sinks":
+        attn.sinks = nn.Parameter(2 * randn(H))
     for norm in (attn.q_norm, attn.k_norm) if qk_norm else ():
         norm.weight.uniform_(0.5, 1.5)
     start = torch.randint(0, L - T + 1, (1 if shared else B, 1), device=device)

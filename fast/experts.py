@@ -1,0 +1,415 @@
+"""
+A mixture of experts for a few rows of x (decode and verification), in three launches. The plain twin is model.MoE.
+
+    route()           norm, router, and which experts each row takes, with what weight
+    expert_linear()   gate, up and their function, times the row's weight of the expert
+    expert_linear()   down, the sum over the experts, and the residual
+
+An expert that several rows chose is read once: it multiplies all rows, and the weight of a row that did not choose it
+is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
+
+         active experts    3    7   12   40
+    rows of w           +----+----+----+----+    A program multiplies BN rows of one expert's matrix by BM rows of x.
+                 tile 0 |    |    |    |    |
+                 tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up the experts, in
+                 ...    +----+----+----+----+    their order, so that the same input gives the same bits.
+
+A row's sum has its own experts in the order of their numbers, and zeros from others: it is what the row gets alone.
+
+Shapes: M rows, D model dim, X experts, n of which a row takes, A = min(M n, X) that may be active, F ffn dim of an
+expert, N outputs and K inputs of a matrix; packed weights as layout.py draws them, the experts' one behind the other.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library, nn
+
+from fast.collectives import fused_all_reduce
+from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, jit, last_arriver, pdl_options,
+                         tl, triton)
+from fast.layout import KINDS, Packed
+from fast.linear import plain_linear
+from fast.packed_linear import dequantize, pack_layer, plain_weights
+from model import Experts, gated
+from quantize import QuantizedExperts
+from tp import ParallelExperts, all_reduce
+
+if triton:
+    from fast.packed_gemm import GemmSizes, multiply_rows
+
+ROWS = 64  # of x, in a tile; a prompt of more is sorted by expert (model.py)
+MOST_ROWS = 512  # for which there are semaphores
+GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS
+CLAMPED = 3  # MoEConfig.clamp
+
+
+# Which experts
+
+
+@jit
+def choose_experts(logits, weights, chosen, m, M, X, N_CHOSEN: constexpr, NORMALIZE: constexpr, BX: constexpr):
+    """The n experts with the largest logits [M, X] of rows m [any]; of equals the one with the lower number. Stores
+    weights [M, X], 0 for the others -> chosen [BX], with those of these rows."""
+    x = tl.arange(0, BX)
+    inside = (m < M)[:, None] & (x < X)[None, :]
+    at = m[:, None] * X + x[None, :]
+    scores = tl.load(logits + at, mask=inside, other=float("-inf"))
+    rest, mine = scores, inside & (x < 0)[None, :]  # none
+    for _ in tl.static_range(N_CHOSEN):
+        best = x[None, :] == tl.argmax(rest, 1)[:, None]
+        mine = mine | best
+        rest = tl.where(best, float("-inf"), rest)
+    among = tl.where(mine, scores, float("-inf")) if NORMALIZE else scores
+    largest = tl.max(scores, 1)[:, None]
+    total = tl.sum(tl.exp(among - largest), 1)[:, None]
+    tl.store(weights + at, tl.where(mine, tl.exp(scores - largest) / total, 0.0), mask=inside)
+    return chosen | tl.max((mine & inside).to(tl.int32), 0)
+
+
+@jit
+def route_kernel(x, norm, router, bias, normed, logits, weights, active, semaphore, M, K, X, eps, N_CHOSEN: constexpr,
+                 NORMALIZE: constexpr, BN: constexpr, BK: constexpr, BX: constexpr, BM: constexpr, PDL: constexpr):
+    """Program (BN experts, row): their logits. The last one to come chooses for all rows."""
+    if PDL:
+        gdc_launch_dependents()
+    k = tl.arange(0, BK)
+    e = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1)
+    w = tl.load(router + e[:, None] * K + k[None, :], mask=(e < X)[:, None] & (k < K)[None, :], other=0)
+    if norm is not None:
+        norm_weight = tl.load(norm + k, mask=k < K, other=0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    xs = tl.load(x + m * K + k, mask=k < K, other=0)
+    if norm is not None:
+        ys = xs.to(tl.float32)
+        xs = (ys * tl.rsqrt(tl.sum(ys * ys, 0) / K + eps) * norm_weight).to(xs.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(normed + m * K + k, xs, mask=k < K)
+    y = tl.sum(w.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
+    if bias is not None:
+        y += tl.load(bias + e, mask=e < X, other=0).to(tl.float32)
+    tl.store(logits + m * X + e, y, mask=e < X)
+    if last_arriver(semaphore, tl.num_programs(0) * M):
+        chosen = tl.zeros((BX,), tl.int32)
+        for m0 in range(0, M, BM):
+            chosen = choose_experts(logits, weights, chosen, m0 + tl.arange(0, BM), M, X, N_CHOSEN, NORMALIZE, BX)
+        tl.store(active + tl.cumsum(chosen, 0), tl.arange(0, BX), mask=chosen > 0)
+        tl.store(active, tl.sum(chosen, 0))
+
+
+@library.custom_op("llama_fast::route", mutates_args=(), device_types="cuda")
+def route(x: Tensor, norm: Tensor | None, eps: float, router: Tensor, bias: Tensor | None, n: int, normalize: bool,
+          semaphore: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, D], norm [D] or None, router [X, D], its bias [X] or None; n experts a row, normalize: see MoEConfig.
+    semaphore: an int32 0, which is 0 again afterwards.
+
+    -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it does not take; and
+    int32 [1 + A]: how many experts some row takes, and their numbers."""
+    (M, K), X = x.shape, len(router)
+    x = x.contiguous()
+    normed = x.clone() if norm is None else torch.empty_like(x)
+    logits, weights = (torch.empty(M, X, device=x.device) for _ in range(2))
+    active = torch.empty(1 + min(M * n, X), dtype=torch.int32, device=x.device)
+    BN, BK, BX = 4, triton.next_power_of_2(K), max(16, triton.next_power_of_2(X))
+    pdl = pdl_options(x.device)
+    route_kernel[(triton.cdiv(X, BN), M)](
+        x, norm, router, bias, normed, logits, weights, active, semaphore, M, K, X, eps, n, normalize, BN, BK, BX,
+        min(16, triton.next_power_of_2(M)), bool(pdl), num_warps=8, **pdl)
+    return normed, weights, active
+
+
+@route.register_kernel("cpu")
+def plain_route(x, norm, eps, router, bias, n, normalize, semaphore):
+    """The plain twin of route()."""
+    if norm is not None:
+        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
+    logits = plain_linear(x.float(), router.float(), None, None if bias is None else bias.float())
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(n).indices, True)
+    among = logits.masked_fill(~chosen, float("-inf")) if normalize else logits
+    weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
+    found = chosen.any(0).nonzero()[:, 0].int()
+    active = found.new_zeros(1 + min(len(x) * n, len(router)))
+    active[0], active[1:1 + len(found)] = len(found), found
+    return x.clone(), weights, active
+
+
+@route.register_fake
+def _(x, norm, eps, router, bias, n, normalize, semaphore):
+    weights = x.new_empty(len(x), len(router), dtype=torch.float32)
+    return torch.empty_like(x), weights, x.new_empty(1 + min(len(x) * n, len(router)), dtype=torch.int32)
+
+
+# Their products
+
+
+@jit
+def multiply_plain_rows(x, m, M, w, row, K, S: constexpr):
+    """Rows m [BM] of x [M, K] times rows `row` [BN] of w [any, K] -> fp32 [BN, BM]."""
+    BN: constexpr = S.block_n
+    BM: constexpr = S.block_m
+    BK: constexpr = 32 * S.splits
+    k = tl.arange(0, BK)
+    at_w = w + row.to(tl.int64)[:, None] * K + k[None, :]
+    at_x = x + m[None, :] * K + k[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=S.stages):
+        inside = S.full | (k0 + k < K)
+        tile = tl.load(at_w + k0, mask=inside[None, :], other=0, eviction_policy="evict_first")
+        xs = tl.load(at_x + k0, mask=(m < M)[None, :] & inside[:, None], other=0)
+        acc = tl.dot(tile, xs, acc)
+    return acc
+
+
+@jit
+def gate_function(gate, up, limit, alpha, GATED: constexpr):
+    """model.gated()"""
+    if GATED == 3:
+        gate = tl.minimum(gate, limit)
+        y = gate / (1 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1)
+    else:
+        y = gate_times_up(gate, up, GATED)
+    return y
+
+
+@jit(do_not_specialize=["M", "A"])
+def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residual, out, parts, semaphores, M, N, K, C,
+                  X, A, limit, alpha, S: constexpr, GATED: constexpr, PDL: constexpr):
+    """Program (active expert, tile of its rows, tile of rows of x). Not gated, x is [A, M, K], one for each expert.
+    parts fp32 [tiles of x, tiles, A, BN, BM]."""
+    BN: constexpr = S.block_n
+    BM: constexpr = S.block_m
+    nth, tile = tl.program_id(0), tl.program_id(1)
+    r = tl.arange(0, BN)
+    c = tl.arange(0, BM)
+    m = tl.program_id(2) * BM + c
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    count = tl.load(active)
+    if nth >= count:
+        return
+    expert = tl.load(active + 1 + nth)
+    if GATED:  # 8 rows of the gate, then the 8 of up
+        N_OUT = N // 2
+        row = tl.minimum(tile * (BN // 2) + r // 16 * 8 + r % 8, N_OUT - 1) + r // 8 % 2 * N_OUT
+        row_blocks = (N_OUT + 7) // 8
+    else:
+        N_OUT = N
+        row = tl.minimum(tile * BN + r, N - 1)
+        row_blocks = (N + 15) // 16
+        x += nth.to(tl.int64) * M * K
+    if S.bits == 16:
+        acc = multiply_plain_rows(x, m, M, w + expert.to(tl.int64) * N * K, row, K, S)
+    else:
+        nb = expert * row_blocks + tl.minimum(tile * (BN // 16) + r // 16, row_blocks - 1)
+        shift = tl.load(shifts + tl.arange(0, 16 // S.bits))
+        acc = multiply_rows(x, m, M, w, scales_and_zeros, shift, nb, K, C, 0, K, S)
+    share = tl.load(weights + m * X + expert, mask=m < M, other=0)
+    if GATED:
+        if bias is not None:
+            acc += tl.load(bias + expert * N + row).to(tl.float32)[:, None]
+        acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
+        y = gate_function(gate, up, limit, alpha, GATED) * share[None, :]
+        y = tl.where((share > 0)[None, :], y, 0.0)
+        n = tile * (BN // 2) + tl.arange(0, BN // 2)
+        inside = (n < N_OUT)[:, None] & (m < M)[None, :]
+        tl.store(out + (nth * M + m).to(tl.int64)[None, :] * N_OUT + n[:, None], y.to(out.dtype.element_ty), mask=inside)
+    else:
+        if bias is not None:
+            acc += tl.load(bias + expert * N + row).to(tl.float32)[:, None] * share[None, :]
+        which = tl.program_id(2) * tl.num_programs(1) + tile
+        at = parts + which.to(tl.int64) * A * (BN * BM) + r[:, None] * BM + c[None, :]
+        tl.store(at + nth * (BN * BM), acc)
+        if last_arriver(semaphores + which, count):
+            acc = tl.zeros((BN, BM), tl.float32)
+            for i in range(count):
+                acc += tl.load(at + i * (BN * BM))
+            n = tile * BN + r
+            inside = (n < N)[:, None] & (m < M)[None, :]
+            if residual is not None:
+                acc += tl.load(residual + m[None, :] * N + n[:, None], mask=inside, other=0)
+            tl.store(out + m[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
+
+
+def sizes_for(bits: int, M: int, K: int, packed: Packed | None) -> tuple["GemmSizes", int]:
+    """-> what expert_kernel() is compiled for, and the warps."""
+    block_m = max(16, min(ROWS, triton.next_power_of_2(M)))
+    if packed is None:
+        of = dict(bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16)
+        splits, step, scaled = 8, 256, False
+    else:
+        of, splits = packed.constants, 4 if block_m == 16 else 1
+        step, scaled = splits * packed.block, not packed.per_channel and (packed.parts > 1 or block_m > 16)
+    full = packed is None and K % step == 0
+    return GemmSizes(**of, block_n=32, block_m=block_m, splits=splits, stages=4 if packed is None else 3, sliced=False,
+                     scaled=scaled, full=full), 4
+
+
+def as_experts(w: Tensor, scales_and_zeros: Tensor | None, shifts: Tensor | None, semaphores: Tensor, N: int, K: int,
+               kind: str, group_size: int, gate: int) -> Packed | None:
+    """The operator's arguments, which may be tensors and numbers only. None: weights of 16 bits."""
+    if kind not in KINDS:
+        return None
+    return Packed(w, scales_and_zeros, None, shifts, semaphores, N, K, kind, group_size, gate)
+
+
+@library.custom_op("llama_fast::expert_linear", mutates_args=(), device_types="cuda")
+def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_and_zeros: Tensor | None,
+                  shifts: Tensor | None, semaphores: Tensor, N: int, kind: str, group_size: int,
+                  bias: Tensor | None = None, residual: Tensor | None = None, gate: int = 0, limit: float = 0.0,
+                  alpha: float = 0.0) -> Tensor:
+    """The products of the active experts; weights, active: of route().
+
+    gate: x [M, K] -> [A, M, N / 2], f(gate) * up times the row's weight of the expert, 0 where that is 0. f is SiLU for
+    1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (limit, alpha).
+    Else x [A, M, K], which was multiplied by the weights -> [M, N], the sum over the experts, plus the residual [M, N].
+    w: [X, N, K] in x's type, or a Packed's qweight of codes of this kind, as the next two are. bias [X, N].
+    semaphores: int32 zeros, one for each tile, which are zeros again afterwards."""
+    M, K = x.shape[-2:]
+    X, A = weights.shape[1], len(active) - 1
+    packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
+    sizes, warps = sizes_for(16 if packed is None else packed.bits, M, K, packed)
+    x, columns = x.contiguous(), N // 2 if gate else N
+    tiles, tiles_m = triton.cdiv(N, sizes.block_n), triton.cdiv(M, sizes.block_m)
+    if gate:
+        tiles = triton.cdiv(columns, sizes.block_n // 2)
+    out = x.new_empty((A, M, columns) if gate else (M, columns))
+    elements = 0 if gate else tiles * tiles_m * A * sizes.block_n * sizes.block_m
+    parts = x.new_empty(elements, dtype=torch.float32)
+    pdl = pdl_options(x.device)
+    expert_kernel[(A, tiles, tiles_m)](
+        x, w, scales_and_zeros, shifts, bias, weights, active, residual, out, parts, semaphores, M, N, K,
+        1 if packed is None else packed.chunks, X, A, limit, alpha, sizes, gate, bool(pdl), num_warps=warps, **pdl)
+    return out
+
+
+@expert_linear.register_kernel("cpu")
+def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semaphores, N, kind, group_size, bias=None,
+                        residual=None, gate=0, limit=0.0, alpha=0.0) -> Tensor:
+    """The plain twin of expert_linear()."""
+    M, K = x.shape[-2:]
+    packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
+    matrices = w if packed is None else unpack_experts(packed, weights.shape[1], x.dtype)
+    out = x.new_zeros(len(active) - 1, M, N // 2 if gate else N, dtype=torch.float32)
+    for i, expert in enumerate(active[1:1 + active[0]].tolist()):
+        y = ((x if gate else x[i]) @ matrices[expert].T).float()
+        share = weights[:, expert, None]
+        if bias is not None:
+            y += bias[expert] if gate else bias[expert] * share
+        if gate:
+            y = gated(y, next((name for name, n in GATES.items() if n == gate), ""), (limit, alpha) * (gate == CLAMPED))
+            y = torch.where(share > 0, y * share, 0)
+        out[i] = y
+    if gate:
+        return out.type_as(x)
+    y = out.sum(0)
+    return (y if residual is None else residual + y).type_as(x)
+
+
+@expert_linear.register_fake
+def _(x, weights, active, w, scales_and_zeros, shifts, semaphores, N, kind, group_size, bias=None, residual=None,
+      gate=0, limit=0.0, alpha=0.0):
+    return x.new_empty((len(active) - 1, len(x), N // 2) if gate else (x.shape[1], N))
+
+
+# The modules
+
+
+class PackedExperts(nn.Module):
+    """A QuantizedExperts in the kernels' layout, the experts' row blocks one behind the other. gate: as in
+    expert_linear()."""
+
+    forward = Experts.forward  # of a prompt
+
+    def __init__(self, layer: QuantizedExperts, gate: int):
+        super().__init__()
+        self.n_expert, self.gate, self.bias = layer.n_expert, gate, layer.bias
+        packed = [pack_layer(layer.expert(x), gate) for x in range(layer.n_expert)]
+        first = packed[0]
+        self.N, self.K, self.kind, self.group_size = first.N, first.K, first.kind, first.group_size
+        rows = max(of.scales_and_zeros.shape[2] for of in packed)  # 2 only where all experts' rows share scales so
+        self.qweight = nn.Parameter(torch.cat([of.qweight for of in packed]), requires_grad=False)
+        scales = [of.scales_and_zeros.repeat_interleave(rows // of.scales_and_zeros.shape[2], 2) for of in packed]
+        self.scales_and_zeros = nn.Parameter(torch.cat(scales), requires_grad=False)
+        self.register_buffer("shifts", first.shifts, persistent=False)
+
+    def matrices(self, dtype: torch.dtype, experts: slice | Tensor = slice(None)) -> Tensor:
+        """model.Experts.matrices()"""
+        packed = Packed(self.qweight, self.scales_and_zeros, None, self.shifts, self.shifts, self.N, self.K, self.kind,
+                        self.group_size, self.gate)
+        return unpack_experts(packed, self.n_expert, dtype)[experts]
+
+
+def unpack_experts(packed: Packed, X: int, dtype: torch.dtype) -> Tensor:
+    """The weights [X, N, K]."""
+    if packed.qweight.is_cuda:
+        return dequantize(packed, dtype, X).unflatten(0, (X, -1))
+    pairs = zip(packed.qweight.chunk(X), packed.scales_and_zeros.chunk(X), strict=True)
+    return torch.stack([plain_weights(packed._replace(qweight=q, scales_and_zeros=s), dtype) for q, s in pairs])
+
+
+class FusedMoE(nn.Module):
+    """MoE of model.py, with kernels for few rows."""
+
+    def __init__(self, ffn: nn.Module):
+        super().__init__()
+        self.ffn, self.parallel = ffn, isinstance(ffn, ParallelExperts)
+        moe = self.moe = ffn.linear if self.parallel else ffn
+        self.gate = CLAMPED if moe.moe.clamp else GATES[moe.activation]
+        for name, gate in (("w_gate_up", self.gate), ("w_down", 0)):
+            if isinstance(experts := getattr(moe, name), QuantizedExperts):
+                setattr(moe, name, PackedExperts(experts, gate))
+        weight = moe.router.weight
+        for name, size in (("semaphore", 1), ("semaphores", MOST_ROWS // ROWS * weight.shape[1])):
+            zeros = torch.zeros(size, dtype=torch.int32, device=weight.device)
+            self.register_buffer(name, zeros, persistent=False)
+
+    def decode(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0,
+               residual: Tensor | None = None) -> Tensor:
+        """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual may be None."""
+        y = self.partial(x, norm, eps, None if self.parallel else residual)
+        if not self.parallel:
+            return y
+        return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, 1)
+
+    def partial(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None) -> Tensor:
+        """decode() of this rank's part of the experts."""
+        moe, of = self.moe, self.moe.moe
+        x, weights, active = route(x, norm, eps, moe.router.weight, moe.router.bias, of.n_chosen, of.normalize,
+                                   self.semaphore)
+        limit, alpha = of.clamp or (0.0, 0.0)
+        y = self.product(moe.w_gate_up, x, weights, active, gate=self.gate, limit=limit, alpha=alpha)
+        return self.product(moe.w_down, y, weights, active, residual=residual)
+
+    def product(self, experts: nn.Module, x: Tensor, weights: Tensor, active: Tensor, **options) -> Tensor:
+        if isinstance(experts, PackedExperts):
+            how = (experts.qweight, experts.scales_and_zeros, experts.shifts, self.semaphores, experts.N,
+                   experts.kind, experts.group_size)
+        else:
+            how = experts.weight, None, None, self.semaphores, experts.weight.shape[1], "16-bit", 0
+        return expert_linear(x, weights, active, *how, bias=experts.bias, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Prefill: x [B, T, D] -> [B, T, D]. Short prompts read their experts alone."""
+        rows = x.flatten(0, -2)
+        if len(rows) > ROWS:
+            return self.ffn(x)
+        y = self.partial(rows, None, 0.0, None).view_as(x)
+        return all_reduce(y) if self.parallel else y
+
+
+def why_plain_experts(ffn: nn.Module) -> str | None:
+    """Why this mixture of experts stays model.py's; None: it has kernels."""
+    moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
+    if not moe.moe.clamp and moe.activation not in GATES:
+        return f"{moe.activation} as the gate's function"
+    for experts in (moe.w_gate_up, moe.w_down):
+        if isinstance(experts, QuantizedExperts):
+            if experts.codes.name not in KINDS or experts.g_idx is not None:
+                return "experts in codes that no kernel knows"
+            groups, block = experts.scales.shape[-1], KINDS[experts.codes.name].block
+            size = experts.in_features // groups
+            if groups > 1 and (size % 32 or size % block and block % size):
+                return f"experts in groups of {size} codes"
+    return None

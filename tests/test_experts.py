@@ -1,0 +1,99 @@
+"""Kernels for mixtures of experts and their plain twins, each judged by float64 alone."""
+import pytest
+import torch
+from torch import nn
+
+from fast.experts import FusedMoE
+from helpers import error
+from model import Config, Experts, LayerConfig, MoE, MoEConfig
+from quantize import CODES, QuantizedExperts, pack
+
+BF16, F32 = torch.bfloat16, torch.float32
+CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is
+    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp"),
+    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp"), (96, 72, 8, 2, "int8", -1, "gelu"),
+    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, "")]
+LARGE = [(2048, 768, 128, 8, "16-bit", 0, ""), (2880, 2880, 32, 4, "mxfp4", 32, "clamp"),
+         (2048, 768, 128, 8, "int4", 128, "zeros"), (2048, 768, 128, 8, "fp8", 128, ""), (2048, 768, 128, 8, "int8", -1, ""),
+         (2880, 2880, 32, 4, "16-bit", 0, "clamp"), (4096, 1792, 8, 2, "int4", 32, "")]
+
+
+def random_experts(X, N, K, kind, group, bias, zeros, device) -> tuple[nn.Module, torch.Tensor]:
+    """-> the layer, and its weights in float64 [X, N, K]."""
+    b = torch.randn(X, N, device=device, dtype=BF16) if bias else None
+    if kind == "16-bit":
+        layer = Experts(X, N, K, bias).to(device, BF16)
+        layer.weight.data = torch.randn(X, N, K, device=device, dtype=BF16) / K ** 0.5
+        layer.bias = None if b is None else nn.Parameter(b)
+        return layer, layer.weight.double()
+    codes, C = CODES[kind], 1 if group == -1 else K // group
+    drawn = torch.randint(0, 2 ** codes.bits, (X, N, K), device=device)
+    if kind == "fp8":
+        drawn[drawn % 128 == 127] = 0  # NaN
+    scales = (torch.rand(X, N, C, device=device) + 0.5) / K ** 0.5 / {"int4": 5, "int8": 80, "fp8": 150, "mxfp4": 3}[kind]
+    points = torch.randint(3, 12, (X, N, C), device=device) if zeros else None
+    numbers = codes.decode(drawn.to(torch.uint8)).double().unflatten(2, (C, -1))
+    if kind == "mxfp4":
+        scales = (scales.log2().round() + 127).to(torch.uint8)
+    else:
+        scales = scales.to(torch.float32 if kind == "fp8" else torch.float16)
+    middle = points[..., None] if zeros else codes.zero
+    weight = (numbers - middle) * codes.decode_scales(scales).double()[..., None]
+    words = torch.stack([pack(of.to(torch.uint8), codes.bits) for of in drawn])
+    layer = QuantizedExperts(words, scales, points, codes, b)
+    return layer, weight.flatten(2)
+
+
+def exact(x, norm, moe, gate_up, down, residual):
+    """The module in float64, row by row -> what it gives [M, D], and by how much the last expert that a row takes is
+    ahead of the next one [M]."""
+    of, out, ahead = moe.moe, [], []
+    router, *biases = (0 if bias is None else bias.double()
+                       for bias in (moe.router.bias, moe.w_gate_up.bias, moe.w_down.bias))
+    for row, y in zip(x.double(), residual.double()):
+        row = row / (row.square().mean() + 1e-5).sqrt() * norm.double()
+        logits, order = (moe.router.weight.double() @ row + router).sort(descending=True)
+        among = logits[:of.n_chosen] if of.normalize else logits
+        for logit, expert in zip(logits[:of.n_chosen], order):
+            gate_bias, down_bias = (bias if isinstance(bias, int) else bias[expert] for bias in biases)
+            gate, up = (gate_up[expert] @ row + gate_bias).chunk(2)
+            if of.clamp:
+                limit, alpha = of.clamp
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                gate = gate * torch.sigmoid(alpha * gate)
+            else:
+                gate = nn.functional.gelu(gate, approximate="tanh") if moe.activation == "gelu" else gate / (1 + (-gate).exp())
+            y = y + (logit - among.logsumexp(0)).exp() * (down[expert] @ (gate * up) + down_bias)
+        out.append(y)
+        ahead.append(logits[of.n_chosen - 1] - logits[of.n_chosen] if len(logits) > of.n_chosen else logits[0] + 9e9)
+    return torch.stack(out), torch.stack(ahead)
+
+
+@pytest.mark.parametrize("device, case", [
+    *(("cpu", case) for case in CASES), *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES + LARGE)],
+    ids=str)
+@torch.no_grad()
+def test_experts_and_their_twin(device, case):
+    D, F, X, n, kind, group, more = case
+    clamp, gelu = (1.5, 1.702) if "clamp" in more else None, "gelu" in more
+    config = MoEConfig(X, n, F, "all" not in more, bool(clamp), clamp)
+    with torch.device(device):
+        moe = MoE(Config(D, (LayerConfig(),), 1, 1, D, F, 8, 8, activation="gelu" if gelu else "silu"), config).to(BF16)
+        moe.router.weight.normal_(std=2 / D ** 0.5)
+        norm = (torch.rand(D) + 0.5).to(BF16)
+    moe.w_gate_up, gate_up = random_experts(X, 2 * F, D, kind, group, bool(clamp), "zeros" in more, device)
+    moe.w_down, down = random_experts(X, D, F, kind, min(group, F), bool(clamp), "zeros" in more, device)
+    fused = FusedMoE(moe)
+    for rows in (1, 2, 7, 16, 64, 100):
+        x, residual = (torch.randn(2 * rows + 8, D, device=device, dtype=BF16) for _ in range(2))
+        ref, ahead = exact(x, norm, moe, gate_up, down, residual)
+        sure = (ahead > 0.02).nonzero()[:rows, 0]  # x is rounded to bf16 before the router
+        x, residual, ref = x[sure], residual[sure], ref[sure]
+        assert len(x) == rows
+        if device == "cuda":
+            torch.full((64, 1024, 1024), torch.nan, device="cuda")  # freed at once
+        out = fused.decode(x, norm, 1e-5, residual)
+        assert error(out, ref) < 6e-3
+        assert not fused.semaphores.any()
+        alone = torch.cat([fused.decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]) for i in range(rows)])
+        assert error(alone, ref) < 6e-3
