@@ -85,8 +85,8 @@ def with_field(values, name: str, default, **changes):
 
 
 @pytest.mark.parametrize("of_a_layer, field, value, told", [
-    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "sinks", None, None),
-    (True, "sinks", (1, 2), "LayerConfig.sinks=(1, 2)")])
+    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "alibi", None, None),
+    (True, "alibi", (1, 2), "LayerConfig.alibi=(1, 2)")])
 def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_layer, field, value, told):
     model = tiny()
     model.setup(20, 1)

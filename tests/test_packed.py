@@ -31,6 +31,7 @@ SHAPES = [  # N, K, kind of codes, groups of a row, and what else there is: "zer
     (35, 288, "fp8", 9, "residual"), (35, 288, "fp8", 1, "residual"),
     (48, 192, "int4", 2, "wide residual"), (74, 288, "int4", 9, "wide order norm gated"),
     (80, 256, "int8", 2, "wide bias"), (40, 640, "int8", 1, "wide norm"),
+    (100, 288, "mxfp4", 9, "norm gated"), (35, 192, "mxfp4", 6, "order bias residual"),
     (144, 384, "fp8", 3, "shared norm gated"), (200, 1408, "fp8", 11, "shared residual"),
     (56, 640, "fp8", 10, "shared order bias"), (768, 192, "int4", 6, "shared wide norm")]
 LARGE = [
@@ -38,7 +39,7 @@ LARGE = [
     (6144, 4096, "int4", 128, "zeros order norm bias"), (4096, 14336, "int8", 1, "residual"),
     (28672, 4096, "int8", 32, "zeros norm gated"), (520, 28672, "int4", 224, "zeros bias"),
     (4096, 11008, "fp8", 86, "residual"), (22016, 4096, "fp8", 32, "norm gated"), (6144, 4096, "fp8", 1, "norm"),
-    (4096, 11008, "int4", 86, "wide residual"), (4096, 11008, "fp8", 86, "shared residual")]
+    (4096, 11008, "mxfp4", 344, "residual"), (4096, 11008, "int4", 86, "wide residual"), (4096, 11008, "fp8", 86, "shared residual")]
 
 
 class Weight(NamedTuple):
@@ -58,7 +59,7 @@ class Weight(NamedTuple):
 
 
 def random_weight(N, K, kind, C, parts="", device="cpu", dtype=torch.float32) -> Weight:
-    bits = 4 if kind == "int4" else 8
+    bits = KINDS[kind].bits
     codes = torch.randint(2 ** bits, (N, K), device=device, dtype=torch.uint8)
     if kind == "fp8":
         codes -= (codes % 128 == 127).to(torch.uint8)  # NaN
@@ -66,6 +67,8 @@ def random_weight(N, K, kind, C, parts="", device="cpu", dtype=torch.float32) ->
     if "shared" in parts:
         scales = scales[torch.arange(N, device=device) // 8 * 8]
     scales = scales if kind == "fp8" or "wide" in parts else scales.half()
+    if kind == "mxfp4":
+        scales = (scales.float().log2().round() + 127).to(torch.uint8)
     zeros = torch.randint(1, 2 ** bits, (N, C), device=device) if "zeros" in parts else None
     g_idx = torch.randperm(K, device=device) // (K // C) if "order" in parts else None
     bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
@@ -79,15 +82,20 @@ def exact_weights(weight: Weight) -> Tensor:
     if group is None:
         group = torch.arange(K, device=weight.codes.device) // (K // C)
     numbers = weight.codes.view(torch.float8_e4m3fn) if weight.kind == "fp8" else weight.codes
-    zeros = torch.full_like(weight.scales, dict(int4=8, int8=128, fp8=0)[weight.kind])
+    scales = weight.scales.double()
+    if weight.kind == "mxfp4":
+        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=numbers.device)[numbers.int() % 8]
+        numbers = torch.where(numbers < 8, magnitudes, -magnitudes)
+        scales = 2 ** (scales - 127) if weight.scales.dtype == torch.uint8 else scales
+    zeros = torch.full_like(weight.scales, dict(int4=8, int8=128).get(weight.kind, 0))
     zeros = (zeros if weight.zeros is None else weight.zeros).double()
-    return (numbers.double() - zeros[:, group]) * weight.scales.double()[:, group]
+    return (numbers.double() - zeros[:, group]) * scales[:, group]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [32, 1000])
 def test_each_code_lies_where_the_drawing_has_it(kind, K):
-    bits = 4 if kind == "int4" else 8
+    bits = KINDS[kind].bits
     codes = torch.randint(2 ** bits, (5, K), dtype=torch.uint8)
     words, P = to_mma_order(codes, kind), 16 // bits
     assert words.dtype == torch.int32 and words.shape == (5, 16 * -(-K // (32 * P)))
@@ -187,16 +195,16 @@ def test_a_layer_without_outputs_gives_none():
 
 
 def test_another_kind_of_codes_is_one_object():
-    """MXFP4's e2m1: the plain layer and the CPU's serve it; the kernels, which do not know it, say so."""
+    """e2m1 under another name: the plain layer and the CPU's serve it; the kernels, which do not know it, say so."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = torch.cat([numbers, -numbers])
-    mxfp4 = Codes("mxfp4", 4, 0, lambda codes: numbers[codes.int()])
+    other = Codes("other", 4, 0, lambda codes: numbers[codes.int()])
     codes, scales = torch.randint(16, (40, 96), dtype=torch.uint8), 2.0 ** torch.randint(-9, 1, (40, 3))
-    layer, x = QuantizedLinear(pack_codes(codes, 4), scales, None, mxfp4), torch.randn(3, 96)
+    layer, x = QuantizedLinear(pack_codes(codes, 4), scales, None, other), torch.randn(3, 96)
     ref = x.double() @ (numbers[codes.int()] * scales.repeat_interleave(32, 1)).double().T
     for one in layer, CpuQuantizedLinear(layer):
         assert error(one(x), ref) < 1e-6
-    with pytest.raises(ValueError, match="mxfp4: the kernels know int4, int8, fp8"):
+    with pytest.raises(ValueError, match="other: the kernels know int4, int8, fp8, mxfp4"):
         PackedLinear(layer)
 
 
