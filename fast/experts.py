@@ -232,18 +232,22 @@ def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residua
             tl.store(out + m[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
-def sizes_for(bits: int, M: int, K: int, packed: Packed | None) -> tuple["GemmSizes", int]:
-    """-> what expert_kernel() is compiled for, and the warps."""
-    block_m = max(16, min(ROWS, triton.next_power_of_2(M)))
-    if packed is None:
-        of = dict(bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16)
-        splits, step, scaled = 8, 256, False
-    else:
-        of, splits = packed.constants, 4 if block_m == 16 else 1
-        step, scaled = splits * packed.block, not packed.per_channel and (packed.parts > 1 or block_m > 16)
-    full = packed is None and K % step == 0
-    return GemmSizes(**of, block_n=32, block_m=block_m, splits=splits, stages=4 if packed is None else 3, sliced=False,
-                     scaled=scaled, full=full), 4
+def rule(bits: int, M: int, gate: int) -> dict:
+    """The sizes for M rows of x, as tuning.py names them; those of 16 bits step by 32 inputs a split."""
+    if bits == 16:
+        return dict(block_n=32, splits=8, stages=4, warps=4)
+    return dict(block_n=32, splits=4 if M <= 16 else 1, stages=3, warps=4)
+
+
+def sizes_for(choice: dict, M: int, K: int, packed: Packed | None) -> "GemmSizes":
+    """What expert_kernel() is compiled for."""
+    of = dict(bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16)
+    if packed:
+        of = packed.constants
+    splits, block_m = choice["splits"], max(16, min(ROWS, triton.next_power_of_2(M)))
+    scaled = of["parts"] > 1 or block_m > 16 and not of["per_channel"]
+    return GemmSizes(**of, block_n=choice["block_n"], block_m=block_m, splits=splits, stages=choice["stages"],
+                     sliced=False, scaled=scaled, full=not packed and K % (32 * splits) == 0)
 
 
 def as_experts(w: Tensor, scales_and_zeros: Tensor | None, shifts: Tensor | None, semaphores: Tensor, N: int, K: int,
@@ -269,7 +273,8 @@ def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_
     M, K = x.shape[-2:]
     X, A = weights.shape[1], len(active) - 1
     packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
-    sizes, warps = sizes_for(16 if packed is None else packed.bits, M, K, packed)
+    choice = rule(packed.bits if packed else 16, M, gate)
+    sizes = sizes_for(choice, M, K, packed)
     x, columns = x.contiguous(), N // 2 if gate else N
     tiles, tiles_m = triton.cdiv(N, sizes.block_n), triton.cdiv(M, sizes.block_m)
     if gate:
@@ -280,7 +285,7 @@ def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_
     pdl = pdl_options(x.device)
     expert_kernel[(A, tiles, tiles_m)](
         x, w, scales_and_zeros, shifts, bias, weights, active, residual, out, parts, semaphores, M, N, K,
-        1 if packed is None else packed.chunks, X, A, limit, alpha, sizes, gate, bool(pdl), num_warps=warps, **pdl)
+        packed.chunks if packed else 1, X, A, limit, alpha, sizes, gate, bool(pdl), num_warps=choice["warps"], **pdl)
     return out
 
 
