@@ -94,7 +94,8 @@ def weights_asm(bits, half, scaled, wide, e4m3, e2m1):
 
 @jit
 def scale_of(group):
-    """The fp16 scale in the low half of a word of scales_and_zeros, or the scale that is all of it, fp32 or e8m0."""
+    """The fp16 scale in the low half of a word of scales_and_zeros, or the scale that is all of it: fp32, or MXFP4's
+    e8m0."""
     if group.dtype == tl.float32:
         scale = group
     elif group.dtype == tl.uint8:
@@ -186,7 +187,9 @@ def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, st
         ms, ks = ms[None], s[:, None, None] * BLOCK + ks[None]
     at_x = x + ms * K + ks
     scale_row = nb * C * S.scale_rows + r % 16 // (16 // S.scale_rows)
-    at_s = (scale_row * S.parts)[None, :, None] + tl.arange(0, S.parts)[None, None, :]
+    at_s = (scale_row * S.parts)[None, :, None]
+    if not (S.e2m1 and S.parts == 4):
+        at_s += tl.arange(0, S.parts)[None, None, :]
     if SPLITS == 1:
         acc = tl.zeros((BN, BM), tl.float32)
     else:
@@ -196,7 +199,12 @@ def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, st
                     eviction_policy="evict_first")
         xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
-        group = tl.load(scales_and_zeros + at_s + (chunk * S.scale_rows * S.parts)[:, None, None])
+        at_group = at_s + (chunk * S.scale_rows * S.parts)[:, None, None]
+        if S.e2m1 and S.parts == 4:  # four bytes at once
+            words = tl.load(scales_and_zeros.to(tl.pointer_type(tl.int32), bitcast=True) + at_group // 4)
+            group = (words >> 2 * tl.reshape(shift, (1, 1, 4))).to(tl.uint8)  # not a constant: see codes_to_weights()
+        else:
+            group = tl.load(scales_and_zeros + at_group)
         w = codes_to_weights(q, shift, group, xs, S)
         acc = multiply_step(acc, w, xs, group, S)
     if SPLITS > 1:
