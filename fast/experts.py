@@ -29,7 +29,7 @@ from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wa
 from fast.layout import KINDS, Packed
 from fast.linear import plain_linear
 from fast.packed_linear import dequantize, pack_layer, plain_weights
-from model import Experts, gated
+from model import Experts, always, gated
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
 
@@ -398,7 +398,7 @@ class FusedMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. Short prompts read their experts alone."""
         rows = x.flatten(0, -2)
-        if len(rows) > ROWS:
+        if not always(rows.shape[0] <= ROWS):
             return self.ffn(x)
         y = self.partial(rows, None, 0.0, None).view_as(x)
         return all_reduce(y) if self.parallel else y
