@@ -45,28 +45,29 @@ def random_experts(X, N, K, kind, group, bias, zeros, device) -> tuple[nn.Module
 
 
 def exact(x, norm, moe, gate_up, down, residual):
-    """The module in float64, row by row -> what it gives [M, D], and by how much the last expert that a row takes is
-    ahead of the next one [M]."""
-    of, out, ahead = moe.moe, [], []
-    router, *biases = (0 if bias is None else bias.double()
-                       for bias in (moe.router.bias, moe.w_gate_up.bias, moe.w_down.bias))
-    for row, y in zip(x.double(), residual.double()):
-        row = row / (row.square().mean() + 1e-5).sqrt() * norm.double()
-        logits, order = (moe.router.weight.double() @ row + router).sort(descending=True)
-        among = logits[:of.n_chosen] if of.normalize else logits
-        for logit, expert in zip(logits[:of.n_chosen], order):
-            gate_bias, down_bias = (bias if isinstance(bias, int) else bias[expert] for bias in biases)
-            gate, up = (gate_up[expert] @ row + gate_bias).chunk(2)
-            if of.clamp:
-                limit, alpha = of.clamp
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-                gate = gate * torch.sigmoid(alpha * gate)
-            else:
-                gate = nn.functional.gelu(gate, approximate="tanh") if moe.activation == "gelu" else gate / (1 + (-gate).exp())
-            y = y + (logit - among.logsumexp(0)).exp() * (down[expert] @ (gate * up) + down_bias)
-        out.append(y)
-        ahead.append(logits[of.n_chosen - 1] - logits[of.n_chosen] if len(logits) > of.n_chosen else logits[0] + 9e9)
-    return torch.stack(out), torch.stack(ahead)
+    """The module in float64, all experts for all rows -> what it gives [M, D], and by how much the last expert that a
+    row takes is ahead of the next one [M]."""
+    of, x, out = moe.moe, x.double(), residual.double()
+    x = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    biases = [0 if bias is None else bias.double() for bias in (moe.router.bias, moe.w_gate_up.bias, moe.w_down.bias)]
+    logits = x @ moe.router.weight.double().T + biases[0]
+    order = logits.sort(descending=True).values
+    order = torch.cat((order, torch.full_like(order[:, :1], -torch.inf)), 1)
+    last = order[:, of.n_chosen - 1:of.n_chosen]
+    weights = logits.exp() / (logits.exp() * (logits >= last if of.normalize else 1)).sum(1, keepdim=True)
+    for expert in range(of.n_expert):
+        gate_bias, down_bias = (bias if isinstance(bias, int) else bias[expert] for bias in biases[1:])
+        gate, up = (x @ gate_up[expert].T + gate_bias).chunk(2, dim=1)
+        if of.clamp:
+            limit, alpha = of.clamp
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+            gate = gate * torch.sigmoid(alpha * gate)
+        else:
+            gelu = moe.activation == "gelu"
+            gate = nn.functional.gelu(gate, approximate="tanh") if gelu else gate / (1 + (-gate).exp())
+        y = (gate * up) @ down[expert].T + down_bias
+        out = out + torch.where(logits[:, expert:expert + 1] >= last, weights[:, expert:expert + 1] * y, 0)
+    return out, last[:, 0] - order[:, of.n_chosen]
 
 
 @pytest.mark.parametrize("device, case", [
@@ -84,7 +85,7 @@ def test_experts_and_their_twin(device, case):
     moe.w_gate_up, gate_up = random_experts(X, 2 * F, D, kind, group, bool(clamp), "zeros" in more, device)
     moe.w_down, down = random_experts(X, D, F, kind, min(group, F), bool(clamp), "zeros" in more, device)
     fused = FusedMoE(moe)
-    for rows in (1, 2, 7, 16, 64, 100):
+    for rows in (1, 3, 16, 100):
         x, residual = (torch.randn(2 * rows + 8, D, device=device, dtype=BF16) for _ in range(2))
         ref, ahead = exact(x, norm, moe, gate_up, down, residual)
         sure = (ahead > 0.02).nonzero()[:rows, 0]  # x is rounded to bf16 before the router
@@ -95,5 +96,5 @@ def test_experts_and_their_twin(device, case):
         out = fused.decode(x, norm, 1e-5, residual)
         assert error(out, ref) < 6e-3
         assert not fused.semaphores.any()
-        alone = torch.cat([fused.decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]) for i in range(rows)])
-        assert error(alone, ref) < 6e-3
+        alone = torch.cat([fused.decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]) for i in range(min(rows, 3))])
+        assert error(alone, ref[:3]) < 6e-3
