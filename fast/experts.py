@@ -294,8 +294,10 @@ def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semapho
                         residual=None, gate=0, limit=0.0, alpha=0.0) -> Tensor:
     """The plain twin of expert_linear()."""
     M, K = x.shape[-2:]
-    packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
-    matrices = w if packed is None else unpack_experts(packed, weights.shape[1], x.dtype)
+    matrices = w
+    if kind in KINDS:
+        matrices = plain_unpack_experts(w, scales_and_zeros, shifts, weights.shape[1], N, K, kind, group_size, gate,
+                                        x.dtype)
     out = x.new_zeros(len(active) - 1, M, N // 2 if gate else N, dtype=torch.float32)
     for i, expert in enumerate(active[1:1 + active[0]].tolist()):
         y = ((x if gate else x[i]) @ matrices[expert].T).float()
@@ -316,6 +318,27 @@ def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semapho
 def _(x, weights, active, w, scales_and_zeros, shifts, semaphores, N, kind, group_size, bias=None, residual=None,
       gate=0, limit=0.0, alpha=0.0):
     return x.new_empty((len(active) - 1, len(x), N // 2) if gate else (x.shape[1], N))
+
+
+@library.custom_op("llama_fast::unpack_experts", mutates_args=(), device_types="cuda")
+def unpack_experts(w: Tensor, scales_and_zeros: Tensor, shifts: Tensor, X: int, N: int, K: int, kind: str,
+                   group_size: int, gate: int, dtype: torch.dtype) -> Tensor:
+    """The weights [X, N, K]; the arguments are expert_linear()'s."""
+    packed = as_experts(w, scales_and_zeros, shifts, shifts, N, K, kind, group_size, gate)
+    return dequantize(packed, dtype, X).unflatten(0, (X, N))
+
+
+@unpack_experts.register_kernel("cpu")
+def plain_unpack_experts(w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype) -> Tensor:
+    """The plain twin of unpack_experts()."""
+    pairs = zip(w.chunk(X), scales_and_zeros.chunk(X), strict=True)
+    packed = (as_experts(*pair, shifts, shifts, N, K, kind, group_size, gate) for pair in pairs)
+    return torch.stack([plain_weights(of, dtype) for of in packed])
+
+
+@unpack_experts.register_fake
+def _(w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype):
+    return w.new_empty(X, N, K, dtype=dtype)
 
 
 # The modules
@@ -341,17 +364,8 @@ class PackedExperts(nn.Module):
 
     def matrices(self, dtype: torch.dtype, experts: slice | Tensor = slice(None)) -> Tensor:
         """model.Experts.matrices()"""
-        packed = Packed(self.qweight, self.scales_and_zeros, None, self.shifts, self.shifts, self.N, self.K, self.kind,
-                        self.group_size, self.gate)
-        return unpack_experts(packed, self.n_expert, dtype)[experts]
-
-
-def unpack_experts(packed: Packed, X: int, dtype: torch.dtype) -> Tensor:
-    """The weights [X, N, K]."""
-    if packed.qweight.is_cuda:
-        return dequantize(packed, dtype, X).unflatten(0, (X, -1))
-    pairs = zip(packed.qweight.chunk(X), packed.scales_and_zeros.chunk(X), strict=True)
-    return torch.stack([plain_weights(packed._replace(qweight=q, scales_and_zeros=s), dtype) for q, s in pairs])
+        return unpack_experts(self.qweight, self.scales_and_zeros, self.shifts, self.n_expert, self.N, self.K,
+                              self.kind, self.group_size, self.gate, dtype)[experts]
 
 
 class FusedMoE(nn.Module):
