@@ -149,10 +149,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import fast.attention
+import fast.experts
 import fast.linear
 import fast.packed_linear
 import fast.sampling
-from quantize import CODES, E4M3, QuantizedLinear, pack
+from quantize import CODES, E4M3, MXFP4, QuantizedExperts, QuantizedLinear, pack
 
 pretended = SimpleNamespace(name="8.0", major=8, multi_processor_count=108, shared_memory_per_block_optin=101376,
                             regs_per_multiprocessor=65536)
@@ -190,6 +191,17 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
     layer = QuantizedLinear(words & 0x77777777, scales, None, E4M3)
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
+
+active, zeros = torch.tensor([2, 0, 3], device="cuda").int(), torch.zeros(99, device="cuda").int()
+for rows in (1, 16, 64):
+    x, shares = torch.randn(rows, 1024, **bf16), torch.ones(rows, 4, device="cuda")
+    codes = torch.randint(2 ** 31 - 1, (4, 512, 128), device="cuda").int()
+    scales = torch.full((4, 512, 32), 120, device="cuda").to(torch.uint8)
+    of = fast.experts.PackedExperts(QuantizedExperts(codes, scales, None, MXFP4), 1)
+    for w in ((torch.randn(4, 512, 1024, **bf16), None, None, zeros, 512, "16-bit", 0),
+              (of.qweight, of.scales_and_zeros, of.shifts, zeros, 512, "mxfp4", 32)):
+        fast.experts.expert_linear(x, shares, active, *w, gate=1)
+    fast.experts.route(x, None, 0.0, torch.randn(4, 1024, **bf16), None, 2, True, zeros[:1])
 
 cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device="cuda")
 semaphore = torch.zeros(8, dtype=torch.int32, device="cuda")
