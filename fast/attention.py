@@ -145,8 +145,8 @@ def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: con
 
 
 @jit
-def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats, part_accs,
-                     semaphore, T, L, position_stride, scale, growth, original, eps,
+def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats,
+                     part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
                      WINDOW: constexpr, NEW: constexpr, BH: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
@@ -267,7 +267,8 @@ def few_pairs(T: int, G: int) -> bool:
 
 def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
                      scale: float | None, heads: int, cos: Tensor | None = None, sin: Tensor | None = None,
-                     sinks: Tensor | None = None, offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1,
+                     sinks: Tensor | None = None, offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0,
+                     original: int = 1,
                      q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """With cos and sin: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the cache is
     complete. heads: H -> [B, T, H, E]."""

@@ -107,7 +107,8 @@ def plain_halves(model: Transformer) -> Counter[str]:
     """Why halves of layers stay model.py's, and how many do for each reason.
 
     Raises ValueError for a model that has its kernels already."""
-    if any(isinstance(block.attn, FusedAttention) or isinstance(block.ffn, FusedFeedForward | FusedMoE) for block in model.layers):
+    fused = FusedAttention | FusedFeedForward | FusedMoE
+    if any(isinstance(half, fused) for block in model.layers for half in (block.attn, block.ffn)):
         raise ValueError("this model has its kernels already: load it again")
     reasons = Counter(why(block) for block in model.layers for why in (why_plain_attention, why_plain_ffn))
     del reasons[None]

@@ -214,7 +214,8 @@ def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residua
         y = tl.where((share > 0)[None, :], y, 0.0)
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
         inside = (n < N_OUT)[:, None] & (m < M)[None, :]
-        tl.store(out + (nth * M + m).to(tl.int64)[None, :] * N_OUT + n[:, None], y.to(out.dtype.element_ty), mask=inside)
+        out += nth.to(tl.int64) * M * N_OUT
+        tl.store(out + m[None, :] * N_OUT + n[:, None], y.to(out.dtype.element_ty), mask=inside)
     else:
         if bias is not None:
             acc += tl.load(bias + expert * N + row).to(tl.float32)[:, None] * share[None, :]

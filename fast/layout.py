@@ -280,8 +280,8 @@ class Packed(NamedTuple):
     @property
     def constants(self) -> dict:
         """What each kernel is compiled for."""
-        return dict(bits=self.bits, e4m3=self.kind == "fp8", e2m1=self.kind == "mxfp4", per_channel=self.per_channel, parts=self.parts,
-                    scale_rows=self.scales_and_zeros.shape[2],
+        return dict(bits=self.bits, e4m3=self.kind == "fp8", e2m1=self.kind == "mxfp4",
+                    per_channel=self.per_channel, parts=self.parts, scale_rows=self.scales_and_zeros.shape[2],
                     group=2 ** 30 if self.per_channel else self.group_size)
 
     def new_output(self, x: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tens
     """A weight w[n, k] = (number of codes[n, k] - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
     codes uint8 [N, K]: fp8's stand for e4m3's numbers, mxfp4's for e2m1's. scales fp16 or fp32 [N, C], of mxfp4 e8m0 in
-    uint8; zeros [N, C], below 256, want fp16 scales; None: 8 for int4, 128 for int8, else 0. g_idx: each input's group [K], None where K / C consecutive
-    inputs are one. gated: the first half of the rows is the gate, the second half up."""
+    uint8; zeros [N, C], below 256, want fp16 scales; None: 8 for int4, 128 for int8, else 0. g_idx: each input's group
+    [K], None where K / C consecutive inputs are one. gated: the first half of the rows is the gate, the second half up."""
     codes, scales, zeros, perm = group_inputs(codes, scales, zeros, g_idx, KINDS[kind].zero)
     return pack_words(to_mma_order(codes, kind), scales, zeros, perm, codes.shape[1], kind, gated)
 

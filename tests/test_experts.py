@@ -30,7 +30,8 @@ def random_experts(X, N, K, kind, group, bias, zeros, device) -> tuple[nn.Module
     drawn = torch.randint(0, 2 ** codes.bits, (X, N, K), device=device)
     if kind == "fp8":
         drawn[drawn % 128 == 127] = 0  # NaN
-    scales = (torch.rand(X, N, C, device=device) + 0.5) / K ** 0.5 / {"int4": 5, "int8": 80, "fp8": 150, "mxfp4": 3}[kind]
+    size = dict(int4=5, int8=80, fp8=150, mxfp4=3)[kind]  # of the numbers
+    scales = (torch.rand(X, N, C, device=device) + 0.5) / K ** 0.5 / size
     points = torch.randint(3, 12, (X, N, C), device=device) if zeros else None
     numbers = codes.decode(drawn.to(torch.uint8)).double().unflatten(2, (C, -1))
     if kind == "mxfp4":
