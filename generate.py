@@ -101,7 +101,7 @@ class Engine:
     """A model with a KV cache of batch_size rows of max_seq_len tokens, and the functions that run it.
 
     mode: "eager"; "compile", torch.compile and nothing else; or "fast", torch.compile and what fast/ puts in the place
-    of the model's modules. features: see Transformer.setup().
+    of the model's modules. features, cache: see Transformer.setup().
 
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
     [B, T, V] decodes and verifies."""
@@ -114,12 +114,13 @@ class Engine:
         sampling: Sampling = Sampling(),
         mode: str = "eager",
         features: tuple[int, ...] = (),
+        cache: str = "16-bit",
     ):
         self.model, self.max_seq_len, self.batch_size = model, max_seq_len, batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
         # where it takes powers of two. SDPA's masks want a multiple of 8.
-        model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features)
+        model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features, cache)
         # The length that each row may reach, where its prompt and new tokens do not say it.
         self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
@@ -374,6 +375,7 @@ class LLM:
         quantize: str | None = None,
         group_size: int | None = None,
         quantize_head: str | None = None,
+        kv_cache: str | None = None,
         draft: str | None = None,
         draft_tokens: int | str | None = None,
         draft_quantize: str | None = None,
@@ -528,7 +530,8 @@ class LLM:
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
         where, loaded = (self.device, self.dtype, self.team.ranks), self.model is not None
-        return guard.check_memory(self._sizes, rows, self._slots(length), *where, loaded)
+        cache = self.options.kv_cache or "16-bit"
+        return guard.check_memory(self._sizes, rows, self._slots(length), *where, loaded, cache)
 
     def _slots(self, length: int) -> int:
         return length + SLACK if self.options.draft else length
@@ -580,7 +583,13 @@ class LLM:
         mode = "eager"
         if options.compile:
             mode = "compile" if options.no_kernels else "fast"
-        engine = partial(Engine, batch_size=rows, sampling=self._sampling(options), mode=mode)
+        engine = partial(
+            Engine,
+            batch_size=rows,
+            sampling=self._sampling(options),
+            mode=mode,
+            cache=options.kv_cache or "16-bit",
+        )
         self.engine = engine(self.model, slots)
         if not options.draft:
             return

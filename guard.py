@@ -632,11 +632,11 @@ def memory_advice(advice: str):
 
 
 def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
-                 dtype: torch.dtype, ranks=1, loaded=False) -> str:
+                 dtype: torch.dtype, ranks=1, loaded=False, kind="16-bit") -> str:
     """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
 
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
-    the weights have their memory already."""
+    the weights have their memory already. kind: the caches', of model.CACHES."""
     share = ranks if device.type == "cuda" else 1
     there = free_memory(device) if device.type == "cuda" else host_memory()
     weights = cache = 0
@@ -645,7 +645,7 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
         for weight in hf_weights(config).values():
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
-        cache += KVCache.bytes_per_token(config, dtype) * batch_size * cache_length / share
+        cache += KVCache.bytes_per_token(config, dtype, kind) * batch_size * cache_length / share
     no_draft = ", or no `draft`" if len(models) > 1 else ""
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
               f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"
@@ -675,7 +675,8 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
-CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(dtype=tuple(DTYPES))
+CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4"))
+CHOICES |= dict(dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 

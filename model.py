@@ -20,6 +20,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+# Of a KV cache, whether keys and values are int8.
+CACHES = {"16-bit": (False, False), "int8": (True, True), "int8-values": (False, True)}
 ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
 # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
 buffer = partial(nn.Buffer, persistent=False)
@@ -112,14 +114,21 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def setup(self, max_seq_len: int, batch_size: int = 0, features: tuple[int, ...] = ()):
+    def setup(
+        self,
+        max_seq_len: int,
+        batch_size: int = 0,
+        features: tuple[int, ...] = (),
+        cache: str = "16-bit",
+    ):
         """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size, K, max_seq_len, E].
 
         Call it once the weights are in place: it takes their device and dtype. Without a batch_size there is no cache,
         and the tokens of a forward attend to each other alone (training).
 
         features: the places whose hidden states are kept in self.features [batch_size, max_seq_len, n D], by position:
-        place i is before layer i, place n_layer behind the last one. A draft head reads them."""
+        place i is before layer i, place n_layer behind the last one. A draft head reads them.
+        cache: of CACHES."""
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
         ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
@@ -133,7 +142,7 @@ class Transformer(nn.Module):
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers:
             shape = batch_size, config.n_kv_head, max_seq_len, config.head_dim
-            layer.attn.cache = KVCache(shape, device, dtype) if batch_size else None
+            layer.attn.cache = KVCache(shape, device, dtype, cache) if batch_size else None
         self.places = features
         shape = batch_size, max_seq_len, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
@@ -277,31 +286,61 @@ class Attention(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The keys and values of a layer: k, v [B, K, L, E]. A cache of another type is a class with these methods."""
+    """The keys and values of a layer: k, v [B, K, L, E]. A cache of another type is a class with these methods.
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype):
+    In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention reads has been int8,
+    the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        kind: str = "16-bit",
+    ):
         super().__init__()
-        self.k = buffer(torch.zeros(shape, device=device, dtype=dtype))
-        self.v = buffer(torch.zeros(shape, device=device, dtype=dtype))
+        self.dtype = dtype
+        self.k, self.v = (
+            buffer(torch.zeros(shape, device=device, dtype=torch.int8 if int8 else dtype))
+            for int8 in CACHES[kind]
+        )
+        self.k_scale, self.v_scale = (
+            buffer(torch.zeros(shape[:3], device=device)) if int8 else None for int8 in CACHES[kind]
+        )
 
     @staticmethod
-    def bytes_per_token(config: Config, dtype: torch.dtype) -> int:
+    def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
         """Of all layers."""
-        return 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
+        E = config.head_dim
+        head = sum(E + 4 if int8 else E * dtype.itemsize for int8 in CACHES[kind])
+        return config.n_layer * config.n_kv_head * head
 
     def write(self, k, v, rows, positions):
         """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T]."""
-        self.k[rows, :, positions] = k
-        self.v[rows, :, positions] = v
+        for cache, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if scales is not None:
+                x, scales[rows, :, positions] = to_int8(x)
+            cache[rows, :, positions] = x
 
     def read(self, rows, n: int):
         """The first len(rows) rows as far as their first n slots: k, v [B, K, n, E]."""
-        return self.k[: len(rows), :, :n], self.v[: len(rows), :, :n]
+        k, v = self.k[: len(rows), :, :n], self.v[: len(rows), :, :n]
+        if self.k_scale is not None:
+            k = (k * self.k_scale[: len(rows), :, :n, None]).to(self.dtype)
+        if self.v_scale is not None:
+            v = (v * self.v_scale[: len(rows), :, :n, None]).to(self.dtype)
+        return k, v
 
     def copy_rows(self, rows, n: int):
         """The first rows become what `rows` [any] are, as far as their first n slots."""
-        for cache in (self.k, self.v):
+        for cache in self.buffers():
             cache[: len(rows), :, :n] = cache[rows, :, :n]
+
+
+def to_int8(x):
+    """x [..., E] -> codes int8 [..., E] and scales fp32 [...]."""
+    scale = x.float().abs().amax(-1) / 127
+    return (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
 
 
 class FeedForward(nn.Module):

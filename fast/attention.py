@@ -97,15 +97,31 @@ def split_slots(begin, end, split, splits, BL: constexpr):
 
 
 @jit
-def softmax_tile(q, k, v, seen, scale, row_max, row_sum, acc):
+def softmax_tile(q, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc):
     """One step of the online softmax: q [BM, E], k [E, BL], v [BL, E] -> the new row_max, row_sum [BM], acc [BM, E].
 
-    scale: E ** -0.5 / ln 2, so that exp2, which the GPU has as an instruction, takes the place of exp."""
-    scores = tl.where(seen, tl.dot(q, k) * scale, float("-inf"))
+    scale: E ** -0.5 / ln 2, so that exp2, which the GPU has as an instruction, takes the place of exp. k_scale, v_scale
+    [BL]: of an int8 cache, whose codes k and v then are. They go to the scores, which are fewer."""
+    scores = tl.dot(q, k.to(q.dtype)) * scale
+    if k_scale is not None:
+        scores *= k_scale[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     p = tl.exp2(scores - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
-    return new_max, row_sum * rescale + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    if v_scale is not None:
+        p *= v_scale[None, :]
+    return new_max, row_sum, tl.dot(p.to(q.dtype), v.to(q.dtype), acc * rescale[:, None])
+
+
+@jit
+def to_int8(x):
+    """model.to_int8(): x [rows, E] -> codes [rows, E], in fp32, and scales [rows]."""
+    x = x.to(tl.float32)
+    scale = tl.max(tl.abs(x), 1) / 127
+    rounder: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even
+    return x / tl.maximum(scale, 1e-30)[:, None] + rounder - rounder, scale
 
 
 @jit
@@ -145,8 +161,8 @@ def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: con
 
 
 @jit
-def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats,
-                     part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
+def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, k_scale, v_scale,
+                     out, part_stats, part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
                      WINDOW: constexpr, NEW: constexpr, BH: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
@@ -200,7 +216,8 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     start, stop = split_slots(begin, end, split, splits, BL)
 
     cache_row = group.to(tl.int64) * L * E
-    queries = tl.zeros((BM, BE), k_cache.dtype.element_ty)
+    scale_row = group.to(tl.int64) * L
+    queries = tl.zeros((BM, BE), out.dtype.element_ty)
     row_max = tl.full((BM,), -1e30, tl.float32)
     row_sum = tl.zeros((BM,), tl.float32)
     if sinks is not None:  # what one more slot with this score and no value would leave, once
@@ -213,6 +230,11 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                     mask=(slot < stop)[None, :] & (e < E)[:, None], other=0)
         v = tl.load(v_cache + cache_row + slot[:, None] * E + e[None, :],
                     mask=(slot < stop)[:, None] & (e < E)[None, :], other=0)
+        k_s, v_s = None, None
+        if k_scale is not None:
+            k_s = tl.load(k_scale + scale_row + slot, mask=slot < stop, other=0)
+        if v_scale is not None:
+            v_s = tl.load(v_scale + scale_row + slot, mask=slot < stop, other=0)
         if l0 == start:
             if PDL:
                 gdc_wait()
@@ -230,21 +252,28 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                 queries = rope(queries, swapped, e, cos_q, sin_q, q_norm, kv * G + pair % G, q_square, eps, E, PAIRS)
                 if GROWS:
                     queries *= (1 + growth * tl.log(1.0 + position // original))[:, None]
-                queries = queries.to(k_cache.dtype.element_ty)
+                queries = queries.to(out.dtype.element_ty)
                 if has_new:
                     k_square = None
                     if BH > 0:
                         k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
                     new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
-                    new_k = new_k.to(k_cache.dtype.element_ty)
+                    new_k = new_k.to(out.dtype.element_ty)
+                    new_ks, new_vs = None, None
+                    if k_scale is not None:
+                        new_k, new_ks = to_int8(new_k)
+                        tl.store(k_scale + scale_row + new_position, new_ks, mask=n < T)
+                    if v_scale is not None:
+                        new_v, new_vs = to_int8(new_v)
+                        tl.store(v_scale + scale_row + new_position, new_vs, mask=n < T)
                     at = cache_row + new_position[:, None] * E + e[None, :]
-                    tl.store(k_cache + at, new_k, mask=new_mask)
-                    tl.store(v_cache + at, new_v, mask=new_mask)
+                    tl.store(k_cache + at, new_k.to(k_cache.dtype.element_ty), mask=new_mask)
+                    tl.store(v_cache + at, new_v.to(v_cache.dtype.element_ty), mask=new_mask)
                     seen = (n < T)[None, :] & visible(new_position, position, WINDOW)
-                    row_max, row_sum, acc = softmax_tile(queries, tl.trans(new_k), new_v, seen, scale, row_max, row_sum,
-                                                         acc)
+                    row_max, row_sum, acc = softmax_tile(queries, tl.trans(new_k), new_v, new_ks, new_vs, seen, scale,
+                                                         row_max, row_sum, acc)
         seen = (slot < stop)[None, :] & visible(slot, position, WINDOW)
-        row_max, row_sum, acc = softmax_tile(queries, k, v, seen, scale, row_max, row_sum, acc)
+        row_max, row_sum, acc = softmax_tile(queries, k, v, k_s, v_s, seen, scale, row_max, row_sum, acc)
 
     if splits == 1:
         y = acc / row_sum[:, None]
@@ -265,9 +294,10 @@ def few_pairs(T: int, G: int) -> bool:
     return T <= 16 and T * G <= 64
 
 
-def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
-                     scale: float | None, heads: int, cos: Tensor | None = None, sin: Tensor | None = None,
-                     sinks: Tensor | None = None, offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0,
+def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                     v_scale: Tensor | None, semaphore: Tensor, window: int, scale: float | None, heads: int,
+                     cos: Tensor | None = None, sin: Tensor | None = None, sinks: Tensor | None = None,
+                     offset: Tensor | None = None, pairs: int = 0, growth: float = 0.0,
                      original: int = 1,
                      q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """With cos and sin: q is a fresh qkv [B, T, H + 2K, E]. Without: q [B, T, H, E] is after rope, and the cache is
@@ -295,7 +325,8 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
     # one must not start early.
     pdl = pdl_options(q.device) if new else {}
     attention_kernel[(B * K, triton.cdiv(T * G, BM), splits)](
-        q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, out, part_stats, part_accs, semaphore,
+        q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, k_scale, v_scale, out, part_stats,
+        part_accs, semaphore,
         T, L, position_stride, scale, growth, original, eps, G=G, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE,
         WINDOW=window, NEW=new, BH=triton.next_power_of_2(heads * E) if whole_norm else 0, SPLITS=splits,
         SPLIT_SLOTS=256, BM=BM, BR=BR, BT=BT, BL=BL, BS=max(1, 8192 // (BR * BE)), STAGES=stages, PDL=bool(pdl),
@@ -304,30 +335,33 @@ def launch_attention(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Ten
 
 
 @library.custom_op("llama_fast::attend", mutates_args=("semaphore",), device_types="cuda")
-def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, semaphore: Tensor, window: int,
-           scale: float | None = None, sinks: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+           v_scale: Tensor | None, semaphore: Tensor, window: int, scale: float | None = None,
+           sinks: Tensor | None = None) -> Tensor:
     """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T, H, E].
 
     The other arguments are update_and_attend()'s."""
-    return launch_attention(q.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, q.shape[2],
-                            sinks=sinks)
+    return launch_attention(q.contiguous(), positions, k_cache, v_cache, k_scale, v_scale, semaphore, window, scale,
+                            q.shape[2], sinks=sinks)
 
 
 @attend.register_fake
-def _(q, positions, k_cache, v_cache, semaphore, window, scale=None, sinks=None):
+def _(q, positions, k_cache, v_cache, k_scale, v_scale, semaphore, window, scale=None, sinks=None):
     return q.new_empty(q.shape)
 
 
-@library.custom_op("llama_fast::update_and_attend", mutates_args=("k_cache", "v_cache", "semaphore"),
-                   device_types="cuda")
+@library.custom_op("llama_fast::update_and_attend", device_types="cuda",
+                   mutates_args=("k_cache", "v_cache", "k_scale", "v_scale", "semaphore"))
 def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                      semaphore: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+                      k_scale: Tensor | None, v_scale: Tensor | None, semaphore: Tensor,
+                      q_norm: Tensor | None = None, k_norm: Tensor | None = None,
                       sinks: Tensor | None = None, offset: Tensor | None = None, window: int = 0, eps: float = 1e-5,
                       scale: float | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache, and attends.
 
     qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
-    which those of one sequence follow one another; k_cache, v_cache [>= B, K, L, E], whose first B rows are used;
+    which those of one sequence follow one another; k_cache, v_cache [>= B, K, L, E], whose first B rows are used, and
+    k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E].
     A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None for E ** -0.5.
@@ -335,10 +369,10 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head, whose value is 0.
     semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     heads = qkv.shape[2] - 2 * k_cache.shape[1]
-    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, semaphore, window, scale, heads, cos, sin,
-                            sinks, offset, pairs, growth, original, q_norm, k_norm, eps)
+    return launch_attention(qkv.contiguous(), positions, k_cache, v_cache, k_scale, v_scale, semaphore, window, scale,
+                            heads, cos, sin, sinks, offset, pairs, growth, original, q_norm, k_norm, eps)
 
 
 @update_and_attend.register_fake
-def _(qkv, positions, cos, sin, k_cache, v_cache, semaphore, q_norm=None, k_norm=None, *_, **__):
+def _(qkv, positions, cos, sin, k_cache, v_cache, k_scale, v_scale, semaphore, q_norm=None, k_norm=None, *_, **__):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[3])

@@ -172,9 +172,9 @@ class FusedAttention(nn.Module):
             return self.update_then_attend(qkv, positions, cos, sin, rows).flatten(0, 1)
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
         rope = attn.rope
-        y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, self.semaphore,
-                              *self.norms, attn.sinks, self.offset, self.window or 0, self.eps, attn.scale,
-                              len(rope.frequencies), rope.q_growth, rope.original)
+        y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, cache.k_scale,
+                              cache.v_scale, self.semaphore, *self.norms, attn.sinks, self.offset, self.window or 0,
+                              self.eps, attn.scale, len(rope.frequencies), rope.q_growth, rope.original)
         return y.flatten(0, 1).flatten(1)
 
     def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class FusedAttention(nn.Module):
         q, k, v = self.attn.rotate(qkv, positions, cos, sin)
         self.cache.write(k, v, rows, positions)
         window, scale = self.window or 0, self.attn.scale
-        caches = self.cache.k, self.cache.v
+        caches = self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale
         return attend(q, positions, *caches, self.semaphore, window, scale, self.attn.sinks).flatten(2)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:

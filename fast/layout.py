@@ -294,7 +294,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tens
 
     codes uint8 [N, K]: fp8's stand for e4m3's numbers, mxfp4's for e2m1's. scales fp16 or fp32 [N, C], of mxfp4 e8m0 in
     uint8; zeros [N, C], below 256, want fp16 scales; None: 8 for int4, 128 for int8, else 0. g_idx: each input's group
-    [K], None where K / C consecutive inputs are one. gated: the first half of the rows is the gate, the second half up."""
+    [K], None where K / C consecutive inputs are one. gated: the first half of the rows is gate, the second half up."""
     codes, scales, zeros, perm = group_inputs(codes, scales, zeros, g_idx, KINDS[kind].zero)
     return pack_words(to_mma_order(codes, kind), scales, zeros, perm, codes.shape[1], kind, gated)
 

@@ -198,7 +198,8 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     if length > config.context:
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
-    check_memory([(config, settings.get("bits", 4 if mxfp4 else None))], args.batch, length, device, dtype, team.ranks)
+    check_memory([(config, settings.get("bits", 4 if mxfp4 else None))], args.batch, length, device, dtype, team.ranks,
+                 kind=args.kv_cache or "16-bit")
     torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
     if checkpoint:
@@ -225,7 +226,7 @@ def ready(model: Transformer, args: Namespace, team: Team, mode: str) -> Engine:
     """Compiled, where that is asked for."""
     max_seq_len = args.context + args.prompt_length + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    engine = Engine(model, max_seq_len, args.batch, sampling, mode)
+    engine = Engine(model, max_seq_len, args.batch, sampling, mode, cache=args.kv_cache or "16-bit")
     if engine.compiled:
         engine.warm_up(args.batch, alone=team.ranks == 1)
     return engine
@@ -344,8 +345,8 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
     """What every JSON line says of how it was measured."""
     return dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
-        quantize_head=args.quantize_head, batch=args.batch, new_tokens=args.new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p,
+        quantize_head=args.quantize_head, kv_cache=args.kv_cache, batch=args.batch, new_tokens=args.new_tokens,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         compile=not args.no_compile, kernels=find_mode(args) == "fast" and import_fast() is not None,
         torch=torch.__version__,
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, commit=commit())
@@ -384,7 +385,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     read = fast.read_bandwidth(model) if fast and cuda and weights >= GIB else None  # smaller ones sit in the cache
     first, step = (statistics.median(column) for column in zip(*runs))
     steps = sorted(1 / seconds for _, seconds in runs)
-    token_kv = KVCache.bytes_per_token(config, dtype)
+    token_kv = KVCache.bytes_per_token(config, dtype, args.kv_cache or "16-bit")
     T = args.prompt_length
     windows = [layer.window or 2 ** 62 for layer in config.layers]
     length = args.context + T + args.new_tokens / 2
@@ -399,7 +400,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
-        weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
+        weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
+        peak_memory_bytes=peak,
         against={})
     for name in filter(None, args.against.split(",")):
         model = engine = None  # their memory is needed

@@ -59,12 +59,12 @@ MOST_WORDS = 10 ** 6  # more than a large dictionary's entries
 
 
 def parse_spec(spec: str) -> dict:
-    """DIR, DIR:int8, DIR:int4-g64 or, behind any of them, :head-int8 -> its part of the JSON line; a group size of None
-    is generate.py's default."""
-    form = r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?(?::head-(int4|int8))?"
-    checkpoint, quantize, group, head = re.fullmatch(form, spec, re.S).groups()
+    """DIR, DIR:int8, DIR:int4-g64 or, behind any of them, :head-int8 and :kv-int8 -> its part of the JSON line; a group
+    size of None is generate.py's default."""
+    form = r"(.*?)(?::(int4|int8)(?:-g(-1|\d+))?)?(?::head-(int4|int8))?(?::kv-(int8|int8-values))?"
+    checkpoint, quantize, group, head, cache = re.fullmatch(form, spec, re.S).groups()
     return dict(model=spec, checkpoint=checkpoint, quantize=quantize, group_size=int(group) if group else None,
-                quantize_head=head)
+                quantize_head=head, kv_cache=cache)
 
 
 def beginning(tokenizer: Tokenizer, text: str, limit: int) -> str:
@@ -84,16 +84,18 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int, int]:
 
 
 @torch.no_grad()
-def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int,
+def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int, cache: str | None,
           bar: tqdm) -> tuple[float, Tensor]:
-    """Nats of ids[first:], ids [N], first > 0, and the likeliest token at each of these places."""
+    """Nats of ids[first:], ids [N], first > 0, and the likeliest token at each of these places. cache: keys and values
+    go through one of this kind (model.CACHES), None: through none."""
     N, T, V = len(ids), min(context, len(ids) - 1), model.config.vocab_size
     W = 1 + math.ceil((N - 1 - T) / stride)
     # A row is a window and the token after it, the last to predict; the last is padded on its right, where none looks.
     rows = F.pad(ids, (0, (W - 1) * stride + T + 1 - N)).unfold(0, T + 1, stride)  # [W, T + 1]
-    model.setup(T)
     positions = torch.arange(T, device=ids.device)[None]
     B = max(1, GIB // 4 // (4 * T * V))  # logits of 256 MiB in fp32: 1 GiB is slower on a CPU
+    model.setup(T, min(B, W) if cache else 0, cache=cache or "16-bit")
+    model.begin_rows([T] * min(B, W))
     nats, choices = 0.0, []
     for at in range(0, W, B):
         batch = rows[at:at + B]
@@ -128,7 +130,8 @@ def evaluate(spec: dict, llm: LLM, text: str, args: Namespace, choices: list[Ten
         speed_up(llm)
         begun = time.perf_counter()
         with tqdm(total=tokens, desc=spec["model"], unit="token", disable=None) as bar:
-            nats, chosen = score(llm.model, torch.tensor(ids, device=llm.device), first, args.context, args.stride, bar)
+            nats, chosen = score(llm.model, torch.tensor(ids, device=llm.device), first, args.context, args.stride,
+                                 spec["kv_cache"], bar)
     llm.model = None
     if not math.isfinite(nats):
         advice = "its weights may be broken" if llm.dtype == torch.float32 else "--dtype float32 may help"
@@ -234,7 +237,8 @@ def main() -> None:
     group = "" if args.group_size is None else f"-g{args.group_size}"
     rounded = f":{args.quantize}{group}" if args.quantize else ""
     head = f":head-{args.quantize_head}" if args.quantize_head else ""
-    specs = [parse_spec(args.checkpoint + rounded + head), *args.compare]
+    cache = f":kv-{args.kv_cache}" if args.kv_cache else ""
+    specs = [parse_spec(args.checkpoint + rounded + head + cache), *args.compare]
     llms = [LLM(spec["checkpoint"], load=False, quiet=not sys.stderr.isatty(), quantize=spec["quantize"],
                 group_size=spec["group_size"], quantize_head=spec["quantize_head"], device=args.device,
                 dtype=args.dtype) for spec in specs]

@@ -26,7 +26,8 @@ class Harness(TemplateLM):
     def __init__(self, llm):
         super().__init__()
         self.llm, self.encoder = llm, llm.tokenizer
-        self.cache_bytes = KVCache.bytes_per_token(llm.checkpoint.config, llm.dtype)
+        self.kind = llm.options.kv_cache or "16-bit"
+        self.cache_bytes = KVCache.bytes_per_token(llm.checkpoint.config, llm.dtype, self.kind)
         self.batch_tokens = 2048 if llm.device.type == "cpu" else 65536
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
@@ -71,7 +72,7 @@ class Harness(TemplateLM):
                           for tokens in ([context[:-1] or context for context, _ in batch],
                                          [[context[-1], *continuation[:-1]] for context, continuation, _ in rows]))
         self.llm.engine = self.llm.speculator = None  # they lose their cache
-        model.setup(contexts.shape[1] + read.shape[1], len(rows))
+        model.setup(contexts.shape[1] + read.shape[1], len(rows), cache=self.kind)
         at = torch.arange(contexts.shape[1], device=device)[None]
         model(contexts.to(device), at, last=at.new_zeros(len(batch)))
         model.arrange_rows([row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1])

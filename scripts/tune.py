@@ -239,7 +239,7 @@ class Tuner:
             h = x
             for layer, (k_cache, v_cache) in zip(self.layers, caches):
                 qkv = self.run(layer, "qkv", h, x).view(1, 1, -1, E)
-                y = update_and_attend(qkv, position, rope, rope, k_cache, v_cache, semaphores)
+                y = update_and_attend(qkv, position, rope, rope, k_cache, v_cache, None, None, semaphores)
                 h = self.run(layer, "out", y.view(1, -1), h)
                 h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
 

@@ -62,8 +62,9 @@ def rope_of(E: int, theta: float = 10000.0, **more) -> Rope:
     return Rope(tuple(theta ** (-i / E) for i in range(0, E, 2)), **more)
 
 
-def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
-    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards."""
+def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window, complete=False):
+    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards.
+    complete: the new keys and values are in the caches already."""
     B, T, heads, E = qkv.shape
     rope, R = attn.rope, len(attn.rope.frequencies)
     K = k_cache.shape[1]
@@ -81,8 +82,9 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window):
     for b in range(B):
         for t, at in enumerate(positions[b % len(positions)].tolist()):
             row = at + int(table.offset[b % len(table.offset)])
-            k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, row)
-            v_cache[b, :, at] = qkv[b, t, H + K:].double()
+            if not complete:
+                k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, row)
+                v_cache[b, :, at] = qkv[b, t, H + K:].double()
             first = max(0, at + 1 - window) if window else 0
             q = turned(qkv[b, t, :H], attn.q_norm, row).view(K, G, E)
             if rope.q_growth:

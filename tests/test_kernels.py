@@ -11,7 +11,7 @@ from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.linear import add_norm, linear, plain_add_norm, plain_linear, rms_norm
 from helpers import error, exact_attention, exact_linear, rope_of
-from model import Attention, Config, KVCache, LayerConfig, RopeTable
+from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
@@ -67,11 +67,13 @@ CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one 
     (3, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
     (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (2, 1, 4, 4, 64, 300, 50, "whole", False, ""),
     (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (2, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
+    (3, 5, 6, 2, 48, 700, None, "head", False, "int8"), (2, 3, 8, 8, 64, 3000, 777, None, False, "int8"),
+    (2, 60, 4, 2, 64, 300, 20, None, False, "int8"), (1, 1, 32, 8, 128, 900, None, None, False, "int8-values"),
     (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks")]
 ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
     "": ({}, 1, None), "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
     "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07),
-    "sinks": ({}, 1, None)}
+    "sinks": ({}, 1, None), "int8": ({}, 1, None), "int8-values": ({}, 1, None)}
 
 
 @pytest.mark.parametrize("device, case", [
@@ -95,11 +97,12 @@ def test_attention(device, case):
     with torch.device(device):
         config = Config(8, (LayerConfig(window, rope),), H, K, E, 8, 8, L, qk_norm=qk_norm, attention_scale=scale)
         attn = Attention(config, config.layers[0]).to(dtype)
-    attn.cache = KVCache((B + 1, K, L, E), device, dtype)
+    int8 = kind if kind in CACHES else None
+    attn.cache = KVCache((B + 1, K, L, E), device, dtype, int8 or "16-bit")
     table = RopeTable(rope, E, L, B + 1, device)
     table.offset[1:] = L if rope.long else 0
-    for tensor in (attn.cache.k, attn.cache.v):
-        tensor.normal_()
+    everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
+    attn.cache.write(randn(B + 1, L, K, E), randn(B + 1, L, K, E), *everywhere)
     if kind == "sinks":
         attn.sinks = nn.Parameter(2 * randn(H))
     for norm in (attn.q_norm, attn.k_norm) if qk_norm else ():
@@ -107,24 +110,31 @@ def test_attention(device, case):
     start = torch.randint(0, L - T + 1, (1 if shared else B, 1), device=device)
     start[0] = L - T if B == 1 else start[0] * shared  # a full cache, an empty one, and any between
     qkv, positions = randn(B, T, H + 2 * K, E), start + torch.arange(T, device=device)
-    ref, k_ref, v_ref = exact_attention(qkv, positions, table, attn.cache.k, attn.cache.v, attn, window)
+    ref, *refs = exact_attention(qkv, positions, table, *attn.cache.read(everywhere[0], L), attn, window)
     fused, rows = FusedAttention(attn, table, window), torch.arange(B, device=device)[:, None]
-    before = attn.cache.k.clone(), attn.cache.v.clone()
+    before = [of.clone() for of in attn.cache.buffers()]
 
     def decode():
         return fused.attend(qkv.flatten(2).flatten(0, 1), positions)
 
     def prefill():
-        attn.cache.k.copy_(before[0])
-        attn.cache.v.copy_(before[1])
+        for cache, of in zip(attn.cache.buffers(), before, strict=True):
+            cache.copy_(of)
         return fused.update_then_attend(qkv.flatten(2), positions, *table(positions, B), rows)
 
     for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
         out = function().view(B, T, H, E)  # the second time over what the first has left
+        k, v = attn.cache.read(everywhere[0], L)
+        if int8:  # a code may be the next one, where a key was rounded before
+            steps = [0 if of is None else of[..., None] for of in (attn.cache.k_scale, attn.cache.v_scale)]
+            for of, exact, step in zip((k, v), refs, steps):
+                assert ((of - exact).abs() <= 0.5 * step + 8e-3 * exact.abs() + 1e-6).all()
+            ref = exact_attention(qkv, positions, table, k, v, attn, window, complete=True)[0]
+        else:
+            check(k, refs[0])
+            assert v.double().equal(refs[1])
         check(out, ref, slack=3)  # a softmax makes more of a rounded score
-        check(attn.cache.k, k_ref)
-        assert attn.cache.v.double().equal(v_ref) and attn.cache.k[B].double().equal(k_ref[B])
-        assert not fused.semaphore.any()
+        assert k[B].double().equal(refs[0][B]) and not fused.semaphore.any()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -207,10 +217,10 @@ cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device
 semaphore = torch.zeros(8, dtype=torch.int32, device="cuda")
 position = torch.full((1, 1), 300, device="cuda")
 fast.attention.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), position, table, table, cache, cache.clone(),
-                                 semaphore)
+                                 None, None, semaphore)
 for T in (2, 100):
     positions = torch.arange(T, device="cuda")[None]
-    fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), semaphore, 0)
+    fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), None, None, semaphore, 0)
 
 logits, noise = torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda")
 settings = torch.tensor([0.8, 50, 0.9, 0.1], device="cuda")  # temperature, top-k, top-p, min-p
