@@ -163,12 +163,13 @@ def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int
 
 
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
-               sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree) -> Speculator:
+               sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree,
+               cache: str = "16-bit") -> Speculator:
     """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
-    target = Engine(model, length + SLACK, rows, sampling, mode)
+    target = Engine(model, length + SLACK, rows, sampling, mode, cache=cache)
     drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
     if draft:
-        engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode)
+        engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode, cache=cache)
         drafter = DraftModel(engine, model.config.vocab_size)
     return Speculator(target, drafter, policy, agree)
 
@@ -227,7 +228,8 @@ def with_json(directory: Path, config: dict | None = None, post_process: bool = 
     if post_process:
         made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     made.save(str(directory / "tokenizer.json"))
-    put(directory / "config.json", LLAMA | dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
+    ids = dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS)
+    put(directory / "config.json", LLAMA | ids | (config or {}))
     put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
     return open_tokenizer(directory)
 

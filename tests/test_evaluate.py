@@ -39,9 +39,10 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
     return nats, choices
 
 
-def score(directory: Path, ids: list[int], first: int, context: int, stride: int) -> tuple[float, list]:
+def score(directory: Path, ids: list[int], first: int, context: int, stride: int,
+          cache: str | None = None) -> tuple[float, list]:
     model = load_model(Checkpoint(directory), CPU, F32)
-    nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, tqdm(disable=True))
+    nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, tqdm(disable=True))
     return pytest.approx(nats, rel=1e-5), choices.tolist()
 
 
@@ -55,6 +56,7 @@ def test_each_token_counts_once_after_its_context(monkeypatch, name, context, st
         with monkeypatch.context() as patch:
             patch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
             assert score(directory, ids, first, context, stride) == want
+            assert score(directory, ids, first, context, stride, "16-bit") == want  # through a cache
 
 
 def checkpoint(directory: Path, kind: str) -> Tokenizer:
@@ -119,11 +121,12 @@ def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, siz
 
 
 @pytest.mark.parametrize("spec, want", [
-    ("a/b", ("a/b", None, None, None)), ("a:int8", ("a", "int8", None, None)),
-    ("a:int4-g64:head-int8", ("a", "int4", 64, "int8")), ("a:b:int4-g-1", ("a:b", "int4", -1, None)),
-    ("a:head-int4", ("a", None, None, "int4")), ("a:int5", ("a:int5", None, None, None))])
+    ("a/b", ("a/b", None, None, None, None)), ("a:int8", ("a", "int8", None, None, None)),
+    ("a:int4-g64:head-int8", ("a", "int4", 64, "int8", None)), ("a:b:int4-g-1", ("a:b", "int4", -1, None, None)),
+    ("a:head-int4:kv-int8-values", ("a", None, None, "int4", "int8-values")),
+    ("a:int5", ("a:int5", None, None, None, None)), ("a:kv-int8", ("a", None, None, None, "int8"))])
 def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
-    names = "checkpoint", "quantize", "group_size", "quantize_head"
+    names = "checkpoint", "quantize", "group_size", "quantize_head", "kv_cache"
     assert evaluate.parse_spec(spec) == dict(zip(names, want, strict=True)) | dict(model=spec)
 
 
@@ -162,9 +165,8 @@ def test_the_json_line_says_what_was_measured(tmp_path, measured):
     ids = open_tokenizer(TINY).encode_text(STORY)
     nats, _ = naive(TINY, ids, 1, 16, 5)
     known = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5,
-                 checkpoint=str(TINY), quantize=None, group_size=None, quantize_head=None, greedy_agreement=1,
-                 dtype="float32", device="cpu",
-                 model_bytes=4 * 3967744, word_perplexity=None)  # the model knows no emoji
+                 checkpoint=str(TINY), quantize=None, group_size=None, quantize_head=None, kv_cache=None,
+                 greedy_agreement=1, dtype="float32", device="cpu", model_bytes=4 * 3967744, word_perplexity=None)  # the model knows no emoji
     assert known.items() <= line.items() and line["seconds"] > 0
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
     assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]), rel=1e-4)

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from fast import optimize, use_kernels
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
-from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves
+from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
@@ -85,8 +85,8 @@ def with_field(values, name: str, default, **changes):
 
 
 @pytest.mark.parametrize("of_a_layer, field, value, told", [
-    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "alibi", None, None),
-    (True, "alibi", (1, 2), "LayerConfig.alibi=(1, 2)")])
+    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "tap", None, None),
+    (True, "tap", (1, 2), "LayerConfig.tap=(1, 2)")])
 def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_layer, field, value, told):
     model = tiny()
     model.setup(20, 1)
@@ -190,6 +190,14 @@ def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, qu
     compare(plain, fast, decoder, 1e-5)
 
 
+@pytest.mark.parametrize("family, plain", [("qwen3-moe", {"MoE in the place of FeedForward": 1}),
+                                           ("gpt-oss", {"MoE in the place of FeedForward": 2, "sinks": 2})])
+def test_a_mixture_of_experts_leaves_the_other_halves_their_kernels(family, plain):
+    model = load_checkpoint(GOLDEN / family)
+    model.setup(16, 1)
+    assert plain_halves(model) == plain and not unknown_fields(model)
+
+
 def test_where_no_half_can_be_replaced_none_is(capsys):
     model = tiny()
     model.setup(20, 1)
@@ -237,6 +245,19 @@ def test_fast_decoder_equals_the_model(family, device):
             layer.attn.cache.k.fill_(3)
             layer.attn.cache.v.fill_(-2)
     compare(plain, fast, install_kernels(fast), tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["int8", "int8-values"])
+@torch.no_grad()
+def test_fast_decoder_with_a_cache_in_int8(kind, device):
+    dtype, tolerance = PRECISION[device]
+    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(300, 3, cache=kind)
+    decoder = install_kernels(fast)
+    for T in (17, 200):
+        compare(plain, fast, decoder, 2 * tolerance, T)  # a code may be the next one
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 from checkpoint import PARTS, Checkpoint, Tokenizer, load_model
 from cli.output import show
 from generate import Completion, Engine
-from helpers import (DEVICES, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, is_golden, run,
-                     steps, subprocess_python, tiny, with_json)
+from helpers import (DEVICES, DRAFT, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, error, is_golden,
+                     load_checkpoint, run, speculator, steps, subprocess_python, tiny, with_json)
 from sampling import Sampling
 
 
@@ -83,6 +83,28 @@ def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
     """There is room behind it for the columns that fill up its prompt."""
     expected = run(Engine(tiny(device), 99, 1, GREEDY), [[7] * length], 1, start)
     assert run(Engine(tiny(device), start + length + 1, 1, GREEDY), [[7] * length], 1, start) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind, least", [("int8", 1e-3), ("int8-values", 2e-4)])
+def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, least, monkeypatch):
+    model, prompts = tiny(device), [[1, 300, 500, 20, 7, 8, 9, 300, 11], [1, 7]]
+    alone = [run(Engine(model, 60, 1, GREEDY, cache=kind), [prompt], 30)[0] for prompt in prompts]
+    assert model.layers[0].attn.cache.v.dtype == torch.int8
+    assert model.layers[0].attn.cache.k.dtype == (torch.int8 if kind == "int8" else F32)
+    expected = [row for row in alone for _ in range(2)]
+    assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
+    draft = load_checkpoint(DRAFT, torch.device(device))
+    assert run(speculator(model, 60, draft, "3", 4, cache=kind), prompts, 30, samples=2) == expected
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 4)
+    assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
+    tokens, positions = torch.tensor([[*prompts[0], *alone[0]]], device=device), torch.arange(39, device=device)[None]
+    logits = []
+    for of in (kind, "16-bit"):
+        model.setup(40, 1, cache=of)
+        with torch.no_grad():
+            logits.append(model(tokens, positions)[0])
+    assert least < error(*logits) < 2e-2
 
 
 def test_samples_of_a_ragged_batch_follow_their_prompts():
@@ -163,7 +185,7 @@ def test_stop_token_ends_and_does_not_show(tokenizer):
 
 
 def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
-    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr. Other models have no channels."""
+    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr."""
     tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
     answer = ("<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
               "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve.")

@@ -131,6 +131,7 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
     (dict(max_seq_length=513), "max_seq_length=513: the model's context is 512"),
     (dict(max_batch_size=0), "max_batch_size=0"), (dict(max_batch_size=True), "max_batch_size=True"),
     (dict(group_size=32), "group_size=32 goes with quantize"), (dict(dtype="int3"), "int3"),
+    (dict(kv_cache="int4"), "kv_cache"),
     (dict(quantize="int4", group_size=7), "7"),
     (dict(draft="/nowhere"), "/nowhere"),
     *[(dict(stop=stop), "stop=") for stop in (b"a", {"a"}, [b"a"], 3, iter("a"), [["a"]])],

@@ -64,7 +64,7 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
-    "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
+    "plain": {}, "plain, int8": dict(quantize="int8", cache="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8")}

@@ -44,17 +44,18 @@ def logits(team: Team, device: torch.device, checkpoint: str, **how) -> Tensor:
 
 
 def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, policy: str = "auto",
-           split_draft: bool = False, mode: str = "eager", temperature: float = 0, new: int = 24, **how) -> dict:
+           split_draft: bool = False, mode: str = "eager", temperature: float = 0, new: int = 24,
+           cache: str = "16-bit", **how) -> dict:
     """New tokens of a ragged batch; a speculator's counts; whether kernels decode."""
     model, smaller = load(team, device, checkpoint, **how), None
     if draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
     rows, sampling = len(prompts()), Sampling(temperature)
     if draft:
-        runner = speculator(model, 17 + new, smaller, policy, rows, sampling, mode, team.agree)
+        runner = speculator(model, 17 + new, smaller, policy, rows, sampling, mode, team.agree, cache)
         engine = runner.target
     else:
-        runner = engine = Engine(model, 17 + new, rows, sampling, mode)
+        runner = engine = Engine(model, 17 + new, rows, sampling, mode, cache=cache)
     if mode != "eager":
         engine.warm_up(rows, runner if draft else None, team.ranks == 1)
     torch.manual_seed(5)
