@@ -125,6 +125,23 @@ def to_int8(x):
 
 
 @jit
+def store_new(x, cache, scales, group, L, T, at, e, E: constexpr):
+    """Stores new keys, or values, x [BT, BE] in the cache -> what attention sees of them, as KVCache.read() gives it.
+    at: the numbers of the new tokens [BT], their positions, and which elements there are."""
+    n, position, mask = at
+    cache += group.to(tl.int64) * L * E + position[:, None] * E + e[None, :]
+    if scales is None:
+        tl.store(cache, x, mask=mask)
+        seen = x
+    else:
+        codes, scale = to_int8(x)
+        tl.store(scales + group.to(tl.int64) * L + position, scale, mask=n < T)
+        tl.store(cache, codes.to(cache.dtype.element_ty), mask=mask)
+        seen = (codes * scale[:, None]).to(x.dtype)
+    return seen
+
+
+@jit
 def store_part(part_stats, part_accs, part, row_max, row_sum, acc, BR: constexpr, BE: constexpr):
     """Stores a split's softmax for combine_parts(): part_stats [parts, BR, 2], part_accs [parts, BR, BE]."""
     i = tl.arange(0, acc.shape[0])
@@ -216,7 +233,6 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     start, stop = split_slots(begin, end, split, splits, BL)
 
     cache_row = group.to(tl.int64) * L * E
-    scale_row = group.to(tl.int64) * L
     queries = tl.zeros((BM, BE), out.dtype.element_ty)
     row_max = tl.full((BM,), -1e30, tl.float32)
     row_sum = tl.zeros((BM,), tl.float32)
@@ -232,9 +248,9 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                     mask=(slot < stop)[:, None] & (e < E)[None, :], other=0)
         k_s, v_s = None, None
         if k_scale is not None:
-            k_s = tl.load(k_scale + scale_row + slot, mask=slot < stop, other=0)
+            k_s = tl.load(k_scale + group.to(tl.int64) * L + slot, mask=slot < stop, other=0)
         if v_scale is not None:
-            v_s = tl.load(v_scale + scale_row + slot, mask=slot < stop, other=0)
+            v_s = tl.load(v_scale + group.to(tl.int64) * L + slot, mask=slot < stop, other=0)
         if l0 == start:
             if PDL:
                 gdc_wait()
@@ -257,20 +273,12 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                     k_square = None
                     if BH > 0:
                         k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
-                    new_k = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
-                    new_k = new_k.to(out.dtype.element_ty)
-                    new_ks, new_vs = None, None
-                    if k_scale is not None:
-                        new_k, new_ks = to_int8(new_k)
-                        tl.store(k_scale + scale_row + new_position, new_ks, mask=n < T)
-                    if v_scale is not None:
-                        new_v, new_vs = to_int8(new_v)
-                        tl.store(v_scale + scale_row + new_position, new_vs, mask=n < T)
-                    at = cache_row + new_position[:, None] * E + e[None, :]
-                    tl.store(k_cache + at, new_k.to(k_cache.dtype.element_ty), mask=new_mask)
-                    tl.store(v_cache + at, new_v.to(v_cache.dtype.element_ty), mask=new_mask)
+                    keys = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
+                    at = n, new_position, new_mask
+                    keys = store_new(keys.to(out.dtype.element_ty), k_cache, k_scale, group, L, T, at, e, E)
+                    values = store_new(new_v, v_cache, v_scale, group, L, T, at, e, E)
                     seen = (n < T)[None, :] & visible(new_position, position, WINDOW)
-                    row_max, row_sum, acc = softmax_tile(queries, tl.trans(new_k), new_v, new_ks, new_vs, seen, scale,
+                    row_max, row_sum, acc = softmax_tile(queries, tl.trans(keys), values, None, None, seen, scale,
                                                          row_max, row_sum, acc)
         seen = (slot < stop)[None, :] & visible(slot, position, WINDOW)
         row_max, row_sum, acc = softmax_tile(queries, k, v, k_s, v_s, seen, scale, row_max, row_sum, acc)

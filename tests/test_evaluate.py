@@ -166,7 +166,8 @@ def test_the_json_line_says_what_was_measured(tmp_path, measured):
     nats, _ = naive(TINY, ids, 1, 16, 5)
     known = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5,
                  checkpoint=str(TINY), quantize=None, group_size=None, quantize_head=None, kv_cache=None,
-                 greedy_agreement=1, dtype="float32", device="cpu", model_bytes=4 * 3967744, word_perplexity=None)  # the model knows no emoji
+                 greedy_agreement=1, dtype="float32", device="cpu", model_bytes=4 * 3967744,
+                 word_perplexity=None)  # the model knows no emoji
     assert known.items() <= line.items() and line["seconds"] > 0
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
     assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]), rel=1e-4)
