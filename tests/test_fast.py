@@ -16,7 +16,7 @@ from generate import Engine, decode_one_token, generate
 from helpers import (DEVICES, F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, rope_of, run, same_but_for_ties,
                      tiny)
 from model import Config, KVCache, LayerConfig, Transformer
-from quantize import QuantizedLinear
+from quantize import NVFP4, QuantizedLinear
 from sampling import Sampling, choose
 
 
@@ -190,12 +190,15 @@ def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, qu
     compare(plain, fast, decoder, 1e-5)
 
 
-@pytest.mark.parametrize("family, plain", [("qwen3-moe", {"MoE in the place of FeedForward": 1}),
-                                           ("gpt-oss", {"MoE in the place of FeedForward": 2, "sinks": 2})])
-def test_a_mixture_of_experts_leaves_the_other_halves_their_kernels(family, plain):
-    model = load_checkpoint(GOLDEN / family)
-    model.setup(16, 1)
-    assert plain_halves(model) == plain and not unknown_fields(model)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
+def test_mixtures_of_experts_have_kernels_unless_their_codes_have_none(family):
+    for quantize in None, "int8", "int4":
+        model = load_checkpoint(GOLDEN / family, quantize=quantize)
+        model.setup(16, 1)
+        assert plain_halves(model) == {} and not unknown_fields(model)
+    sparse = [layer for layer in model.layers if layer.config.moe]
+    sparse[0].ffn.w_down.codes = NVFP4
+    assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
 
 
 def test_where_no_half_can_be_replaced_none_is(capsys):
