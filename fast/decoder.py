@@ -13,8 +13,10 @@ With several rows the norms are launches of their own: seven. So is always a nor
 adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
 quantized feed-forward layers swapped.
 
-A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of another kind, such as a
-mixture of experts or a cache of another type, stays model.py's, and the other half keeps its kernels.
+A mixture of experts takes three launches in the place of the last two: see experts.py.
+
+A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of another kind, such as
+experts in codes that no kernel knows, stays model.py's, and the other half keeps its kernels.
 
 Shapes: as in model.py, and M = B x T rows.
 """
