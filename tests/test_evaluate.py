@@ -57,6 +57,7 @@ def test_each_token_counts_once_after_its_context(monkeypatch, name, context, st
             patch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
             assert score(directory, ids, first, context, stride) == want
             assert score(directory, ids, first, context, stride, "16-bit") == want  # through a cache
+            assert score(directory, ids, first, context, stride, "int8") != want
 
 
 def checkpoint(directory: Path, kind: str) -> Tokenizer:

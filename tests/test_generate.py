@@ -110,6 +110,7 @@ def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(
     alone = [run(Engine(model, 60, 1, GREEDY, cache=kind), [prompt], 30)[0] for prompt in prompts]
     assert model.layers[0].attn.cache.v.dtype == torch.int8
     assert model.layers[0].attn.cache.k.dtype == (torch.int8 if kind == "int8" else F32)
+    assert (model.layers[0].attn.cache.v[0, :, :30].int().abs().amax(-1) == 127).all()  # the largest of each head
     expected = [row for row in alone for _ in range(2)]
     assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
     draft = load_checkpoint(DRAFT, torch.device(device))

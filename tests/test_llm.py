@@ -140,6 +140,13 @@ def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, sa
     assert said in refusal(LLM, str(TINY), **dict(device="cpu") | options)
 
 
+def test_a_cache_in_int8_is_made_for_the_draft_too():
+    llm = LLM(str(TINY), kv_cache="int8", draft=str(DRAFT), device="cpu", quiet=True)
+    assert len(llm("One day", max_new_tokens=4).tokens) == 4
+    for model in llm.model, llm.draft_model:
+        assert {cache.dtype for cache in (model.layers[0].attn.cache.k, model.layers[0].attn.cache.v)} == {torch.int8}
+
+
 def test_what_exceeds_a_limit_that_was_given_is_a_value_error(chatty):
     llm = LLM(chatty, **GREEDY, max_batch_size=2, max_seq_length=40)
     assert llm.engine  # made by the constructor, which knows all

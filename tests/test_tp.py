@@ -60,7 +60,8 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8"),
     "mixtral, int8": dict(checkpoint="mixtral", quantize="int8"),
     "qwen3_moe, int4": dict(checkpoint="qwen3_moe", quantize="int4"),
-    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"),
+    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"), "mxfp4, fused": dict(checkpoint="mxfp4", fused=True),
+    "qwen3_moe, fused": dict(checkpoint="qwen3_moe", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {

@@ -35,12 +35,18 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def logits(team: Team, device: torch.device, checkpoint: str, **how) -> Tensor:
-    """[2, 12, V]: of 8 tokens, then of 4 that see them in the cache."""
+def logits(team: Team, device: torch.device, checkpoint: str, fused: bool = False, **how) -> Tensor:
+    """[2, 12, V]: of 8 tokens, then of 4 that see them in the cache. fused: with fast/'s modules."""
     model = load(team, device, checkpoint, **how)
     model.setup(12, 2)
+    decoder = model
+    if fused:
+        from fast.decoder import install_kernels
+        decoder = install_kernels(model)
     tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
-    return torch.cat([model(tokens[:, at], torch.arange(12)[None, at]) for at in (slice(0, 8), slice(8, 12))], dim=1)
+    positions = torch.arange(12).expand(2, 12)
+    return torch.cat([read(tokens[:, at], positions[:, at])
+                      for read, at in ((model, slice(0, 8)), (decoder, slice(8, 12)))], dim=1)
 
 
 def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, policy: str = "auto",
