@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import KVCache, Transformer
-from quantize import (CODES, E4M3, Codes, QuantizedLinear, group_of, pack, plain_linear, say_once, unpack,
-                      unpack_layers)
+from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, group_of, join_experts,
+                      pack, plain_linear, say_once, unpack, unpack_layers, zeros_of)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -83,13 +83,6 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
         first.codes,
         bias,
         first.g_idx)
-
-
-def zeros_of(layer: QuantizedLinear) -> Tensor:
-    """The zero points [N, C], int16, if the layer has none of its own, too."""
-    if layer.zeros is None:
-        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
-    return layer.zeros
 
 
 # What config.json says

@@ -356,7 +356,7 @@ class Experts(nn.Module):
 
     def __init__(self, X: int, N: int, K: int, bias: bool):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(X, N, K))
+        self.n_expert, self.weight = X, nn.Parameter(torch.empty(X, N, K))
         self.bias = nn.Parameter(torch.empty(X, N)) if bias else None
 
     def matrices(self, dtype: torch.dtype, experts=slice(None)):
@@ -365,7 +365,7 @@ class Experts(nn.Module):
 
     def forward(self, x, experts):
         """x [M, K], sorted by its experts [M] -> [M, N]. Few rows read only their experts' matrices."""
-        if len(x) <= len(self.weight):
+        if len(x) <= self.n_expert:
             y = (self.matrices(x.dtype, experts) @ x[:, :, None]).squeeze(2)
         else:
             y = grouped_linear(x, self.matrices(x.dtype), experts)

@@ -11,7 +11,7 @@ make up for each error, as measured on the inputs that a calibration text gives.
 
 A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
 
-Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim.
+Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim; X experts.
 """
 import signal
 
@@ -29,12 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, hf_weights
-from model import Transformer, visible
+from model import Experts, Transformer, gated, visible
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
 # Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
 BLOCK = 128
 CHUNK = 8192  # calibration tokens at a time
+FEWEST = 128  # tokens that an expert must have seen for GPTQ; another one is rounded
 
 
 # The plain quantized layer
@@ -54,23 +55,36 @@ def from_e4m3(codes: Tensor):
     return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0**120
 
 
+def from_e2m1(codes: Tensor):
+    """e2m1's codes, uint8 -> the numbers, fp32: a sign, 2 bits of exponent and 1 of mantissa. As from_e4m3()."""
+    codes = codes.int()
+    return ((codes & 8) << 28 | (codes & 7) << 22).view(torch.float32) * 2.0**126
+
+
+def from_e8m0(scales: Tensor):
+    """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. 2 ** -127 is below fp32's normal numbers."""
+    return (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
+
+
 @dataclass(frozen=True)
 class Codes:
     """What the codes of a weight are. A weight is (decode(code) - zero) * scale.
 
-    Another kind is one more of these, and an entry of CODES. MXFP4's e2m1 would be Codes("mxfp4", 4, 0, from_e2m1): a
-    sign, 2 bits of exponent and 1 of mantissa, with a scale, a power of two, for 32 weights. The plain layer and a
-    CPU's serve it then. The kernels serve the kinds that fast/layout.py has an entry for."""
+    Another kind is one more of these, and an entry of CODES. The plain layer and a CPU's serve it then. The kernels
+    serve the kinds that fast/layout.py has an entry for."""
     name: str
     bits: int
     zero: int  # the zero point of layers that have none of their own
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
+    decode_scales: Callable[[Tensor], Tensor] = Tensor.float  # scales as they are held -> fp32
 
 
 INT4 = Codes("int4", 4, 8, from_integers)
 INT8 = Codes("int8", 8, 128, from_integers)
 E4M3 = Codes("fp8", 8, 0, from_e4m3)
-CODES = {codes.name: codes for codes in (INT4, INT8, E4M3)}
+MXFP4 = Codes("mxfp4", 4, 0, from_e2m1, from_e8m0)  # groups of 32
+NVFP4 = Codes("nvfp4", 4, 0, from_e2m1)  # groups of 16
+CODES = {codes.name: codes for codes in (INT4, INT8, E4M3, MXFP4, NVFP4)}
 
 
 def pack(codes: Tensor, bits: int):
@@ -80,9 +94,9 @@ def pack(codes: Tensor, bits: int):
 
 
 def unpack(words: Tensor, bits: int):
-    """int32 [N, W] -> the codes, uint8 [N, W * 32 / bits]."""
+    """int32 [..., W] -> the codes, uint8 [..., W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(1)
+    return (words.unsqueeze(-1) >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
 
 
 def parameter(tensor: Tensor | None):
@@ -95,8 +109,8 @@ class QuantizedLinear(nn.Module):
 
     w[n, k] = (decode(code[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
-    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C]; zeros: integers
-    [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs are
+    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C], of MXFP4 e8m0 in
+    uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs are
     a group."""
 
     def __init__(
@@ -110,33 +124,106 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         self.codes = codes
-        self.out_features, self.in_features = len(qweight), qweight.shape[1] * 32 // codes.bits
+        self.out_features, self.in_features = qweight.shape[-2], qweight.shape[-1] * 32 // codes.bits
         self.qweight, self.scales = parameter(qweight), parameter(scales)
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
 
     def groups(self) -> Tensor:
         """Each input's group [K]."""
-        K, C = self.in_features, self.scales.shape[1]
+        K, C = self.in_features, self.scales.shape[-1]
         return (
             torch.arange(K, device=self.scales.device) // (K // C)
             if self.g_idx is None
             else self.g_idx
         )
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K]."""
-        scales = self.scales.float()
-        zeros = torch.full_like(scales, self.codes.zero) if self.zeros is None else self.zeros
-        w = self.codes.decode(unpack(self.qweight, self.codes.bits))
+    def dequantize(self, dtype: torch.dtype, experts=...) -> Tensor:
+        """The weights [N, K]; of a QuantizedExperts, these experts' [any, N, K]."""
+        scales = self.codes.decode_scales(self.scales[experts])
+        zeros = torch.full_like(scales, self.codes.zero)
+        if self.zeros is not None:
+            zeros = self.zeros[experts]
+        w = self.codes.decode(unpack(self.qweight[experts], self.codes.bits))
         if self.g_idx is not None:
-            return ((w - zeros[:, self.g_idx]) * scales[:, self.g_idx]).to(dtype)
-        w = w.unflatten(1, (scales.shape[1], self.in_features // scales.shape[1]))  # [N, C, G]
-        return ((w - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
+            groups = self.g_idx[experts].unsqueeze(-2)
+            scales, zeros = (torch.take_along_dim(of, groups, -1) for of in (scales, zeros))
+            return ((w - zeros) * scales).to(dtype)
+        w = w.unflatten(-1, (scales.shape[-1], -1))  # [..., N, C, G]
+        return ((w - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
     def forward(self, x: Tensor):
         """x [..., K] -> [..., N]"""
         return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+class QuantizedExperts(QuantizedLinear):
+    """model.Experts whose weights are codes: all tensors as QuantizedLinear has them, with X in front."""
+
+    matrices = QuantizedLinear.dequantize
+    forward = Experts.forward
+
+    @property
+    def n_expert(self) -> int:
+        return len(self.qweight)
+
+    def expert(self, x: int) -> QuantizedLinear:
+        tensors = self.qweight, self.scales, self.zeros, self.bias, self.g_idx
+        qweight, scales, zeros, bias, g_idx = (None if of is None else of[x] for of in tensors)
+        return QuantizedLinear(qweight, scales, zeros, self.codes, bias, g_idx)
+
+
+class ExpertList(nn.ModuleList):
+    """model.Experts as linear layers, while these are quantized one by one."""
+
+    def forward(self, x: Tensor, experts: Tensor):
+        rows = x.split(experts.bincount(minlength=len(self)).tolist())
+        return torch.cat([linear(of) for linear, of in zip(self, rows)])
+
+
+def split_experts(layer: Experts, _="") -> ExpertList:
+    biases = [None] * layer.n_expert if layer.bias is None else layer.bias
+    return ExpertList(plain_linear(*of) for of in zip(layer.weight, biases))
+
+
+def join_experts(linears: Iterable[nn.Module], dtype: torch.dtype) -> nn.Module:
+    """One module of the experts' linear layers: of codes, if all have the same kind of these and as many groups."""
+    linears = [*linears]
+
+    def stack(tensors: list[Tensor | None]) -> Tensor | None:
+        return None if any(of is None for of in tensors) else torch.stack(tensors)
+
+    bias = stack([getattr(linear, "bias", None) for linear in linears])
+    kinds = {(linear.codes, linear.scales.shape) for linear in linears if is_quantized(linear)}
+    if len(kinds) > 1 or not all(map(is_quantized, linears)):
+        say_once("experts of a layer that are quantized in several ways are unpacked")
+        return plain_experts(torch.stack([plain_weight(linear, dtype) for linear in linears]), bias)
+    zeros = g_idx = None
+    if any(linear.zeros is not None for linear in linears):
+        zeros = torch.stack([zeros_of(linear) for linear in linears])
+    if any(linear.g_idx is not None for linear in linears):
+        g_idx = torch.stack([linear.groups() for linear in linears])
+    qweight = torch.stack([linear.qweight for linear in linears])
+    scales = torch.stack([linear.scales for linear in linears])
+    return QuantizedExperts(qweight, scales, zeros, linears[0].codes, bias, g_idx)
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    return isinstance(layer, QuantizedLinear)
+
+
+def zeros_of(layer: QuantizedLinear) -> Tensor:
+    """The zero points [N, C], int16, if the layer has none of its own, too."""
+    if layer.zeros is None:
+        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
+    return layer.zeros
+
+
+def plain_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """A linear layer's, or that of several side by side."""
+    if isinstance(layer, nn.ModuleList):
+        return torch.cat([plain_weight(part, dtype) for part in layer])
+    return layer.dequantize(dtype) if is_quantized(layer) else layer.weight
 
 
 def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]):
@@ -154,14 +241,20 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
+def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
+    with torch.device("meta"):
+        experts = Experts(*weight.shape, bias=False)
+    experts.weight, experts.bias = parameter(weight), parameter(bias)
+    return experts
+
+
 def unpack_layers(model: Transformer):
     """Puts plain layers with the same weights in the place of quantized ones.
 
     Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
     dtype = model.embed.weight.dtype
-    replace_layers(
-        model, QuantizedLinear, lambda layer, _: plain_linear(layer.dequantize(dtype), layer.bias)
-    )
+    for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
+        replace_layers(model, kind, lambda layer, _: plain(layer.dequantize(dtype), layer.bias))
 
 
 @cache
@@ -175,14 +268,17 @@ def say_once(message: str):
 
 
 def find_linears(model: Transformer, head: bool) -> list[str]:
-    """The names in the model of the layers that quantization replaces, the head's only if asked for."""
-    weights = [
-        weight
-        for weight in hf_weights(model.config).values()
-        if weight.quantized or head and weight.ours == "head.weight"
-    ]
-    # The names of q, k and v are one.
-    return list(dict.fromkeys(weight.ours.removesuffix(".weight") for weight in weights))
+    """The names in the model of the layers that quantization replaces, the head's only if asked for. An expert's has
+    its number at its end, as in an ExpertList. What has codes already is left out."""
+    names = []
+    for weight in hf_weights(model.config).values():
+        name = weight.ours.removesuffix(".weight")
+        if not weight.quantized and (not head or name != "head"):
+            continue
+        experts = range(weight.shape[0]) if weight.experts else [weight.expert]
+        if not is_quantized(model.get_submodule(name)):
+            names += [name if x is None else f"{name}.{x}" for x in experts]
+    return list(dict.fromkeys(names))  # the names of q, k and v are one
 
 
 def group_of(K: int, group_size: int) -> int:
@@ -352,24 +448,27 @@ def quantize_model(
     do not divide a layer."""
     from tqdm import tqdm
 
+    held = dict(model.named_parameters())
     for name, weight in hf_weights(model.config).items():
-        rows = slice(weight.row, weight.row + weight.shape[0])
-        if not model.get_parameter(weight.ours)[rows].isfinite().all():
+        if weight.ours in held and not weight.of(held[weight.ours]).isfinite().all():
             raise UserError(
                 f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole"
             )
-    names = find_linears(model, head)
+    del held
+    names, dtype = find_linears(model, head), model.embed.weight.dtype
+    replace_layers(model, Experts, split_experts)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
     layers = ((name, None, None) for name in names)
     if calibration is not None:
         layers = calibrate(model, calibration, head)
-    how = codes, group_size, sym
+    how, few = (codes, group_size, sym), 0
     with tqdm(
         layers, "quantizing", len(names), unit="matrix", disable=None if progress else True
     ) as bar:
         for name, hessian, drift in bar:
             linear = model.get_submodule(name)
+            few += calibration is not None and hessian is None
             if hessian is None:
                 widest = partial(shard.widest, name) if shard and group_size == -1 else None
                 model.set_submodule(name, rounded(linear, *how, widest))
@@ -380,6 +479,9 @@ def quantize_model(
             model.set_submodule(
                 name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
             )
+    replace_layers(model, ExpertList, lambda experts, _: join_experts(experts, dtype))
+    if few:
+        say_once(f"{few} experts' matrices saw fewer than {FEWEST} tokens and were rounded")
 
 
 def calibrate(
@@ -420,6 +522,32 @@ def calibrate(
         for x, y in zip(chunks, inputs):
             x.add_(post_norm(getattr(half, second)(y)), alpha=model.config.residual_scale)
 
+    def calibrate_experts(name: str, norm: nn.Module, post_norm: nn.Module):
+        # An expert's rows are those that the original routes to it.
+        moe, scale = model.get_submodule(name), model.config.residual_scale
+        how = moe.activation, moe.moe.clamp
+        routes = [moe.route(norm(x.flatten(0, 1))) for x in exact]
+        sums = [torch.zeros_like(x.flatten(0, 1)) for x in exact]
+        for expert in range(moe.moe.n_expert):
+            gate_up, down = f"w_gate_up.{expert}", f"w_down.{expert}"
+            rows = [(experts == expert).any(1).nonzero()[:, 0] for _, experts in routes]
+            few = sum(map(len, rows)) < FEWEST
+            x, y = (
+                [norm(of.flatten(0, 1)[own]) for of, own in zip(states, rows)]
+                for states in (chunks, exact)
+            )
+            wanted = [gated(moe.get_submodule(gate_up)(of), *how) for of in y]
+            for total, of, own, (weights, experts) in zip(sums, wanted, rows, routes):
+                share = (weights * (experts == expert)).sum(1, keepdim=True)[own]
+                total[own] += share * moe.get_submodule(down)(of)
+            yield f"{name}.{gate_up}", *((None, None) if few else correlations(x, y))
+            inputs = [gated(moe.get_submodule(gate_up)(of), *how) for of in x]
+            yield f"{name}.{down}", *((None, None) if few else correlations(inputs, wanted))
+        for x, total in zip(exact, sums):
+            x.add_(post_norm(total.view_as(x)), alpha=scale)
+        for x in chunks:
+            x.add_(post_norm(moe(norm(x))), alpha=scale)
+
     positions = torch.arange(T, device=tokens.device)[None]
     turns = {table.rope: table(positions, 1) for table in model.ropes}
     for i, layer in enumerate(model.layers):
@@ -429,6 +557,9 @@ def calibrate(
         yield from calibrate_half(
             f"layers.{i}.attn", layer.attn_norm, layer.attn_post_norm, "wqkv", "wo", others
         )
+        if layer.config.moe:
+            yield from calibrate_experts(f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm)
+            continue
         yield from calibrate_half(
             f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm, "w_gate_up", "w_down"
         )
@@ -440,7 +571,7 @@ def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
     """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
     hessian = drift = 0
     for x, y in zip(chunks, exact):
-        x, y = x.flatten(0, 1).float(), y.flatten(0, 1).float()
+        x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
         hessian = hessian + x.T @ x
         drift = drift + (y - x).T @ x
     return hessian, drift
@@ -486,12 +617,13 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    if settings:
+    experts = settings.get("quant_method") == "mxfp4"  # of gpt-oss: the others' weights are rounded
+    if settings and not experts:
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )
     for weight in checkpoint.weights.values():
-        if weight.quantized:
+        if weight.quantized and not (experts and weight.experts):
             group_of(weight.shape[1], default_group(quantize, group_size))
 
 

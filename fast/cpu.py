@@ -87,7 +87,7 @@ class CpuQuantizedLinear(nn.Module):
         self.kind, self.bias, self.decodes = layer.codes, layer.bias, False
         codes = unpack(layer.qweight, layer.codes.bits)
         codes, scales, zeros, perm = group_inputs(codes, layer.scales, layer.zeros, layer.g_idx, layer.codes.zero)
-        self.N, self.K, self.middle, scales = *codes.shape, layer.codes.zero, scales.float()
+        self.N, self.K, self.middle, scales = *codes.shape, layer.codes.zero, layer.codes.decode_scales(scales)
         offsets = torch.zeros_like(scales) if zeros is None else scales * (zeros - self.middle)
         self.packed = self.pairs = None
         if layer.codes == INT4 and self.K // scales.shape[1] % 32 == 0:
