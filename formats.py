@@ -4,8 +4,10 @@ Quantized checkpoints: the Hub's formats, and how they are read and written.
     quant_method         what is read                                                            what is written
     gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic           4 and 8 bits
     awq                  4 bits, version gemm
-    compressed-tensors   pack-, int-, float- and naive-quantized: 4 and 8 bits, FP8 e4m3         pack-quantized
+    compressed-tensors   pack-, int-, float- and naive-quantized: 4 and 8 bits, FP8 e4m3,        pack-quantized
+                         mxfp4- and nvfp4-pack-quantized
     fp8                  e4m3 with a scale a block or a tensor
+    mxfp4                gpt-oss's experts
 
 A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and have no zero. A group of G weights of one
 row, along K, shares scale and zero. The layouts of the files are in the docstrings of the functions in READERS. They
@@ -47,7 +49,7 @@ def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = Fa
     if not layers:
         return
     weight = model.embed.weight
-    needed = weight.itemsize * sum(layer.out_features * layer.in_features for layer in layers)
+    needed = weight.itemsize * sum(layer.qweight.numel() * 32 // layer.codes.bits for layer in layers)
     cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
@@ -92,7 +94,8 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
 class Scheme:
     """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; -1: all of them do.
 
-    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8) or e4m3; fp8."""
+    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8), e4m3, mxfp4 or nvfp4; fp8;
+    experts, gpt-oss's MXFP4."""
     layout: str
     codes: Codes
     group: int = -1
@@ -161,15 +164,24 @@ def awq_rules(settings: dict) -> Rules:
 
 
 def fp8_rules(settings: dict) -> Rules:
-    """A name in modules_to_not_convert or ignored_layers stands for a module and all in it, or is the end of a name, as
-    in transformers' should_convert_module()."""
     wanted(settings, "fmt", ["e4m3"], "e4m3")
     rows = group = -1
     if settings.get("weight_block_size") is not None:
         rows, group = wanted_block(settings, "weight_block_size")
+    return [*exceptions(settings), (EVERY, Scheme("fp8", E4M3, group, rows, zeros=False))]
+
+
+def exceptions(settings: dict) -> Rules:
+    """A name in modules_to_not_convert or ignored_layers stands for a module and all in it, or is the end of a name, as
+    in transformers' should_convert_module()."""
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
-    rules = [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
-    return [*rules, (EVERY, Scheme("fp8", E4M3, group, rows, zeros=False))]
+    return [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
+
+
+def mxfp4_rules(settings: dict) -> Rules:
+    """Of gpt-oss, where experts alone have codes."""
+    scheme = Scheme("experts", MXFP4, 32, zeros=False)
+    return [*exceptions(settings), (r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj$", scheme)]
 
 
 COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the layout
@@ -177,6 +189,8 @@ COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the
     "int-quantized": {"int": "int"},
     "float-quantized": {"int": "int", "float": "e4m3"},
     "naive-quantized": {"int": "int", "float": "e4m3"},
+    "mxfp4-pack-quantized": {"float": "mxfp4"},
+    "nvfp4-pack-quantized": {"float": "nvfp4"},
 }
 
 
@@ -208,6 +222,11 @@ def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
     wanted(dict(format=form), "format", list(COMPRESSED))
     layouts = COMPRESSED[form]
     kind = wanted(weights, "type", list(layouts), "int")
+    if layouts[kind] in CODES:  # mxfp4, nvfp4
+        scheme = Scheme(layouts[kind], CODES[layouts[kind]], dict(mxfp4=32, nvfp4=16)[layouts[kind]], zeros=False)
+        for key, value in (("num_bits", 4), ("group_size", scheme.group), ("symmetric", True), ("dynamic", False)):
+            wanted(weights, key, [value], value)
+        return scheme
     bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
     inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
     strategy = weights.get("strategy") or inferred
@@ -226,7 +245,8 @@ def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
     return Scheme(layouts[kind], codes, group, rows, not symmetric, act_order)
 
 
-RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules}
+RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules,
+         "mxfp4": mxfp4_rules}
 
 
 def read_settings(checkpoint: Checkpoint) -> dict:
@@ -254,7 +274,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
 def shared_inputs(settings: dict) -> int:
     """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words."""
     schemes = [scheme for _, scheme in settings["rules"] if scheme]
-    return math.lcm(*(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes))
+    return math.lcm(32, *(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes))
 
 
 # Reading a checkpoint
@@ -287,13 +307,20 @@ class QuantizedReader:
         table = hf_weights(self.shard.whole if self.shard else model.config)
         matrices = {name: weight for name, weight in table.items() if weight.quantized or weight.ours == "head.weight"}
         schemes = self.find_schemes(matrices)
-        parts = {}  # our layer -> Hugging Face's names of its matrices
+        parts = {}  # our layer -> its experts' numbers, or None -> Hugging Face's names of its matrices
         for name, weight in matrices.items():
-            parts.setdefault(weight.ours.removesuffix(".weight"), []).append(name)
-        for ours, names in parts.items():
-            if any(schemes[name] for name in names):
-                linears = [self.read_linear(name, table, schemes[name]) for name in names]
-                model.set_submodule(ours, fuse(linears))
+            parts.setdefault(weight.ours.removesuffix(".weight"), {}).setdefault(weight.expert, []).append(name)
+        for ours, experts in parts.items():
+            if not any(schemes[name] for names in experts.values() for name in names):
+                continue
+            [name, *_] = experts.get(None, [None])
+            if name and table[name].experts:
+                layer = self.read_experts(name, table[name], model.get_submodule(ours).bias)
+            else:
+                layers = [fuse([self.read_linear(name, table, schemes[name]) for name in names])
+                          for names in experts.values()]
+                layer = layers[0] if name else join_experts(layers, self.dtype)
+            model.set_submodule(ours, layer)
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
                 del files[name]
@@ -335,7 +362,9 @@ class QuantizedReader:
         if scheme is None:
             return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
-        G = group_of(K, scheme.group if scheme.rows == 1 else -1)
+        G = group_of(K, scheme.group if scheme.rows == 1 and codes != NVFP4 else -1)
+        if codes == NVFP4:
+            G = scheme.group
         if scheme.rows > 1:
             G = min(scheme.group, K)  # a file's block may be larger than the matrix
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
@@ -343,11 +372,34 @@ class QuantizedReader:
         layer = Layer(self, name, N, K, G, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
         kept, g_idx = layer.groups()
-        scales = scales.float() if codes == E4M3 else lossless(scales)
+        if scales.is_floating_point():
+            scales = lossless(scales) if codes.zero else scales.float()
         if zeros is not None:
             zeros = zeros[:, kept]
             zeros = None if (zeros == codes.zero).all() else zeros
         return QuantizedLinear(qweight, scales[:, kept], zeros, codes, bias, g_idx)
+
+    def read_experts(self, name: str, weight: Weight, bias: nn.Parameter) -> QuantizedExperts:
+        """gpt-oss's: `name`_blocks uint8 [X, N, C, 16], in a byte an even input's code and then an odd one's, and
+        `name`_scales uint8 [X, N, C]. Rows of gate and up take turns. bias: what load_model() reads later."""
+        X, K, N = weight.shape
+        C = K // group_of(K, 32)
+        part = ()
+        if self.shard:
+            _, columns, rows = self.shard.part(weight)
+            groups = columns if columns == ALL else slice(columns.start // 32, columns.stop // 32)
+            part = ALL, rows, groups
+        blocks = self.read(f"{name}_blocks", [(X, N, C, 16)], "U8", part)
+        scales = vet_e8m0(self.read(f"{name}_scales", [(X, N, C)], "U8", part), name)
+        if weight.rows == "pairs":
+            blocks, scales = (of.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for of in (blocks, scales))
+        return QuantizedExperts(blocks.flatten(2).view(torch.int32), scales, None, MXFP4, bias)
+
+
+def vet_e8m0(scales: Tensor, name: str) -> Tensor:
+    if (scales == 255).any():
+        raise UserError(f"the scales of {name} have NaN; take a checkpoint that is whole")
+    return scales
 
 
 @dataclass(frozen=True)
@@ -386,9 +438,13 @@ class Layer:
             "K": (self.K, self.columns),
             "C": (self.C, ALL),
             "N/w": (-(-self.N // per), words(self.rows)),
-            "K/w": (self.K // per, words(self.columns))}
+            "K/w": (self.K // per, words(self.columns)),
+            "K/2": (self.K // 2, self.halves())}
         shape, part = zip(*[known[axis] for axis in axes.split()])
         return self.reader.read(self.name(kind), [shape], dtypes, part)
+
+    def halves(self) -> slice:
+        return self.columns if self.columns == ALL else slice(self.columns.start // 2, self.columns.stop // 2)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
@@ -486,8 +542,26 @@ def read_e4m3(layer: Layer):
     return codes.contiguous().view(torch.int32), scales, None
 
 
+def read_mxfp4(layer: Layer):
+    """weight_packed uint8 [N, K / 2], in a byte an even input's code and then an odd one's; weight_scale uint8 [N, C],
+    e8m0."""
+    codes = layer.read("weight_packed", "N K/2", "U8")
+    return codes.contiguous().view(torch.int32), vet_e8m0(layer.read_scales("weight_scale", "U8"), layer.weight), None
+
+
+def read_nvfp4(layer: Layer):
+    """As read_mxfp4(), but weight_scale is float8_e4m3fn, and is divided by the one number weight_global_scale."""
+    codes = layer.read("weight_packed", "N K/2", "U8")
+    scales = layer.read_scales("weight_scale", "F8_E4M3").float()
+    whole = layer.reader.read(layer.name("weight_global_scale"), [(1,), ()]).float()
+    if not (scales / whole).isfinite().all():
+        raise UserError(f"the scales of {layer.weight} have NaN; take a checkpoint that is whole")
+    return codes.contiguous().view(torch.int32), scales / whole, None
+
+
 READERS = dict(
-    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, e4m3=read_e4m3, fp8=read_e4m3)
+    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, e4m3=read_e4m3, fp8=read_e4m3,
+    mxfp4=read_mxfp4, nvfp4=read_nvfp4)
 
 
 # Writing a checkpoint
@@ -550,6 +624,8 @@ def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> I
         if len(weight.shape) == 1 or not isinstance(layer, QuantizedLinear):
             yield name, read_tensor(files, name, [weight.shape])
             continue
+        if weight.expert is not None:
+            layer = layer.expert(weight.expert)
         rows = slice(weight.row, weight.row + weight.shape[0])
         for kind, tensor in TENSORS[config["quant_method"]](layer, rows, config).items():
             yield stem(name) + kind, tensor.contiguous().cpu()

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from checkpoint import UserError, Weight, count_parameters, hf_weights
-from model import Config, RMSNorm, Transformer
+from model import Config, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -55,7 +55,12 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     even = H // ranks * E
     if ranks % K == H % ranks == 0 and even % group == E % word == 0:
         o_unit = even
-    return o_unit, math.lcm(group, 32 if config.ffn_dim % 32 == 0 else 1)
+    return o_unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
+
+
+def ffn_dims(config: Config) -> set[int]:
+    """Of the model's dense feed-forward parts and of its experts."""
+    return {layer.moe.ffn_dim if layer.moe else config.ffn_dim for layer in config.layers}
 
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
@@ -65,10 +70,9 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     if ranks > -(-H * config.head_dim // o_unit):
         groups = f", in groups of {group} quantized weights" if group > 1 else ""
         return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
-    if ranks > -(-config.ffn_dim // ffn_unit):
-        return (
-            f"{ranks} ranks cannot share {config.ffn_dim} feed-forward rows in units of {ffn_unit}"
-        )
+    least = min(ffn_dims(config))
+    if ranks > -(-least // ffn_unit):
+        return f"{ranks} ranks cannot share {least} feed-forward rows in units of {ffn_unit}"
     return None
 
 
@@ -90,33 +94,50 @@ class Shard:
         q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
         kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
         ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
+        moes = {layer.moe for layer in config.layers if layer.moe}
+        first, end = cut(moes.pop().ffn_dim, ffn_unit, rank, ranks) if moes else (0, 0)
         part = part_of(V, ranks)
         self.whole = config
+        self.rank = rank
+        layers = tuple(
+            replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=end - first))
+            for layer in config.layers
+        )
         self.config = replace(
-            config, n_head=q_end - q, n_kv_head=kv_end - kv, ffn_dim=ffn_end - ffn
+            config,
+            layers=layers,
+            n_head=q_end - q,
+            n_kv_head=kv_end - kv,
+            ffn_dim=ffn_end - ffn,
         )
         heads, keys = slice(q * E, q_end * E), slice(kv * E, kv_end * E)
         # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
         qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
         gate_up = torch.arange(2 * config.ffn_dim).chunk(2)
         self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
+            "heads": slice(q, q_end),
             "q": heads,
             "kv": keys,
             "ffn": slice(ffn, ffn_end),
             "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (heads, keys, keys))]),
             "gate_up": torch.cat([rows[ffn:ffn_end] for rows in gate_up]),
+            "expert": slice(first, end),
+            "pairs": slice(2 * first, 2 * end),
             "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
             None: slice(None),
         }
-        self.row_parallel = [  # the layers of which it has some inputs
+        self.row_parallel = dict.fromkeys(  # the layers of which it has some inputs
             weight.ours.removesuffix(".weight")
             for weight in hf_weights(config).values()
             if weight.columns
-        ]
+        )
 
     def part(self, weight: Weight):
         """The rows and columns to read of one of Hugging Face's tensors."""
-        return self.shares[weight.rows], self.shares[weight.columns]
+        part = self.shares[weight.rows], self.shares[weight.columns]
+        if weight.experts:
+            part = slice(None), *(part[::-1] if len(weight.shape) == 3 else part)
+        return part
 
     def model(self) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
@@ -130,8 +151,8 @@ class Shard:
         return nn.Linear(self.whole.dim, share.stop - share.start, bias=False, device="meta")
 
     def widest(self, name: str, low: Tensor, high: Tensor):
-        """low and high of each row's weights over all ranks. name: the layer's in the model."""
-        if name in self.row_parallel:
+        """low and high of each row's weights over all ranks. name: the layer's in the model, or an expert's."""
+        if name.rstrip(".0123456789") in self.row_parallel:
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)
             low, high = -ranges[0], ranges[1]
@@ -142,7 +163,13 @@ class Shard:
         # The first one takes seconds.
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
         for name in self.row_parallel:
-            model.set_submodule(name, RowParallelLinear(model.get_submodule(name)))
+            layer = model.get_submodule(name)
+            if layer.bias is not None and self.rank:  # which is added once
+                layer.bias.data.zero_()
+            kind = RowParallelLinear
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), MoE):
+                kind, name = ParallelExperts, name.rpartition(".")[0]
+            model.set_submodule(name, kind(model.get_submodule(name)))
         if self.whole.tied:
             model.head = self.make_head()
             model.head.weight = nn.Parameter(
@@ -183,6 +210,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor):
         return all_reduce(self.linear(x))
+
+
+class ParallelExperts(RowParallelLinear):
+    """A MoE, of each expert of which each rank has some units."""
 
 
 class ParallelRMSNorm(nn.Module):

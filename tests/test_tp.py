@@ -33,6 +33,7 @@ TINY, DRAFT = str(TINY), str(DRAFT)  # as cases.json has them
 
 # Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
 UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 MADE = dict(
     uneven=("llama", UNEVEN), tied=("llama", UNEVEN | dict(tie_word_embeddings=True)), bias=("qwen2", UNEVEN),
     qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)), odd_rows=("llama", dict(intermediate_size=97)),
@@ -40,7 +41,9 @@ MADE = dict(
     phi=("phi3", UNEVEN), olmo=("olmo3", UNEVEN | dict(sliding_window=5)),
     shared_norm=("olmo2", dict(num_key_value_heads=1)),
     gemma=("gemma3_text", UNEVEN | dict(query_pre_attn_scalar=24, sliding_window=5)),
-    granite=("granite", UNEVEN | dict(residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=3.0)))
+    granite=("granite", UNEVEN | dict(residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=3.0)),
+    mixtral=("mixtral", UNEVEN | EXPERTS), gpt_oss=("gpt_oss", UNEVEN | EXPERTS | dict(sliding_window=5)),
+    qwen3_moe=("qwen3_moe", UNEVEN | EXPERTS | dict(moe_intermediate_size=96, decoder_sparse_step=2)))
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
 GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
@@ -53,7 +56,10 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "bias, int8": dict(checkpoint="bias", quantize="int8"), "tied, int4": dict(checkpoint="tied", quantize="int4"),
     "head int4": dict(checkpoint="uneven", quantize_head="int4"),
     "tied, head int8": dict(checkpoint="tied", quantize="int4", quantize_head="int8"),
-    "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8")}
+    "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8"),
+    "mixtral, int8": dict(checkpoint="mixtral", quantize="int8"),
+    "qwen3_moe, int4": dict(checkpoint="qwen3_moe", quantize="int4"),
+    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
