@@ -3,11 +3,12 @@ Write tests/quantized_golden.safetensors: tiny quantized checkpoints, each packe
 format, with the logits and greedy tokens that transformers gives for the weights as that package dequantizes them.
 
 Run it in an environment of its own; the packages are needed here alone. compressed-tensors 0.20 no longer writes
-activation ordering, so a second run with an older one adds it:
+activation ordering, so a second run with an older one adds it. transformers 5.24 wrote what has experts or e2m1:
 
     pip install transformers==5.23 compressed-tensors==0.20 && pip install --no-deps gptqmodel==7.7 autoawq==0.2.9
     python tests/make_quantized_golden.py
     pip install --no-deps compressed-tensors==0.12.2 && python tests/make_quantized_golden.py act-order
+    pip install transformers==5.24 compressed-tensors==0.20 && python tests/make_quantized_golden.py moe
 
 Tensors are named SETTING/NAME, and those that several settings share SHAPE/NAME. The file's metadata has each SETTING's
 config.json, which says in `shared` what the setting shares. Written with torch 2.13.
@@ -23,12 +24,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from make_golden import greedy, new_model, random_model
 
 OUT = Path(__file__).parent / "quantized_golden.safetensors"
 PROMPT, NEW_TOKENS = 9, 15
+F32 = torch.float32
 COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
               num_key_value_heads=1, head_dim=32, max_position_embeddings=64, rms_norm_eps=1e-5,
               tie_word_embeddings=False, bos_token_id=1, eos_token_id=None)
@@ -39,6 +41,9 @@ SHAPES = {
     "288": Qwen3Config(**COMMON | dict(intermediate_size=288)),
     "128": Qwen3Config(**COMMON | dict(hidden_size=128, intermediate_size=128, num_attention_heads=4,
                                        num_key_value_heads=4)),
+    "gpt_oss": GptOssConfig(**COMMON | dict(hidden_size=96, intermediate_size=96), num_local_experts=4,
+                            num_experts_per_tok=2, sliding_window=5),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96),
 }
 
 
@@ -46,6 +51,46 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """All but the head."""
     return {name: module for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and name != "lm_head"}
+
+
+class SeparateExperts(nn.Module):
+    """The linear layers of a transformers model, with those of its experts one by one, as their files name them."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        experts = {name: module for name, module in model.named_modules() if hasattr(module, "gate_up_proj")
+                   and isinstance(module.gate_up_proj, nn.Parameter)}
+        parts = {name: module.weight for name, module in linears(model).items()}
+        for name, module in experts.items():
+            for i, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj)):
+                gate, up = gate_up.chunk(2)
+                parts |= {f"{name}.{i}.{part}_proj": w for part, w in dict(gate=gate, up=up, down=down).items()}
+        for name, weight in parts.items():
+            here = self
+            for part in name.split(".")[:-1]:
+                if not hasattr(here, part):
+                    here.add_module(part, nn.Module())
+                here = getattr(here, part)
+            layer = nn.Linear(*reversed(weight.shape), bias=False)
+            layer.weight.data = weight.detach().clone()
+            here.add_module(name.split(".")[-1], layer)
+
+
+def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Per-expert weights as transformers' modules hold them."""
+    held, stacks = {}, {}
+    for name, weight in weights.items():
+        before, _, after = name.partition(".experts.")
+        if after[:1].isdigit():
+            stacks.setdefault(before, {})[after] = weight
+        else:
+            held[name] = weight
+    for name, of in stacks.items():
+        gates, ups, downs = ([of[f"{i}.{part}_proj.weight"] for i in range(len(of) // 3)]
+                             for part in ("gate", "up", "down"))
+        held[f"{name}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups)])
+        held[f"{name}.experts.down_proj"] = torch.stack(downs)
+    return held
 
 
 def groups_of(w: Tensor, group_size: int) -> Tensor:
@@ -130,7 +175,7 @@ def awq(model: nn.Module, group_size: int, version: dict):
 # compressed-tensors
 
 
-def observe(w: Tensor, args) -> tuple[Tensor, Tensor]:
+def observe(w: Tensor, args, **more) -> tuple[Tensor, Tensor]:
     """Scale and zero point of the range of each part that shares them."""
     from compressed_tensors.quantization.utils import calculate_qparams
     w = w.detach().float()
@@ -142,22 +187,27 @@ def observe(w: Tensor, args) -> tuple[Tensor, Tensor]:
         w = w.view(w.shape[0] // rows, rows, -1, columns)
         low, high = w.amin((1, 3)), w.amax((1, 3))
     else:
-        w = groups_of(w, args.group_size if args.strategy == "group" else -1)
+        w = groups_of(w, args.group_size if "group" in args.strategy else -1)
         low, high = w.amin(-1), w.amax(-1)
-    return calculate_qparams(low, high, args)
+    return calculate_qparams(low, high, args, **more)
 
 
 def compressed_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, **config):
     """The package puts its parameters into the model, compresses it, and decompresses each layer."""
     from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
     model.to(dtype)
     apply_quantization_config(model, QuantizationConfig(quantization_status="frozen", **config))
     schemes = {name: module.quantization_scheme for name, module in model.named_modules()
                if hasattr(module, "quantization_scheme") and module.quantization_scheme.weights}
     for name, scheme in schemes.items():
-        module = model.get_submodule(name)
-        scale, zero = observe(module.weight, scheme.weights)
+        module, more = model.get_submodule(name), {}
+        if hasattr(module, "weight_global_scale"):
+            module.weight_global_scale.data.copy_(448 * 6 / module.weight.abs().max())
+            more = dict(global_scale=module.weight_global_scale)
+        scale, zero = observe(module.weight, scheme.weights, **more)
         module.weight_scale.data.copy_(scale)
         if hasattr(module, "weight_zero_point"):
             module.weight_zero_point.data.copy_(zero)
@@ -171,9 +221,16 @@ def compressed_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, **c
     for name, scheme in schemes.items():
         held = {key: value for key, value in model.get_submodule(name).state_dict().items() if key != "bias"}
         tensors |= {f"{name}.{key}": value for key, value in held.items()}
-        held["weight_scale"] = held["weight_scale"].float()
-        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(held, scheme)
-        weights[name + ".weight"] = found["weight"].float()
+        if held["weight_scale"].dtype != torch.uint8:
+            held["weight_scale"] = held["weight_scale"].float()
+        K = model.get_submodule(name).in_features
+        if "weight_global_scale" in held:  # decompress() would round to bf16
+            unpacked = unpack_fp4_from_uint8(held["weight_packed"], len(held["weight_packed"]), K, F32)
+            found = dequantize(unpacked, held["weight_scale"], args=scheme.weights, dtype=F32,
+                               global_scale=held["weight_global_scale"])
+        else:
+            found = BaseCompressor.get_value_from_registry(scheme.format).decompress(held, scheme)["weight"]
+        weights[name + ".weight"] = found.float()
     tensors |= {name: value for name, value in model.state_dict().items() if name in before and name.endswith("_scale")}
     settings = json.loads(compressor.quantization_config.model_dump_json())
     return tensors, weights, settings
@@ -221,6 +278,24 @@ def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
         tensors |= made
         weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), torch.float32)
     return tensors, weights, json.loads(config.to_json_string())
+
+
+# gpt-oss's MXFP4
+
+
+def mxfp4(model: nn.Module):
+    """Random codes, and transformers' own dequantization of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    tensors, weights = {}, {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            X, K, N = parameter.shape
+            blocks = torch.randint(256, (X, N, K // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 126, (X, N, K // 32), dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return tensors, weights, dict(quant_method="mxfp4", modules_to_not_convert=[
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"])
 
 
 INT4, INT8, FP8 = dict(num_bits=4), dict(num_bits=8), dict(num_bits=8, type="float")
@@ -293,14 +368,27 @@ SETTINGS = {
         ignored_layers=["lm_head", "mlp.gate_proj"], modules_to_not_convert=None)),
     "fp8 a tensor": ("llama", partial(fp8, block=None), {}),
 }
+FP4 = dict(num_bits=4, type="float", symmetric=True, dynamic=False)
+MXFP4 = FP4 | dict(strategy="group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
+NVFP4 = FP4 | dict(strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn",
+                   zp_dtype="torch.float8_e4m3fn")
+EXCEPT = dict(ignore=["lm_head", "re:.*mlp.gate$"])
+MOE = {
+    "mxfp4": ("gpt_oss", mxfp4, {}),
+    "mxfp4-pack": by_ct("qwen3_moe", scheme(MXFP4), **EXCEPT),
+    "nvfp4-pack": by_ct("qwen3_moe", scheme(NVFP4), **EXCEPT),
+    "nvfp4-pack dense": by_ct("llama", scheme(NVFP4)),
+    "w4a16 of experts": by_ct("qwen3_moe", scheme(INT4 | G32 | ASYMMETRIC), **EXCEPT),
+    "fp8 of experts": by_fp8("qwen3_moe", 32, 32, modules_to_not_convert=["lm_head"]),
+}
 ACT_ORDER = {"w4a16 act-order": ("llama", partial(act_order, group_size=32), {})}
 
 
 @torch.no_grad()
 def main() -> None:
     wanted, golden, configs = SETTINGS, {}, {}
-    if sys.argv[1:] == ["act-order"]:  # added to what is there
-        wanted, golden = ACT_ORDER, load_file(OUT)
+    if sys.argv[1:]:  # added to what is there
+        wanted, golden = {"act-order": ACT_ORDER, "moe": MOE}[sys.argv[1]], load_file(OUT)
         with safe_open(OUT, framework="pt") as file:
             configs = file.metadata()
     for shape, config in SHAPES.items():
@@ -313,7 +401,8 @@ def main() -> None:
             torch.manual_seed(len(golden))
             model = new_model(config)
             model.load_state_dict(state)
-            tensors, weights, settings = make(model)
+            tensors, weights, settings = make(SeparateExperts(model) if of == "qwen3_moe" else model)
+            weights = fused(weights)
             settings = {key: value for key, value in (settings | changes).items() if value is not None}
             kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
                     if name not in weights and name not in tensors}

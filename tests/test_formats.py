@@ -87,14 +87,16 @@ def test_ranks_hold_the_same_weights(tmp_path, lone, setting):
     unfold(setting, tmp_path)
     whole = load_checkpoint(tmp_path)
     H, K, E, F = (getattr(whole.config, name) for name in ("n_head", "n_kv_head", "head_dim", "ffn_dim"))
+    moe = whole.config.layers[0].moe
+    units, F = ("expert", moe.ffn_dim) if moe else ("ffn", F)
     for rank in (0, 1):
         shard = Shard(whole.config, formats.shared_inputs(read_settings(Checkpoint(tmp_path))), rank, 2)
-        q, kv, ffn = (torch.arange(1000)[shard.shares[name]] for name in ("q", "kv", "ffn"))
+        q, kv, ffn = (torch.arange(1000)[shard.shares[name]] for name in ("q", "kv", units))
         parts = {"attn.wqkv": (torch.cat([q, H * E + kv, (H + K) * E + kv]), ALL), "attn.wo": (ALL, q),
                  "ffn.w_gate_up": (torch.cat([ffn, F + ffn]), ALL), "ffn.w_down": (ALL, ffn)}
         for mine, all_of in zip(load_rank(tmp_path, rank).layers, whole.layers):
             for name, (rows, columns) in parts.items():
-                want = weight_of(all_of.get_submodule(name))[rows][:, columns]
+                want = weight_of(all_of.get_submodule(name))[..., rows, :][..., columns]
                 assert weight_of(mine.get_submodule(name)).equal(want)
 
 
@@ -227,7 +229,8 @@ def weights(**of) -> dict:
     ("w4a16", "quant_method", "hqq", "HQQ compressed-tensors"),
     ("w4a16", "sparsity_config", dict(format="sparse-24-bitmask"), "2:4 sparse"),
     ("w4a16", "transform_config", dict(config_groups=dict(u=1)), "transform_config"),
-    ("w4a16", "config_groups", weights(form="mxfp4-pack-quantized"), "MXFP4 pack-quantized"),
+    ("w4a16", "config_groups", weights(form="mxfp8-quantized"), "MXFP8 pack-quantized"),
+    ("mxfp4-pack", "config_groups", weights(form="mxfp4-pack-quantized", type="float", group_size=16), "group_size 16 32"),
     ("w4a16", "config_groups", weights(form="marlin-24"), "2:4 sparse"),
     ("w4a16", "config_groups", weights(num_bits=3), "num_bits 3 [4, 8]"),
     ("w4a16", "config_groups", weights(type="float"), "type float"),
