@@ -365,11 +365,20 @@ class Experts(nn.Module):
 
     def forward(self, x, experts):
         """x [M, K], sorted by its experts [M] -> [M, N]. Few rows read only their experts' matrices."""
-        if len(x) <= self.n_expert:
+        if always(x.shape[0] <= self.n_expert):
             y = (self.matrices(x.dtype, experts) @ x[:, :, None]).squeeze(2)
         else:
             y = grouped_linear(x, self.matrices(x.dtype), experts)
         return y if self.bias is None else y + self.bias[experts]
+
+
+def always(condition) -> bool:
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts of all lengths."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 @torch.library.custom_op("llama_fast::grouped_linear", mutates_args=())
@@ -383,7 +392,7 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
 
 @grouped_linear.register_fake
 def _(x, weight, experts):
-    return x.new_empty(len(x), weight.shape[1])
+    return x.new_empty(x.shape[0], weight.shape[1])  # len() would fix the number of rows
 
 
 class RMSNorm(nn.Module):

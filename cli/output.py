@@ -95,7 +95,13 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if getattr(model.head, "weight", None) is not model.embed.weight:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
-    rate = weights * steps / seconds
+    weights_read = weights
+    for layer in model.layers:  # a token reads its experts; those of several rows are taken for different ones
+        if moe := layer.config.moe:
+            unread = 1 - min(1, len(runs[0]) * moe.n_chosen / moe.n_expert)
+            experts = [weight.nbytes for name, weight in layer.ffn.named_parameters() if "router" not in name]
+            weights_read -= unread * sum(experts)
+    rate = weights_read * steps / seconds
     return dict(
         checkpoint=args.checkpoint,
         device=str(device),

@@ -51,10 +51,11 @@ from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint)
-from model import Config, KVCache, LayerConfig, Transformer  # noqa: E402
-from quantize import check_quantize, default_group, round_head, round_model  # noqa: E402
+from model import Config, Experts, KVCache, LayerConfig, Transformer  # noqa: E402
+from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
+                      round_model)
 from sampling import Sampling  # noqa: E402
-from shapes import SHAPES  # noqa: E402
+from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator, make_policy  # noqa: E402
 from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
 
@@ -62,16 +63,30 @@ OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog"
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
 
 
-def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None) -> Transformer:
-    """Normal weights of a scale that keeps activations near 1; norms are 1."""
+def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None,
+                 mxfp4: bool = False) -> Transformer:
+    """Normal weights of a scale that keeps activations near 1; norms are 1. mxfp4: the experts have such codes."""
     with torch.device("meta"):
         model = shard.model() if shard else Transformer(config)
+        if mxfp4:
+            replace_layers(model, Experts, empty_mxfp4)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     if config.tied:
         model.head.weight = model.embed.weight
     for weight in model.parameters():
-        weight.fill_(1) if weight.dim() == 1 else weight.normal_(std=0.02)
+        if weight.dtype == torch.int32:
+            weight.random_(-2 ** 31, 2 ** 31 - 1)
+        elif weight.dtype == torch.uint8:
+            weight.fill_(120)  # 2 ** -7, for numbers whose mean square is 7
+        else:
+            weight.fill_(1) if weight.dim() == 1 else weight.normal_(std=0.02)
     return model
+
+
+def empty_mxfp4(layer: Experts, _) -> QuantizedExperts:
+    X, N, K = layer.weight.shape
+    qweight = torch.empty(X, N, K // 8, dtype=torch.int32)
+    return QuantizedExperts(qweight, torch.empty(X, N, K // 32, dtype=torch.uint8), None, MXFP4, layer.bias)
 
 
 def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -171,7 +186,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     gc.collect()  # compiled layers refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    checkpoint, settings = None, {}
+    checkpoint, settings, mxfp4 = None, {}, what in MXFP4_SHAPES
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
             raise UserError(f"{what}: no such shape and no such directory; the shapes are {', '.join(SHAPES)}")
@@ -183,13 +198,13 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     if length > config.context:
         raise UserError(f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
-    check_memory([(config, settings.get("bits"))], args.batch, length, device, dtype, team.ranks)
+    check_memory([(config, settings.get("bits", 4 if mxfp4 else None))], args.batch, length, device, dtype, team.ranks)
     torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
     if checkpoint:
         return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
-    model = random_model(config, device, dtype, shard)
+    model = random_model(config, device, dtype, shard, mxfp4)
     if args.quantize:
         round_model(model, args.quantize, args.group_size, shard)
     if shard:
@@ -240,14 +255,41 @@ def all_reduce_us(device: torch.device) -> dict[str, float]:
     return {step.__name__: 1e4 * graph_seconds(partial(chain, step)) for step in (one_shot, one_shot_norm, nccl)}
 
 
-def one_run(engine: Engine, args: Namespace) -> tuple[float, float]:
-    """Seconds to the first token, and from it to the last a step."""
+def one_run(engine: Engine, args: Namespace, made: list | None = None) -> tuple[float, float]:
+    """Seconds to the first token, and from it to the last a step. made: gets each step's tokens."""
     prompts = torch.randint(engine.model.config.vocab_size, (args.batch, args.prompt_length)).tolist()
     times = []
     begun = time.perf_counter()
-    for _ in generate(engine, prompts, args.new_tokens, args.context):
+    for rows in generate(engine, prompts, args.new_tokens, args.context):
         times.append(time.perf_counter())
+        if made is not None:
+            made.append([pairs[0][0] for pairs in rows])
     return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
+
+
+@torch.no_grad()
+def share_of_experts(engine: Engine, steps: list[list[int]]) -> float:
+    """Which part of a layer's experts a step reads: those that its rows choose, together; the mean over steps and
+    sparse layers. The tokens that each step gave are read once more, as a prompt, and the routers' scores are looked
+    at on the device."""
+    model, chosen = engine.model, []
+    sparse = [layer.moe for layer in model.config.layers if layer.moe]
+    tokens = torch.tensor(steps, device=engine.device).T  # [B, T]
+    B, T = tokens.shape
+
+    def look(router, inputs, scores: Tensor) -> None:
+        moe = sparse[len(chosen)]
+        of_row = torch.zeros(B, T, moe.n_expert, device=scores.device)
+        of_row.scatter_(2, scores.view(B, T, -1).topk(moe.n_chosen).indices, 1)
+        chosen.append(of_row.amax(0).mean())
+
+    hooks = [module.register_forward_hook(look) for name, module in model.named_modules() if name.endswith("router")]
+    with torch.compiler.set_stance("force_eager"):
+        model(tokens, torch.arange(T, device=engine.device)[None], engine.slots(T))
+    for hook in hooks:
+        hook.remove()
+    assert len(chosen) == len(sparse)
+    return torch.stack(chosen).mean().item()
 
 
 def in_processes(what: str, args: Namespace, *more: str, env: dict | None = None) -> str:
@@ -310,14 +352,18 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
 
 
 def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> dict:
-    """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read, and the keys and
-    values in use; operations of a prompt: two a token and weight of the layers, and attention's under the mask. All of
-    these are a rank's."""
+    """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read and the experts that
+    no row chose, and the keys and values in use; operations of a prompt: two a token and weight of the layers (of
+    experts, those that it chose), and attention's under the mask. All of these are a rank's."""
     dtype = find_dtype(args.dtype, device)
     cuda = device.type == "cuda"
     model = build(what, args, device, dtype, team)
     config = model.config
-    layers = sum(math.prod(weight.shape) for weight in hf_weights(config).values() if weight.quantized)
+    moe = next((layer.moe for layer in config.layers if layer.moe), None)
+    layers = 0
+    for weight in hf_weights(config).values():
+        used = moe.n_chosen / moe.n_expert if weight.experts or weight.expert is not None else 1
+        layers += weight.quantized * math.prod(weight.shape) * used
     peak_rate = matrix_rate(device, dtype) if cuda else None
 
     if cuda:
@@ -325,11 +371,15 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     engine = ready(model, args, team, find_mode(args))
     weights = sum(weight.nbytes for weight in model.parameters())  # as the engine has repacked them
     embedding = model.embed.weight.nbytes if getattr(model.head, "weight", None) is not model.embed.weight else 0
-    runs = []
+    experts = sum(weight.nbytes for layer in model.layers if layer.config.moe
+                  for name, weight in layer.ffn.named_parameters() if "router" not in name)
+    runs, made = [], []
     for _ in range(args.runs):
-        runs.append(one_run(engine, args))
+        made.clear()
+        runs.append(one_run(engine, args, made))
         bar.update()
     peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    share = share_of_experts(engine, made) if moe else None
     fast = import_fast()
     read = fast.read_bandwidth(model) if fast and cuda and weights >= GIB else None  # smaller ones sit in the cache
     first, step = (statistics.median(column) for column in zip(*runs))
@@ -340,7 +390,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     length = args.context + T + args.new_tokens / 2
     in_use = args.batch * token_kv * statistics.mean(min(window, length) for window in windows)
     cache = args.batch * token_kv * len(model.slots)
-    rate = (weights - embedding + in_use) / step
+    rate = (weights - embedding - experts * (1 - (share or 0)) + in_use) / step
     seen = sum(min(window, args.context + t + 1) for window in windows for t in range(T))  # (layer, token, token seen)
     operations = args.batch * (2 * layers * T + 4 * config.n_head * config.head_dim * seen)
     result = setting(what, args, device, dtype) | dict(
@@ -349,7 +399,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
-        weights_bytes=weights, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
+        weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
         against={})
     for name in filter(None, args.against.split(",")):
         model = engine = None  # their memory is needed

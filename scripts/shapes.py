@@ -13,6 +13,7 @@ LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fa
                original_max_position_embeddings=8192)
 OLMO3_YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, beta_fast=32, beta_slow=1,
                   attention_factor=1.2079441541679836)
+GPT_OSS = dict(head_dim=64, sliding_window=128, num_experts_per_tok=4)
 GEMMA_LINEAR = dict(rope_type="linear", factor=8.0)
 # Where these models' configs come from has no more digits than the model has use for: the factors change no speed.
 PHI_LONG = dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.0] * 48)
@@ -26,6 +27,7 @@ def shape(kind: str, dim: int, layers: int, heads: int, kv_heads: int, ffn: int,
         rope_theta=theta, rms_norm_eps=1e-5) | more)
 
 
+MXFP4_SHAPES = "gpt-oss-20b", "gpt-oss-120b"  # whose experts are published so
 SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
     "llama-2-7b": shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096),
     "llama-2-13b": shape("llama", 5120, 40, 40, 40, 13824, 32000, 4096),
@@ -50,4 +52,9 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
                         sliding_window=1024, rope_scaling=GEMMA_LINEAR),
     "gemma-3-12b": shape("gemma3_text", 3840, 48, 16, 8, 15360, 262208, 131072, 1e6, rms_norm_eps=1e-6,
                          sliding_window=1024, rope_scaling=GEMMA_LINEAR),
+    "mixtral-8x7b": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, 1e6),
+    "qwen3-30b-a3b": shape("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, 1e6, head_dim=128, rms_norm_eps=1e-6,
+                           num_experts=128, norm_topk_prob=True),
+    "gpt-oss-20b": shape("gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=32, **GPT_OSS),
+    "gpt-oss-120b": shape("gpt_oss", 2880, 36, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=128, **GPT_OSS),
 }
