@@ -669,6 +669,9 @@ def write_checkpoint(model: Transformer, source: Checkpoint, directory: Path, qu
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
         if copied and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
             shutil.copyfile(path, directory / path.name)
+    routers = [stem(name)[:-1] for name, weight in source.weights.items() if "router" in weight.ours]
+    if "ignore" in quantization_config:  # to other readers they are linear layers like others
+        quantization_config = quantization_config | dict(ignore=quantization_config["ignore"] + routers)
     hf = source.hf | dict(quantization_config=quantization_config)
     if "text_config" in hf:  # of a model that also sees: what is written is its text part
         hf = {key: value for key, value in hf.items() if key not in ("text_config", "vision_config", "architectures")}

@@ -174,7 +174,11 @@ NUMBERS = dict(
 OPTIONAL = dict(  # these may be missing, or null
     num_key_value_heads=SIZE, head_dim=WIDTH, sliding_window=SIZE, sliding_window_pattern=SIZE,
     no_rope_layer_interval=SIZE, query_pre_attn_scalar=SCALE, embedding_multiplier=SCALE, attention_multiplier=SCALE,
-    residual_multiplier=SCALE, logits_scaling=SCALE)
+    residual_multiplier=SCALE, logits_scaling=SCALE, num_experts=SIZE)
+EXPERTS = dict(  # of a mixture of them
+    num_local_experts=SIZE, num_experts_per_tok=SIZE, moe_intermediate_size=SIZE, decoder_sparse_step=SIZE,
+    swiglu_limit=SCALE, swiglu_alpha=SCALE)
+MOST_EXPERTS = 10 ** 5  # of all layers: each has tensors of its own
 ROPE = dict(rope_theta=(float, 1e12), partial_rotary_factor=(float, 1), original_max_position_embeddings=SIZE)
 ROPE_OPTIONAL = dict.fromkeys(
     "factor low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor "
@@ -237,6 +241,8 @@ def vet_config(hf: dict) -> int:
             raise ValueError(f"{key}={str(found):.60}: want one of {values} for each of {n} layers")
     for sliding in (False, True):
         vet_rope(hf, sliding)
+    if "num_local_experts" in hf:
+        vet_experts(hf)
     config = config_from_hf(hf)
     heads = f"num_attention_heads={config.n_head}"
     if config.n_head % config.n_kv_head:
@@ -249,6 +255,21 @@ def vet_config(hf: dict) -> int:
     if weights > MOST_WEIGHTS:
         raise ValueError(f"{weights:.0e} weights: want {MOST_WEIGHTS:.0e} at most; a size is wrong")
     return config.vocab_size
+
+
+def vet_experts(hf: dict):
+    """hf: text_settings()'s."""
+    check_numbers(hf, {key: value for key, value in EXPERTS.items() if key in hf})
+    typed(hf, "norm_topk_prob", bool)
+    dense = typed(hf, "mlp_only_layers", list) or []
+    if any(type(i) is not int for i in dense):
+        raise ValueError(f"mlp_only_layers={str(dense):.60}: want numbers of layers")
+    layers, n = hf["num_hidden_layers"], hf.get("num_experts") or hf["num_local_experts"]
+    if hf["num_experts_per_tok"] > n:
+        raise ValueError(f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no more "
+                         "experts")
+    if n * layers > MOST_EXPERTS:
+        raise ValueError(f"{n} experts in each of {layers} layers: want {MOST_EXPERTS} at most; a number is wrong")
 
 
 def vet_rope(hf: dict, sliding: bool):

@@ -13,7 +13,8 @@ from cli.options import generate_args
 from generate import LLM, Engine
 from helpers import (CPU, F32, FAMILIES, GOLDEN, error, load_checkpoint, make, quantized_layers, run, with_template,
                      write)
-from quantize import calibrate, find_linears
+from model import Experts
+from quantize import calibrate, find_linears, replace_layers, split_experts
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -24,6 +25,10 @@ RELEASED = {  # parameters as transformers 5.24 counts them in its class of each
     "olmo-3-7b": 7_298_011_136,
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 OTHERS = [
     (shape("ministral3", 4096, 34, 32, 8, 14336, 131072, 262144, 1e6, head_dim=128), 8_489_553_920),
@@ -57,6 +62,8 @@ def published(family: str) -> dict:
         rope["type"] = {"longrope": "su"}.get(rope["rope_type"], rope["rope_type"])
         del rope["rope_type"]
         hf["rope_scaling"] = rope
+    if family == "qwen3-moe":
+        hf["num_experts"] = hf.pop("num_local_experts")
     if family == "smollm3":
         del hf["no_rope_layers"], hf["layer_types"]
     return hf
@@ -82,7 +89,7 @@ def test_layers_differ_as_published():
     ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
     ("gemma3", dict(hidden_activation="gelu"), "hidden_activation='gelu' is not supported: want 'gelu_pytorch_tanh'"),
     ("gemma3", dict(model_type="gemma2"), "'gemma2' is not supported, as its caps of attention scores"),
-    ("granite", dict(model_type="granitemoe"), "'granitemoe' is not supported, as its experts are not here"),
+    ("granite", dict(model_type="granitemoe"), "'granitemoe' is not supported, as its kind of experts are not here"),
     ("qwen2", dict(model_type="qwen3_5"), "as its recurrent layers are not here"),
     ("granite", dict(attention_bias=True), "attention_bias=True is not supported"),
     ("granite", dict(residual_multiplier=0), "residual_multiplier=0: want float above 0"),
@@ -94,7 +101,16 @@ def test_layers_differ_as_published():
     ("phi3-long", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[1.0] * 4)),
      "short_factor"),
     ("phi3-long", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1.0] * 4)), "long_factor"),
-    ("phi4-mini", dict(rope_parameters=dict(partial_rotary_factor=1.5)), "partial_rotary_factor=1.5")])
+    ("phi4-mini", dict(rope_parameters=dict(partial_rotary_factor=1.5)), "partial_rotary_factor=1.5"),
+    ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok=5: want 4 at most"),
+    ("mixtral", dict(num_local_experts=10 ** 6), "1000000 experts in each of 2 layers"),
+    ("mixtral", dict(num_local_experts=None), "num_local_experts=None: want int above 0"),
+    ("qwen3-moe", dict(mlp_only_layers=["3"]), "mlp_only_layers=['3']: want numbers"),
+    ("qwen3-moe", dict(norm_topk_prob=1), "norm_topk_prob=1: want true or false"),
+    ("qwen3-moe", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported: want 'softmax'"),
+    ("gpt-oss", dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+    ("gpt-oss", dict(swiglu_limit=0), "swiglu_limit=0: want float above 0"),
+    ("gpt-oss", dict(attention_bias=False), "attention_bias=False is not supported: want True")])
 def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, family, changes, said):
     shutil.copytree(GOLDEN / family, tmp_path / "bad")
     path = tmp_path / "bad" / "config.json"
@@ -125,8 +141,10 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, capsys, family, kind,
         assert found.state_dict()[name].equal(weight)
 
 
+EXPERTS = dict(num_local_experts=3, num_experts_per_tok=2)  # each sees the 128 tokens of FEWEST of 256
 KINDS = dict(smollm3={}, phi3={}, granite=dict(residual_multiplier=0.3, embedding_multiplier=3.0), olmo3={},
-             gemma3_text=dict(query_pre_attn_scalar=24))
+             gemma3_text=dict(query_pre_attn_scalar=24), gpt_oss=EXPERTS | dict(num_experts_per_tok=3),
+             qwen3_moe=EXPERTS | dict(moe_intermediate_size=64, decoder_sparse_step=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,12 +152,14 @@ KINDS = dict(smollm3={}, phi3={}, granite=dict(residual_multiplier=0.3, embeddin
 def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
     """As nothing is quantized here, nothing drifts."""
     make(tmp_path, kind, **KINDS[kind])
-    model, tokens, read = load_model(Checkpoint(tmp_path), CPU, F32), torch.randint(64, (4, 32)), {}
+    model, tokens, read = load_model(Checkpoint(tmp_path), CPU, F32), torch.randint(64, (16, 32)), {}
     model.setup(32)
     head = not model.config.tied
-    names = {model.get_submodule(name): name for name in find_linears(model, head=head)}
+    names = find_linears(model, head=head)
+    replace_layers(model, Experts, split_experts)
+    names = {model.get_submodule(name): name for name in names}
     for layer in names:
-        layer.register_forward_pre_hook(lambda layer, inputs: read.update({layer: inputs[0].flatten(0, 1)}))
+        layer.register_forward_pre_hook(lambda layer, inputs: read.update({layer: inputs[0].flatten(0, -2)}))
     model(tokens, torch.arange(32)[None])
     expected = {names[layer]: x.T @ x for layer, x in read.items()}
     for name, hessian, drift in calibrate(model, tokens, head):

@@ -27,6 +27,7 @@ from cli import ranks as ends
 from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
                      same_but_for_ties, told, torchrun, write)
 from model import Config
+from test_formats import unfold
 from tp import Shard, Team, cut, draft_splitter, join
 
 TINY, DRAFT = str(TINY), str(DRAFT)  # as cases.json has them
@@ -49,7 +50,7 @@ GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", "awq")} | {
+LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", "awq", "experts-gptq", "mxfp4")} | {
     "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
@@ -59,7 +60,8 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", 
     "phi, int4": dict(checkpoint="phi", quantize="int4"), "olmo, int8": dict(checkpoint="olmo", quantize="int8"),
     "mixtral, int8": dict(checkpoint="mixtral", quantize="int8"),
     "qwen3_moe, int4": dict(checkpoint="qwen3_moe", quantize="int4"),
-    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4")}
+    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"),
+    "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
@@ -127,6 +129,8 @@ def pair(directory: Path) -> Callable:
         write(directory / "exact", directory / name, *how)
     make(directory / "heads", num_attention_heads=48, num_key_value_heads=6, head_dim=20)  # half of them end in a word
     write(directory / "heads", directory / "words", 4, -1, False)
+    write(directory / "qwen3_moe", directory / "experts-gptq", 4, 32, False, act_order=True)
+    unfold("mxfp4", directory / "mxfp4")
     write(directory / "exact", directory / "awq", 4, 32, False)
     change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
     return partial(run_ranks, directory, "cpu", placed(CASES, directory))

@@ -67,7 +67,7 @@ def check(results: dict, tree: Path) -> None:
     assert results["generate"] == str(tree / "generate.py") and results["imported"] == []
     for name, result in results["commands"].items():
         assert result["code"] == 0 and "fast" not in result["err"], (name, result["err"])
-    assert len(results["golden"]) == 18
+    assert len(results["golden"]) == 21
     for family, golden in results["golden"].items():
         assert golden["error"] < 1e-5 and golden["same"], family
     results = results["commands"]
