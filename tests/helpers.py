@@ -256,7 +256,7 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
     """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
     source = Checkpoint(directory)
     model = load_model(source, CPU, F32)
-    tokens = torch.randint(model.config.vocab_size, (4, 32)) if act_order else None
+    tokens = torch.randint(model.config.vocab_size, (24, 32)) if act_order else None
     quantize_model(model, CODES[f"int{bits}"], group_size, sym, act_order, head, tokens)
     out.mkdir()
     config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config

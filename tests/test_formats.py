@@ -17,8 +17,9 @@ from checkpoint import Checkpoint
 from formats import read_settings
 from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, refusal,
                      rewrite, write)
-from model import Config, Transformer
-from quantize import QuantizedLinear, from_e4m3, say_once
+from model import Config, Experts, Transformer
+from quantize import (INT8, MXFP4, QuantizedExperts, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0,
+                      say_once)
 from tp import Shard
 
 FILE = ROOT / "tests" / "quantized_golden.safetensors"
@@ -180,6 +181,63 @@ def test_e4m3_is_read_by_bits():
     assert from_e4m3(codes)[numbers == numbers].equal(numbers[numbers == numbers])
 
 
+def test_e2m1_and_e8m0_are_read_by_bits():
+    """All 16 numbers of OCP's table; 2 ** -127 is no normal number."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert from_e2m1(torch.arange(16, dtype=torch.uint8)).equal(torch.cat([numbers, -numbers]))
+    scales = torch.arange(255, dtype=torch.uint8)
+    assert from_e8m0(scales).double().equal(2.0 ** (scales.double() - 127))
+
+
+def test_of_gpt_oss_the_rest_is_rounded_and_experts_stay_mxfp4(tmp_path):
+    tokens, logits = unfold("mxfp4", tmp_path)
+    model = load_checkpoint(tmp_path, quantize="int8", quantize_head="int8")
+    kinds = {name: layer.codes for name, layer in quantized_layers(model).items()}
+    experts = {f"layers.0.ffn.{name}": MXFP4 for name in ("w_gate_up", "w_down")}
+    assert kinds == experts | {"layers.0.attn.wqkv": INT8, "layers.0.attn.wo": INT8, "head": INT8}
+    for name in experts:
+        layer = model.get_submodule(name)
+        bits = 8 * (layer.qweight.nbytes + layer.scales.nbytes) / (4 * layer.out_features * layer.in_features)
+        assert bits == 4.25
+    found = logits_of(model, tokens)
+    assert 1e-5 < error(found, logits) < 0.05
+    formats.unpack_quantized(model, quiet=True)
+    assert not quantized_layers(model) and error(logits_of(model, tokens), found) < 1e-6
+
+
+@pytest.mark.parametrize("setting, name, change, words", [
+    ("mxfp4", "down_proj_scales", lambda t: t + 255 - t, "scales down_proj NaN"),
+    ("mxfp4", "gate_up_proj_blocks", lambda t: t[:, 2:], "gate_up_proj_blocks [4, 190, 3, 16] want [4, 192, 3, 16]"),
+    ("mxfp4", "gate_up_proj_scales", lambda t: t.short(), "I16 want U8"),
+    ("mxfp4", "down_proj_bias", lambda t: None, "down_proj_bias is missing"),
+    ("mxfp4-pack", "3.up_proj.weight_scale", lambda t: t[:, 1:], "weight_scale [96, 1] want [96, 2]"),
+    ("nvfp4-pack", "3.up_proj.weight_global_scale", lambda t: 0 * t, "scales up_proj NaN"),
+    ("w4a16 of experts", "3.up_proj.weight_packed", lambda t: None, "3.up_proj.weight_packed is missing"),
+    ("w4a16 of experts", "4.up_proj.weight_packed", lambda t: torch.zeros(1), "no place 4.up_proj.weight_packed")])
+def test_experts_that_do_not_fit_are_refused(tmp_path, setting, name, change, words):
+    unfold(setting, tmp_path)
+    name = f"model.layers.0.mlp.experts.{name}"
+    changed = change(load_file(tmp_path / "model.safetensors").get(name))
+    change_tensors(tmp_path, **{name: changed})
+    assert absent(words, refusal(load_checkpoint, tmp_path)) == []
+
+
+def test_experts_that_are_held_in_several_ways_are_unpacked(tmp_path, capsys):
+    tokens, _ = unfold("w4a16 of experts", tmp_path)
+    exact, config = load_checkpoint(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    weight = exact.layers[0].ffn.w_gate_up.expert(2).dequantize(F32)[96:]
+    for layer in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"):
+        change_tensors(tmp_path, **{f"model.layers.0.mlp.experts.2.up_proj.{layer}": None})
+    change_tensors(tmp_path, **{"model.layers.0.mlp.experts.2.up_proj.weight": weight})
+    config["quantization_config"]["ignore"].append("re:.*experts.2.up_proj")
+    put(tmp_path / "config.json", config)
+    say_once.cache_clear()
+    mixed = load_checkpoint(tmp_path)
+    assert "experts of a layer that are quantized in several ways are unpacked" in capsys.readouterr().err
+    assert type(mixed.layers[0].ffn.w_gate_up) is Experts and type(mixed.layers[0].ffn.w_down) is QuantizedExperts
+    assert error(logits_of(mixed, tokens), logits_of(exact, tokens)) < 1e-6
+
+
 def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
     for setting, told in {"fp8 a tensor, static, cache": 1, "w8a8": 1, "fp8 blocks": 1, "w4a16": 0}.items():
         say_once.cache_clear()
@@ -230,7 +288,8 @@ def weights(**of) -> dict:
     ("w4a16", "sparsity_config", dict(format="sparse-24-bitmask"), "2:4 sparse"),
     ("w4a16", "transform_config", dict(config_groups=dict(u=1)), "transform_config"),
     ("w4a16", "config_groups", weights(form="mxfp8-quantized"), "MXFP8 pack-quantized"),
-    ("mxfp4-pack", "config_groups", weights(form="mxfp4-pack-quantized", type="float", group_size=16), "group_size 16 32"),
+    ("mxfp4-pack", "config_groups", weights(form="mxfp4-pack-quantized", type="float", group_size=16),
+     "group_size 16 32"),
     ("w4a16", "config_groups", weights(form="marlin-24"), "2:4 sparse"),
     ("w4a16", "config_groups", weights(num_bits=3), "num_bits 3 [4, 8]"),
     ("w4a16", "config_groups", weights(type="float"), "type float"),

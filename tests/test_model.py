@@ -1,6 +1,8 @@
 """The model against golden values of transformers; what a token sees depends on its position alone."""
 from pathlib import Path
 
+import math
+
 import pytest
 import torch
 
@@ -34,6 +36,23 @@ def test_logits_equal_transformers(model, family, cached, sliced):
         model.begin_rows([n])
         out = model(tokens[None], torch.arange(n)[None], slots=model.slots[:n] if sliced else None)
         assert error(out[0], logits) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@torch.no_grad()
+def test_only_the_chosen_experts_are_computed(n):
+    """Whatever the others' weights are. 3 rows have more pairs than there are experts, and are sorted."""
+    model, tokens, found = load_model(Checkpoint(GOLDEN / "qwen3-moe"), CPU, F32), torch.arange(n)[None], []
+    model.setup(8, 1)
+    sparse = [layer.ffn for layer in model.layers if layer.config.moe]
+    for moe in sparse:
+        moe.router.register_forward_hook(lambda _, inputs, logits: found.append(logits.topk(3).indices.flatten()))
+    expected = model(tokens, torch.arange(n)[None])
+    assert len(sparse) == 1 and len(found) == 1 and len(found[0].unique()) < 8
+    for moe, chosen in zip(sparse, found):
+        for weight in (moe.w_gate_up.weight, moe.w_down.weight):
+            weight[[x for x in range(8) if x not in chosen]] = math.nan
+    assert model(tokens, torch.arange(n)[None]).equal(expected)
 
 
 def test_token_by_token_equals_one_chunk(model, family):
