@@ -34,6 +34,8 @@ FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 # They end a turn, whether or not generation_config.json lists them.
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"
+# gpt-oss's answers have parts: <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>.
+PARTS = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 
 
 class UserError(ValueError):
@@ -712,6 +714,8 @@ class Tokenizer:
         self.stops = {self.backend.id(text) for text in ends if text}
         self.stops.update(read_ends(checkpoint.hf), read_ends(checkpoint.generation))
         self.stops.discard(None)
+        parts = {self.backend.id(text): text for text in PARTS}
+        self.parts = {} if None in parts else parts  # those tokens, of a model that has them all
 
     def encode_text(self, text: str) -> list[int]:
         """A special token that is written in the text is one. The beginning of sequence is added by tokenizer.json's

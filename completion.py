@@ -18,6 +18,9 @@ class Completion:
     tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
+    # What gpt-oss writes in other channels than "final", and how the part begins that is being written.
+    thoughts: str = ""
+    header: str = ""
     finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
     steps: int = 0  # that of a stop token included
     first_s: float = 0.0  # when the first step came, since the start
@@ -27,6 +30,7 @@ class Completion:
         # New tokens are decoded together with the tokens before them: their spaces depend on these.
         self.before = self.prompt_tokens[-8:]
         self.pending = []  # tokens that are not in the text yet
+        self.writes = "text"  # or "thoughts" or "header": what tokens are added to
 
     def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
@@ -38,17 +42,32 @@ class Completion:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.pending.append(token)
-        before = self.tokenizer.decode(self.before)
-        after = self.tokenizer.decode(self.before + self.pending)
-        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
-            self.text += after[len(before):]
-            self.before, self.pending = self.pending, []
+        if mark := self.tokenizer.parts.get(token):
+            self.begin_part(mark)
+        else:
+            self.decode(token)
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
             self.text, self.finish_reason = self.text[:min(ends)], "stop"
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
+
+    def begin_part(self, mark: str):
+        """mark: one of checkpoint.PARTS."""
+        final = self.header.startswith("final")
+        self.writes = "header"
+        if mark == "<|message|>":
+            self.writes = "text" if final else "thoughts"
+        self.header, self.pending = "", []
+
+    def decode(self, token: int):
+        """Adds the token to what is being written, once its characters are complete."""
+        self.pending.append(token)
+        before = self.tokenizer.decode(self.before)
+        after = self.tokenizer.decode(self.before + self.pending)
+        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
+            setattr(self, self.writes, getattr(self, self.writes) + after[len(before):])
+            self.before, self.pending = self.pending, []
 
     @property
     def mean_logprob(self) -> float | None:

@@ -149,7 +149,7 @@ class Chat:
         if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see ranks.run()
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
-            show([("", answer)], self.llm.complete([answer], start=start))
+            show([("", answer)], self.llm.complete([answer], start=start), self.args.show_thinking)
         finally:
             signal.signal(signal.SIGINT, before)
         if answer.finish_reason == "interrupted" and not answer.tokens:

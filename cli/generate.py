@@ -64,12 +64,13 @@ def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completio
     streamed = not args.json and not args.time_budget
     steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
     try:
-        show(texts if streamed else [], steps)
+        show(texts if streamed else [], steps, args.show_thinking)
     except UserError:
         print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
         raise
     if args.time_budget:
         completions = rank_completions(completions, args.num_samples)
         heading = {id(completion): heading for heading, completion in texts}
-        show([] if args.json else [(heading[id(completion)], completion) for completion in completions])
+        show([] if args.json else [(heading[id(completion)], completion) for completion in completions],
+             thinking=args.show_thinking)
     return completions

@@ -92,6 +92,7 @@ GENERATION = dict(  # what a single call of LLM may set, too
     num_samples=("N", "of each prompt (default: 1)"),
     time_budget=("S", "seconds; then rank what there is (default: none)"))
 OUTPUT = dict(
+    show_thinking="of gpt-oss: what it thinks before it answers, to stderr (default: off)",
     json="print one JSON object instead of the text (default: off)",
     logprobs="with --json: the tokens' log-probabilities, too (default: off)",
     quiet="no progress, no hints, no table (default: off)",

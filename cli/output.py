@@ -36,8 +36,8 @@ def headings(completions: list[Completion], chat: bool, samples: int) -> list[st
     return found
 
 
-def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
-    """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
+def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), thinking: bool = False):
+    """thinking: what the model thinks goes to stderr. Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
     learnt, or been told, to write some that it obeys."""
     dropped = dict.fromkeys(CONTROLS) if sys.stdout.isatty() else {}
@@ -45,8 +45,12 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
         if completion.finish_reason == "time":
             heading = f"{heading.rstrip()} [unfinished]\n".lstrip()
         sys.stdout.write(heading.translate(dropped))
-        shown = 0
+        shown = told = 0
         while True:
+            if thinking:
+                thoughts = completion.thoughts
+                print(thoughts[told:].translate(dict.fromkeys(CONTROLS)), end="", file=sys.stderr, flush=True)
+                told = len(thoughts)
             text = completion.visible()
             if heading != completion.prompt:  # the text stands alone: no leading space
                 text = text.lstrip(" ")
@@ -56,6 +60,7 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(())):
             if completion.finish_reason:
                 break
             next(steps)
+        print(end="\n" if told else "", file=sys.stderr)
         sys.stdout.write("\n" if completion is texts[-1][1] else "\n\n")
     for _ in steps:  # without texts: the steps alone
         pass

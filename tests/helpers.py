@@ -212,16 +212,17 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
 
 
-def with_json(directory: Path, config: dict | None = None, post_process: bool = True, **settings) -> Tokenizer:
+def with_json(directory: Path, config: dict | None = None, post_process: bool = True, more: tuple[str, ...] = (),
+              **settings) -> Tokenizer:
     """Bytes as tokens, special tokens, and a post-processor that adds <s>."""
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     made = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False), hf.decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>", "<|eot_id|>", "<|im_end|>"])
+    made.add_special_tokens(["<s>", "</s>", "<|eot_id|>", "<|im_end|>", *more])
     if post_process:
         made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     made.save(str(directory / "tokenizer.json"))
-    put(directory / "config.json", LLAMA | dict(vocab_size=260, bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
+    put(directory / "config.json", LLAMA | dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
     put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
     return open_tokenizer(directory)
 

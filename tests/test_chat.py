@@ -53,7 +53,7 @@ class Session:
 
         llm.engine.prefill = watch
         monkeypatch.setattr(builtins, "input", type_line)
-        options = dict(max_new_tokens=12, stop=[], system=None, quiet=False) | options
+        options = dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False) | options
         self.chat = Chat(llm, Namespace(**options))
         self.answers = self.chat.run()
         self.left = list(typed)  # what nobody read

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint, Tokenizer, load_model
+from checkpoint import PARTS, Checkpoint, Tokenizer, load_model
+from cli.output import show
 from generate import Completion, Engine
 from helpers import (DEVICES, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, is_golden, run,
-                     steps, subprocess_python, tiny)
+                     steps, subprocess_python, tiny, with_json)
 from sampling import Sampling
 
 
@@ -159,6 +160,21 @@ def test_streamed_text_equals_the_text_decoded_at_once(tokenizer, seed):
 def test_stop_token_ends_and_does_not_show(tokenizer):
     completion, seen = completion_of([*tokenizer.encode_text("The end.")[1:], 2, 400], tokenizer)
     assert (completion.text, completion.finish_reason) == ("The end.", "stop") and 2 not in completion.tokens
+
+
+def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
+    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr. Other models have no channels."""
+    tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
+    answer = ("<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
+              "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve.")
+    tokens = tokenizer.encode_text(answer)
+    completion, seen = completion_of([*tokens, 257], tokenizer, ["A fox"])
+    assert (completion.text, completion.thoughts, completion.tokens) == ("Blue, naïve.", "A fox, final?1", tokens)
+    assert all("Blue, naïve.".startswith(shown) for shown in seen)
+    for thinking in (False, True):
+        show([("", completion)], thinking=thinking)
+        assert capsys.readouterr() == ("Blue, naïve.\n", "A fox, final?1\n" if thinking else "")
+    assert not with_json(tmp_path, more=PARTS[1:]).parts
 
 
 def test_limit_ends(tokenizer):
