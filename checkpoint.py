@@ -153,14 +153,6 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
-    "mixtral": dict(rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2),
-    "qwen3_moe": dict(
-        num_local_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        decoder_sparse_step=1,
-        norm_topk_prob=False,
-    ),
     "gpt_oss": dict(
         head_dim=64,
         rope_theta=150000.0,
@@ -168,9 +160,6 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
             rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
         ),
         sliding_window=128,
-        attention_bias=True,
-        num_local_experts=128,
-        num_experts_per_tok=4,
         swiglu_limit=7.0,
         swiglu_alpha=1.702,
     ),
@@ -282,8 +271,7 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     )
     # Every nth layer is another.
     nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]
-    moe = None if kind == "qwen3_moe" else moe_from_hf(hf)
-    full = LayerConfig(None, rope_from_hf(hf), moe)
+    full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
     if kind == "smollm3":
         turned = hf.get("no_rope_layers") or [not last for last in nth]
         return tuple(full if turn else LayerConfig() for turn in turned[: len(nth)])
@@ -297,10 +285,10 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     if kind in ("mistral", "ministral3", "phi3", "mixtral"):
         full = replace(full, window=window)
     if kind == "qwen3_moe":
-        sparse = replace(full, moe=moe_from_hf(hf))
-        dense, step = hf.get("mlp_only_layers") or [], hf["decoder_sparse_step"]
+        dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
         return tuple(
-            full if i in dense or (i + 1) % step else sparse for i in range(len(nth))
+            replace(full, moe=None) if i - 1 in dense or i % step else full
+            for i in range(1, len(nth) + 1)
         )
     return (full,) * hf["num_hidden_layers"]
 
@@ -308,13 +296,13 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
 def moe_from_hf(hf: dict) -> MoEConfig | None:
     """hf: text_settings()'s. None for a model without experts."""
     kind = hf["model_type"]
-    if "num_local_experts" not in hf:
+    if "expert_files" not in FAMILIES[kind]:
         return None
     return MoEConfig(
         n_expert=hf.get("num_experts") or hf["num_local_experts"],
         n_chosen=hf["num_experts_per_tok"],
         ffn_dim=hf["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-        normalize=kind != "qwen3_moe" or hf["norm_topk_prob"],
+        normalize=hf.get("norm_topk_prob", kind != "qwen3_moe"),
         bias=kind == "gpt_oss",
         clamp=(hf["swiglu_limit"], hf["swiglu_alpha"]) if kind == "gpt_oss" else None,
     )
@@ -534,31 +522,25 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     """hf_weights() of a layer's mixture of experts."""
     D, F, X = config.dim, moe.ffn_dim, moe.n_expert
     part, router, *names = config.expert_files.split()
-    table = {f"{part}.{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
-    experts = f"{part}.experts"
-    for x, (gate, up, down) in enumerate([names] * X if names else []):
-        rows = partial(Weight, "ffn.w_gate_up.weight", rows="expert", quantized=True, expert=x)
-        columns = Weight("ffn.w_down.weight", 0, (D, F), None, "expert", quantized=True, expert=x)
+    up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
+    down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
+    table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
+    for x in range(X if names else 0):
         table |= {
-            f"{experts}.{x}.{gate}.weight": rows(0, (F, D)),
-            f"{experts}.{x}.{up}.weight": rows(F, (F, D)),
-            f"{experts}.{x}.{down}.weight": columns,
+            f"experts.{x}.{names[0]}.weight": up(0, (F, D), "expert", expert=x),
+            f"experts.{x}.{names[1]}.weight": up(F, (F, D), "expert", expert=x),
+            f"experts.{x}.{names[2]}.weight": down((D, F), expert=x),
         }
     if not names:
-        whole = partial(Weight, row=0, experts=True)
-        up, down = "ffn.w_gate_up", "ffn.w_down"
+        up_bias, down_bias = (f"ffn.{name}.bias" for name in ("w_gate_up", "w_down"))
         table |= {
-            f"{part}.{router}.bias": Weight("ffn.router.bias", 0, (X,)),
-            f"{experts}.gate_up_proj": whole(
-                f"{up}.weight", shape=(X, D, 2 * F), rows="pairs", quantized=True
-            ),
-            f"{experts}.gate_up_proj_bias": whole(f"{up}.bias", shape=(X, 2 * F), rows="pairs"),
-            f"{experts}.down_proj": whole(
-                f"{down}.weight", shape=(X, F, D), columns="expert", quantized=True
-            ),
-            f"{experts}.down_proj_bias": whole(f"{down}.bias", shape=(X, D)),
+            f"{router}.bias": Weight("ffn.router.bias", 0, (X,)),
+            "experts.gate_up_proj": up(0, (X, D, 2 * F), "pairs", experts=True),
+            "experts.gate_up_proj_bias": Weight(up_bias, 0, (X, 2 * F), "pairs", experts=True),
+            "experts.down_proj": down((X, F, D), experts=True),
+            "experts.down_proj_bias": Weight(down_bias, 0, (X, D), experts=True),
         }
-    return table
+    return {f"{part}.{name}": weight for name, weight in table.items()}
 
 
 def count_parameters(config: Config) -> int:

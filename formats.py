@@ -319,7 +319,7 @@ class QuantizedReader:
             else:
                 layers = [fuse([self.read_linear(name, table, schemes[name]) for name in names])
                           for names in experts.values()]
-                layer = layers[0] if name else join_experts(layers, self.dtype)
+                layer = layers[0] if name else join_experts(layers)
             model.set_submodule(ours, layer)
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):

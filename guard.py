@@ -24,8 +24,8 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 from safetensors import safe_open
 
-from checkpoint import (INDEX, WHOLE, Checkpoint, Tokenizer, UserError, any_of, config_from_hf, count_parameters,
-                        head_dim, hf_weights, read_ends, render_plainly, rope_settings, text_settings)
+from checkpoint import (FAMILIES, INDEX, WHOLE, Checkpoint, Tokenizer, UserError, any_of, config_from_hf,
+                        count_parameters, head_dim, hf_weights, read_ends, render_plainly, rope_settings, text_settings)
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
@@ -174,9 +174,9 @@ NUMBERS = dict(
 OPTIONAL = dict(  # these may be missing, or null
     num_key_value_heads=SIZE, head_dim=WIDTH, sliding_window=SIZE, sliding_window_pattern=SIZE,
     no_rope_layer_interval=SIZE, query_pre_attn_scalar=SCALE, embedding_multiplier=SCALE, attention_multiplier=SCALE,
-    residual_multiplier=SCALE, logits_scaling=SCALE, num_experts=SIZE)
+    residual_multiplier=SCALE, logits_scaling=SCALE)
 EXPERTS = dict(  # of a mixture of them
-    num_local_experts=SIZE, num_experts_per_tok=SIZE, moe_intermediate_size=SIZE, decoder_sparse_step=SIZE,
+    num_experts=SIZE, num_experts_per_tok=SIZE, moe_intermediate_size=SIZE, decoder_sparse_step=SIZE,
     swiglu_limit=SCALE, swiglu_alpha=SCALE)
 MOST_EXPERTS = 10 ** 5  # of all layers: each has tensors of its own
 ROPE = dict(rope_theta=(float, 1e12), partial_rotary_factor=(float, 1), original_max_position_embeddings=SIZE)
@@ -241,7 +241,7 @@ def vet_config(hf: dict) -> int:
             raise ValueError(f"{key}={str(found):.60}: want one of {values} for each of {n} layers")
     for sliding in (False, True):
         vet_rope(hf, sliding)
-    if "num_local_experts" in hf:
+    if "expert_files" in FAMILIES[hf["model_type"]]:
         vet_experts(hf)
     config = config_from_hf(hf)
     heads = f"num_attention_heads={config.n_head}"
@@ -259,12 +259,13 @@ def vet_config(hf: dict) -> int:
 
 def vet_experts(hf: dict):
     """hf: text_settings()'s."""
-    check_numbers(hf, {key: value for key, value in EXPERTS.items() if key in hf})
+    n, layers = hf.get("num_experts") or hf.get("num_local_experts"), hf["num_hidden_layers"]
+    needed = {"num_experts", "num_experts_per_tok", *(EXPERTS.keys() & hf.keys())}
+    check_numbers(hf | dict(num_experts=n), {key: EXPERTS[key] for key in needed})
     typed(hf, "norm_topk_prob", bool)
     dense = typed(hf, "mlp_only_layers", list) or []
     if any(type(i) is not int for i in dense):
         raise ValueError(f"mlp_only_layers={str(dense):.60}: want numbers of layers")
-    layers, n = hf["num_hidden_layers"], hf.get("num_experts") or hf["num_local_experts"]
     if hf["num_experts_per_tok"] > n:
         raise ValueError(f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no more "
                          "experts")

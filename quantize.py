@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -186,25 +187,22 @@ def split_experts(layer: Experts, _="") -> ExpertList:
     return ExpertList(plain_linear(*of) for of in zip(layer.weight, biases))
 
 
-def join_experts(linears: Iterable[nn.Module], dtype: torch.dtype) -> nn.Module:
-    """One module of the experts' linear layers: of codes, if all have the same kind of these and as many groups."""
+def join_experts(linears: Iterable[nn.Module], _="") -> QuantizedExperts:
+    """UserError for layers that differ in their codes or their number of groups."""
     linears = [*linears]
+    kinds = {is_quantized(layer) and (layer.codes, layer.scales.shape) for layer in linears}
+    if len(kinds) > 1 or False in kinds:
+        raise UserError("the experts of a layer are quantized in several ways; want one for all")
 
-    def stack(tensors: list[Tensor | None]) -> Tensor | None:
-        return None if any(of is None for of in tensors) else torch.stack(tensors)
+    def stack(name: str, get: Callable) -> Tensor | None:
+        if all(getattr(linear, name) is None for linear in linears):
+            return None
+        return torch.stack([get(linear) for linear in linears])
 
-    bias = stack([getattr(linear, "bias", None) for linear in linears])
-    kinds = {(linear.codes, linear.scales.shape) for linear in linears if is_quantized(linear)}
-    if len(kinds) > 1 or not all(map(is_quantized, linears)):
-        say_once("experts of a layer that are quantized in several ways are unpacked")
-        return plain_experts(torch.stack([plain_weight(linear, dtype) for linear in linears]), bias)
-    zeros = g_idx = None
-    if any(linear.zeros is not None for linear in linears):
-        zeros = torch.stack([zeros_of(linear) for linear in linears])
-    if any(linear.g_idx is not None for linear in linears):
-        g_idx = torch.stack([linear.groups() for linear in linears])
-    qweight = torch.stack([linear.qweight for linear in linears])
-    scales = torch.stack([linear.scales for linear in linears])
+    qweight, scales, bias = (
+        stack(name, attrgetter(name)) for name in ("qweight", "scales", "bias")
+    )
+    zeros, g_idx = stack("zeros", zeros_of), stack("g_idx", QuantizedLinear.groups)
     return QuantizedExperts(qweight, scales, zeros, linears[0].codes, bias, g_idx)
 
 
@@ -217,13 +215,6 @@ def zeros_of(layer: QuantizedLinear) -> Tensor:
     if layer.zeros is None:
         return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
     return layer.zeros
-
-
-def plain_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A linear layer's, or that of several side by side."""
-    if isinstance(layer, nn.ModuleList):
-        return torch.cat([plain_weight(part, dtype) for part in layer])
-    return layer.dequantize(dtype) if is_quantized(layer) else layer.weight
 
 
 def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]):
@@ -455,7 +446,7 @@ def quantize_model(
                 f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole"
             )
     del held
-    names, dtype = find_linears(model, head), model.embed.weight.dtype
+    names = find_linears(model, head)
     replace_layers(model, Experts, split_experts)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
@@ -479,7 +470,7 @@ def quantize_model(
             model.set_submodule(
                 name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
             )
-    replace_layers(model, ExpertList, lambda experts, _: join_experts(experts, dtype))
+    replace_layers(model, ExpertList, join_experts)
     if few:
         say_once(f"{few} experts' matrices saw fewer than {FEWEST} tokens and were rounded")
 
@@ -523,30 +514,31 @@ def calibrate(
             x.add_(post_norm(getattr(half, second)(y)), alpha=model.config.residual_scale)
 
     def calibrate_experts(name: str, norm: nn.Module, post_norm: nn.Module):
-        # An expert's rows are those that the original routes to it.
-        moe, scale = model.get_submodule(name), model.config.residual_scale
-        how = moe.activation, moe.moe.clamp
-        routes = [moe.route(norm(x.flatten(0, 1))) for x in exact]
-        sums = [torch.zeros_like(x.flatten(0, 1)) for x in exact]
-        for expert in range(moe.moe.n_expert):
-            gate_up, down = f"w_gate_up.{expert}", f"w_down.{expert}"
-            rows = [(experts == expert).any(1).nonzero()[:, 0] for _, experts in routes]
-            few = sum(map(len, rows)) < FEWEST
-            x, y = (
-                [norm(of.flatten(0, 1)[own]) for of, own in zip(states, rows)]
+        moe, D = model.get_submodule(name), model.config.dim
+        act = partial(gated, activation=moe.activation, clamp=moe.moe.clamp)
+        routes = [moe.route(norm(x.view(-1, D))) for x in exact]
+        sums = [torch.zeros_like(x) for x in exact]  # the outputs of the original
+        for x in range(moe.moe.n_expert):
+            # The rows that the original routes to this expert, in each chunk.
+            rows = [(experts == x).any(1).nonzero()[:, 0] for _, experts in routes]
+            found, wanted = (
+                [norm(of.view(-1, D)[own]) for of, own in zip(states, rows)]
                 for states in (chunks, exact)
             )
-            wanted = [gated(moe.get_submodule(gate_up)(of), *how) for of in y]
-            for total, of, own, (weights, experts) in zip(sums, wanted, rows, routes):
-                share = (weights * (experts == expert)).sum(1, keepdim=True)[own]
-                total[own] += share * moe.get_submodule(down)(of)
-            yield f"{name}.{gate_up}", *((None, None) if few else correlations(x, y))
-            inputs = [gated(moe.get_submodule(gate_up)(of), *how) for of in x]
-            yield f"{name}.{down}", *((None, None) if few else correlations(inputs, wanted))
+            enough = sum(map(len, rows)) >= FEWEST
+            inputs = [act(moe.w_gate_up[x](y)) for y in wanted]  # of w_down in the original
+            for total, y, own, (weights, experts) in zip(sums, inputs, rows, routes):
+                share = (weights * (experts == x)).sum(1, keepdim=True)[own]
+                total.view(-1, D)[own] += share * moe.w_down[x](y)
+            how = correlations(found, wanted) if enough else (None, None)
+            yield f"{name}.w_gate_up.{x}", *how
+            found = [act(moe.w_gate_up[x](y)) for y in found]
+            how = correlations(found, inputs) if enough else (None, None)
+            yield f"{name}.w_down.{x}", *how
         for x, total in zip(exact, sums):
-            x.add_(post_norm(total.view_as(x)), alpha=scale)
+            x.add_(post_norm(total), alpha=model.config.residual_scale)
         for x in chunks:
-            x.add_(post_norm(moe(norm(x))), alpha=scale)
+            x.add_(post_norm(moe(norm(x))), alpha=model.config.residual_scale)
 
     positions = torch.arange(T, device=tokens.device)[None]
     turns = {table.rope: table(positions, 1) for table in model.ropes}

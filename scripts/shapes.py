@@ -52,9 +52,10 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
                         sliding_window=1024, rope_scaling=GEMMA_LINEAR),
     "gemma-3-12b": shape("gemma3_text", 3840, 48, 16, 8, 15360, 262208, 131072, 1e6, rms_norm_eps=1e-6,
                          sliding_window=1024, rope_scaling=GEMMA_LINEAR),
-    "mixtral-8x7b": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, 1e6),
+    "mixtral-8x7b": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, 1e6, num_local_experts=8,
+                          num_experts_per_tok=2),
     "qwen3-30b-a3b": shape("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, 1e6, head_dim=128, rms_norm_eps=1e-6,
-                           num_experts=128, norm_topk_prob=True),
+                           num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
     "gpt-oss-20b": shape("gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=32, **GPT_OSS),
     "gpt-oss-120b": shape("gpt_oss", 2880, 36, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=128, **GPT_OSS),
 }

@@ -104,7 +104,7 @@ def test_layers_differ_as_published():
     ("phi4-mini", dict(rope_parameters=dict(partial_rotary_factor=1.5)), "partial_rotary_factor=1.5"),
     ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok=5: want 4 at most"),
     ("mixtral", dict(num_local_experts=10 ** 6), "1000000 experts in each of 2 layers"),
-    ("mixtral", dict(num_local_experts=None), "num_local_experts=None: want int above 0"),
+    ("mixtral", dict(num_local_experts=None), "num_experts=None: want int above 0"),
     ("qwen3-moe", dict(mlp_only_layers=["3"]), "mlp_only_layers=['3']: want numbers"),
     ("qwen3-moe", dict(norm_topk_prob=1), "norm_topk_prob=1: want true or false"),
     ("qwen3-moe", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported: want 'softmax'"),

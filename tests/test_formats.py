@@ -17,9 +17,8 @@ from checkpoint import Checkpoint
 from formats import read_settings
 from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, refusal,
                      rewrite, write)
-from model import Config, Experts, Transformer
-from quantize import (INT8, MXFP4, QuantizedExperts, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0,
-                      say_once)
+from model import Config, Transformer
+from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard
 
 FILE = ROOT / "tests" / "quantized_golden.safetensors"
@@ -220,22 +219,6 @@ def test_experts_that_do_not_fit_are_refused(tmp_path, setting, name, change, wo
     changed = change(load_file(tmp_path / "model.safetensors").get(name))
     change_tensors(tmp_path, **{name: changed})
     assert absent(words, refusal(load_checkpoint, tmp_path)) == []
-
-
-def test_experts_that_are_held_in_several_ways_are_unpacked(tmp_path, capsys):
-    tokens, _ = unfold("w4a16 of experts", tmp_path)
-    exact, config = load_checkpoint(tmp_path), json.loads((tmp_path / "config.json").read_text())
-    weight = exact.layers[0].ffn.w_gate_up.expert(2).dequantize(F32)[96:]
-    for layer in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"):
-        change_tensors(tmp_path, **{f"model.layers.0.mlp.experts.2.up_proj.{layer}": None})
-    change_tensors(tmp_path, **{"model.layers.0.mlp.experts.2.up_proj.weight": weight})
-    config["quantization_config"]["ignore"].append("re:.*experts.2.up_proj")
-    put(tmp_path / "config.json", config)
-    say_once.cache_clear()
-    mixed = load_checkpoint(tmp_path)
-    assert "experts of a layer that are quantized in several ways are unpacked" in capsys.readouterr().err
-    assert type(mixed.layers[0].ffn.w_gate_up) is Experts and type(mixed.layers[0].ffn.w_down) is QuantizedExperts
-    assert error(logits_of(mixed, tokens), logits_of(exact, tokens)) < 1e-6
 
 
 def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
