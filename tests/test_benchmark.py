@@ -1,6 +1,7 @@
 """scripts/benchmark.py as a user runs it, on the CPU."""
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from helpers import ROOT, absent, ended, error, one_line, tiny
 from model import Config, LayerConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from benchmark import main, widen  # noqa: E402
+from benchmark import main, random_model, widen  # noqa: E402
+from shapes import SHAPES  # noqa: E402
 
 
 @pytest.fixture
@@ -44,6 +46,31 @@ def test_a_line_says_what_was_measured(benchmark):
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["read_gb_per_s"] is line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
+
+
+def test_of_experts_those_that_were_chosen_are_counted(call, monkeypatch):
+    """One row chooses 2 of 4; three rows choose others too."""
+    monkeypatch.chdir(ROOT)
+    for rows in (1, 3):
+        line = f"tests/golden/mixtral --device cpu --no-compile --runs 1 --new-tokens 8 --batch {rows}"
+        code, out, err = call("benchmark.py", main, *line.split())
+        assert code == 0, err
+        found = json.loads(out)
+        share, read = found["share_of_experts"], found["gb_per_s"] * 1e6 * found["ms_per_token"]
+        assert share == 0.5 if rows == 1 else 0.5 < share < 1
+        experts = 4 * 2 * 4 * 3 * 56 * 32  # bytes, layers, experts, matrices
+        embedding, cache = 4 * 96 * 32, 4 * rows * 2 * 2 * 2 * 8 * (5 + 8 / 2)
+        assert read == pytest.approx(found["weights_bytes"] - embedding - experts * (1 - share) + cache)
+
+
+def test_random_mxfp4_experts_are_as_large_as_published_ones():
+    config = replace(SHAPES["gpt-oss-20b"], layers=SHAPES["gpt-oss-20b"].layers[:1], dim=64, vocab_size=64)
+    model = random_model(config, torch.device("cpu"), torch.float32, mxfp4=True)
+    held = sum(weight.nbytes for weight in model.layers[0].ffn.parameters() if weight.dtype in (torch.int32, torch.uint8))
+    assert held == 32 * 3 * 2880 * 64 * 4.25 / 8
+    model.setup(8, 1)
+    with torch.no_grad():
+        assert model(torch.arange(6)[None], torch.arange(6)[None]).isfinite().all()
 
 
 @pytest.mark.parametrize("args, words", [

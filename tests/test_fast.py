@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from fast import optimize, use_kernels
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
-from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves
+from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
@@ -85,8 +85,8 @@ def with_field(values, name: str, default, **changes):
 
 
 @pytest.mark.parametrize("of_a_layer, field, value, told", [
-    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "sinks", None, None),
-    (True, "sinks", (1, 2), "LayerConfig.sinks=(1, 2)")])
+    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "tap", None, None),
+    (True, "tap", (1, 2), "LayerConfig.tap=(1, 2)")])
 def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_layer, field, value, told):
     model = tiny()
     model.setup(20, 1)
@@ -188,6 +188,14 @@ def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, qu
     assert sum(isinstance(module, PackedLinear) and module.gated for module in fast.modules()) == (
         0 if quantize is None else len(fast.layers) - (which == "ffn"))
     compare(plain, fast, decoder, 1e-5)
+
+
+@pytest.mark.parametrize("family, plain", [("qwen3-moe", {"MoE in the place of FeedForward": 1}),
+                                           ("gpt-oss", {"MoE in the place of FeedForward": 2, "sinks": 2})])
+def test_a_mixture_of_experts_leaves_the_other_halves_their_kernels(family, plain):
+    model = load_checkpoint(GOLDEN / family)
+    model.setup(16, 1)
+    assert plain_halves(model) == plain and not unknown_fields(model)
 
 
 def test_where_no_half_can_be_replaced_none_is(capsys):
