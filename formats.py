@@ -271,10 +271,13 @@ def read_settings(checkpoint: Checkpoint) -> dict:
         return dict(quant_method=method, rules=rules, name=most.name, bits=most.bits, activations=activations)
 
 
-def shared_inputs(settings: dict) -> int:
-    """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words."""
+def shared_inputs(settings: dict, group: int = 1) -> int:
+    """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words.
+
+    group: of weights that the files hold unquantized, and that are rounded, -1 for a row."""
     schemes = [scheme for _, scheme in settings["rules"] if scheme]
-    return math.lcm(32, *(32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes))
+    groups = [32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes]
+    return math.lcm(32, abs(group), *groups)
 
 
 # Reading a checkpoint
@@ -322,7 +325,7 @@ class QuantizedReader:
                 layer = layers[0] if name else join_experts(layers)
             model.set_submodule(ours, layer)
         for name in list(files):  # neither activations nor the cache are quantized here
-            if re.search(r"\.(input|output|activation|q|k|v|kv)_(scale|zero_point)$", name):
+            if re.search(r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$", name):
                 del files[name]
                 self.settings["activations"] = True
         if self.settings["activations"]:

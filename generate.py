@@ -679,7 +679,9 @@ def load(
     quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split: tp.splitter()'s, for this
     rank's part."""
     settings = formats.read_settings(checkpoint)
-    group = formats.shared_inputs(settings) if settings else default_group(quantize, group_size)
+    group = default_group(quantize, group_size)
+    if settings:
+        group = formats.shared_inputs(settings, group)
     shard = split(checkpoint.config, group) if split else None
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.replace_layers, shard)

@@ -12,6 +12,7 @@ V vocabulary; in a mixture of experts X experts, n of which a token takes, and M
 A new family of models is a field of Config or, where its layers differ, of LayerConfig. checkpoint.config_from_hf()
 reads it, and checkpoint.hf_weights() names its weights. fast/ leaves a value that it does not know to this file.
 """
+
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,6 +58,7 @@ class MoEConfig:
 @dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer."""
+
     window: int | None = None  # a token attends to the last `window` positions, its own included
     rope: Rope = Rope()
     moe: MoEConfig | None = None  # None: the feed-forward part is dense

@@ -13,6 +13,7 @@ A weight is (code - zero) * scale. A group of G weights of one row, along K, sha
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim; X experts.
 """
+
 import signal
 
 # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
@@ -73,6 +74,7 @@ class Codes:
 
     Another kind is one more of these, and an entry of CODES. The plain layer and a CPU's serve it then. The kernels
     serve the kinds that fast/layout.py has an entry for."""
+
     name: str
     bits: int
     zero: int  # the zero point of layers that have none of their own
@@ -111,8 +113,8 @@ class QuantizedLinear(nn.Module):
     w[n, k] = (decode(code[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
     qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C], of MXFP4 e8m0 in
-    uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C consecutive inputs are
-    a group."""
+    uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C
+    consecutive inputs are a group."""
 
     def __init__(
         self,
@@ -125,7 +127,10 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         self.codes = codes
-        self.out_features, self.in_features = qweight.shape[-2], qweight.shape[-1] * 32 // codes.bits
+        self.out_features, self.in_features = (
+            qweight.shape[-2],
+            qweight.shape[-1] * 32 // codes.bits,
+        )
         self.qweight, self.scales = parameter(qweight), parameter(scales)
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
@@ -472,7 +477,7 @@ def quantize_model(
             )
     replace_layers(model, ExpertList, join_experts)
     if few:
-        say_once(f"{few} experts' matrices saw fewer than {FEWEST} tokens and were rounded")
+        say_once(f"rounded: {few} matrices of experts that saw fewer than {FEWEST} tokens")
 
 
 def calibrate(
@@ -598,7 +603,9 @@ def round_head(model: Transformer, quantize: str):
             f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the option out"
         )
     if not head.weight.isfinite().all():
-        raise UserError("the output head has NaN or infinite weights; take a checkpoint that is whole")
+        raise UserError(
+            "the output head has NaN or infinite weights; take a checkpoint that is whole"
+        )
     group = default_group(quantize, None)
     model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))
 

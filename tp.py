@@ -12,6 +12,7 @@ Contents: a rank's slices, the parallel layers, the collectives, how ranks start
 
 Shapes: as in model.py; R ranks.
 """
+
 import json
 import math
 import os
@@ -287,6 +288,7 @@ def world_size() -> int:
 @dataclass
 class Team:
     """The ranks of this run: one, unless torchrun started it."""
+
     rank: int = 0
     ranks: int = 1
     store: dist.Store | None = None

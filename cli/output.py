@@ -37,9 +37,9 @@ def headings(completions: list[Completion], chat: bool, samples: int) -> list[st
 
 
 def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), thinking: bool = False):
-    """thinking: what the model thinks goes to stderr. Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
+    """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
-    learnt, or been told, to write some that it obeys."""
+    learnt, or been told, to write some that it obeys. thinking: what the model thinks goes to stderr."""
     dropped = dict.fromkeys(CONTROLS) if sys.stdout.isatty() else {}
     for heading, completion in texts:
         if completion.finish_reason == "time":

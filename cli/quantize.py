@@ -69,7 +69,7 @@ def check_shapes(source: Checkpoint, args):
         raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
     for name, weight in source.weights.items():
         if weight.experts:
-            raise UserError(f"{name} holds all experts, which the formats want one by one: --quantize serves this model")
+            raise UserError(f"{name} holds all experts, the formats want them one by one: --quantize serves it")
         if weight.quantized and weight.shape[0] % 8:
             raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
                             "it")

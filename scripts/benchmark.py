@@ -399,8 +399,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         ms_per_token=1e3 * step, gb_per_s=rate / 1e9, read_gb_per_s=read and read / 1e9,
         share_of_read=read and rate / read, first_token_s=first, prefill_tflops=operations / first / 1e12,
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
-        weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None, peak_memory_bytes=peak,
-        against={})
+        weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
+        peak_memory_bytes=peak, against={})
     for name in filter(None, args.against.split(",")):
         model = engine = None  # their memory is needed
         mode = "compile" if name == "cublas" else "eager"

@@ -222,7 +222,8 @@ def with_json(directory: Path, config: dict | None = None, post_process: bool = 
     if post_process:
         made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     made.save(str(directory / "tokenizer.json"))
-    put(directory / "config.json", LLAMA | dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS) | (config or {}))
+    ids = dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS)
+    put(directory / "config.json", LLAMA | ids | (config or {}))
     put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
     return open_tokenizer(directory)
 

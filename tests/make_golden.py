@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config,
-                          MistralConfig, MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config, PreTrainedModel, Qwen2Config,
-                          Qwen3Config, Qwen3MoeConfig, SmolLM3Config)
+from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig,
+                          Ministral3Config, MistralConfig, MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config,
+                          PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config)
 
 OUT = Path(__file__).parent / "golden"
 PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24

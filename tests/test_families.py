@@ -11,10 +11,10 @@ import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
 from cli.options import generate_args
 from generate import LLM, Engine
-from helpers import (CPU, F32, FAMILIES, GOLDEN, error, load_checkpoint, make, quantized_layers, run, with_template,
-                     write)
+from helpers import (CPU, F32, FAMILIES, GOLDEN, error, load_checkpoint, make, one_line, quantized_layers, run,
+                     with_template, write)
 from model import Experts
-from quantize import calibrate, find_linears, replace_layers, split_experts
+from quantize import INT4, calibrate, find_linears, main, quantize_model, replace_layers, split_experts
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -166,6 +166,46 @@ def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
         expected[name] *= model.config.logits_scale ** -2 if name == "head" else 1  # a scale is no matter of rounding
         assert error(hessian, expected.pop(name)) < 1e-4 and drift.abs().max() < 1e-3 * hessian.abs().max()
     assert not expected
+
+
+@pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
+def test_what_is_written_of_experts_is_read_and_the_router_stays(tmp_path, form):
+    make(tmp_path / "in", "mixtral", **EXPERTS)
+    made = write(tmp_path / "in", tmp_path / "out", 4, 32, False, form=form)
+    read = load_checkpoint(tmp_path / "out")
+    assert quantized_layers(read).keys() == quantized_layers(made).keys() and len(quantized_layers(made)) == 2 * 4
+    for name, layer in quantized_layers(read).items():
+        assert layer.dequantize(F32).equal(made.get_submodule(name).dequantize(F32))
+    router, settings = read.layers[1].ffn.router, json.loads((tmp_path / "out" / "config.json").read_text())
+    assert router.weight.equal(load_checkpoint(tmp_path / "in").layers[1].ffn.router.weight)
+    ignored = settings["quantization_config"].get("ignore", ["model.layers.1.block_sparse_moe.gate"])
+    assert "model.layers.1.block_sparse_moe.gate" in ignored
+
+
+@torch.no_grad()
+def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(tmp_path, capsys, monkeypatch):
+    make(tmp_path, "mixtral", **EXPERTS | dict(num_hidden_layers=1))
+    exact, *models = (load_checkpoint(tmp_path) for _ in range(3))
+    tokens, chosen = torch.randint(64, (5, 32)), []
+    exact.setup(32)
+    exact.layers[0].ffn.router.register_forward_hook(lambda _, inputs, logits: chosen.append(logits.topk(2)[1]))
+    exact(tokens, torch.arange(32)[None])
+    seen = chosen[0].flatten().bincount(minlength=3)
+    monkeypatch.setattr("quantize.FEWEST", seen.max().item())
+    for model, calibration in zip(models, (tokens, None)):
+        quantize_model(model, INT4, 32, False, calibration=calibration)
+    few = [x for x in range(3) if seen[x] < seen.max()]
+    told = f"rounded: {2 * len(few)} matrices of experts that saw fewer than {seen.max()} tokens"
+    assert told in capsys.readouterr().err and few
+    for name in ("w_gate_up", "w_down"):
+        found, rounded = (getattr(model.layers[0].ffn, name) for model in models)
+        assert [found.qweight[x].equal(rounded.qweight[x]) for x in range(3)] == [x in few for x in range(3)]
+
+
+def test_gpt_oss_is_rounded_as_it_is_loaded_alone(tmp_path, call):
+    make(tmp_path, "gpt_oss", **EXPERTS)
+    refused = one_line(call("quantize.py", main, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out")))
+    assert "mlp.experts.gate_up_proj holds all experts" in refused and "--quantize serves" in refused
 
 
 @pytest.mark.parametrize("truncate", [True, False])

@@ -228,9 +228,11 @@ def test_what_the_file_asks_of_activations_is_told_once(tmp_path, capsys):
         load_checkpoint(tmp_path)
         load_checkpoint(tmp_path)
         assert capsys.readouterr().err.count("more exact") == told, setting
-    unfold("w4a16", tmp_path, **{"model.layers.0.self_attn.k_scale": torch.ones(1)})  # and config.json says nothing
-    load_checkpoint(tmp_path)
-    assert "more exact" in capsys.readouterr().err
+    for setting, scale in {"w4a16": "k_scale", "nvfp4-pack dense": "q_proj.input_global_scale"}.items():
+        say_once.cache_clear()
+        unfold(setting, tmp_path, **{f"model.layers.0.self_attn.{scale}": torch.ones(1)})  # config.json says nothing
+        load_checkpoint(tmp_path)
+        assert "more exact" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting, name", [("awq", "int4"), ("fp8 blocks", "fp8"), ("several groups", "int8")])

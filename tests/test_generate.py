@@ -163,7 +163,7 @@ def test_stop_token_ends_and_does_not_show(tokenizer):
 
 
 def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
-    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr. Other models have no channels."""
+    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr."""
     tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
     answer = ("<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
               "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve.")
