@@ -224,7 +224,8 @@ def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
     kind = wanted(weights, "type", list(layouts), "int")
     if layouts[kind] in CODES:  # mxfp4, nvfp4
         scheme = Scheme(layouts[kind], CODES[layouts[kind]], dict(mxfp4=32, nvfp4=16)[layouts[kind]], zeros=False)
-        for key, value in (("num_bits", 4), ("group_size", scheme.group), ("symmetric", True), ("dynamic", False)):
+        known = dict(num_bits=4, group_size=scheme.group, symmetric=True, dynamic=False)
+        for key, value in known.items():
             wanted(weights, key, [value], value)
         return scheme
     bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])

@@ -210,8 +210,8 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
         self.attn_norm, self.attn, self.attn_post_norm = before(), Attention(config, layer), after()
-        ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
-        self.ffn_norm, self.ffn, self.ffn_post_norm = before(), ffn, after()
+        self.ffn_norm, self.ffn_post_norm = before(), after()
+        self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
 
     def forward(self, x, *where):
         """x [B, T, D] -> [B, T, D]. where: see Attention.attend()."""
@@ -224,7 +224,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
-        self.rope, self.head_dim = layer.rope, config.head_dim
+        self.rope = layer.rope
+        self.head_dim = config.head_dim
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.sizes = [
             n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
@@ -263,7 +264,9 @@ class Attention(nn.Module):
         sinks = self.sinks[:, None].expand(*q.shape[:-1], 8)  # [B, T, H, 8]
         k, v = (F.pad(x, (0, 8, 0, 8)) for x in (k, v))  # [B, K, L + 8, E + 8]
         k[:, :, -8, -8:] = 1 / 8 / self.scale
-        return torch.cat((q, sinks), dim=-1), k, v, F.pad(F.pad(mask, (0, 1), value=True), (0, 7))
+        q = torch.cat((q, sinks), dim=-1)
+        mask = F.pad(mask, (0, 1), value=True)
+        return q, k, v, F.pad(mask, (0, 7))
 
     def rotate(self, qkv, positions, cos, sin):
         """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]."""
@@ -322,7 +325,8 @@ def gated(gate_up, activation: str, clamp: tuple | None = None):
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp:
         limit, alpha = clamp
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up
 
@@ -332,17 +336,21 @@ class MoE(nn.Module):
 
     def __init__(self, config: Config, moe: MoEConfig):
         super().__init__()
-        self.moe, self.activation = moe, config.activation
+        self.moe = moe
+        self.activation = config.activation
         self.router = nn.Linear(config.dim, moe.n_expert, bias=moe.bias)
         self.w_gate_up = Experts(moe.n_expert, 2 * moe.ffn_dim, config.dim, moe.bias)
         self.w_down = Experts(moe.n_expert, config.dim, moe.ffn_dim, moe.bias)
 
     def forward(self, x):
-        rows, n = x.flatten(0, -2), self.moe.n_chosen  # [M, D]
+        n = self.moe.n_chosen
+        rows = x.flatten(0, -2)  # [M, D]
         weights, experts = self.route(rows)  # [M, n]
         experts, order = experts.flatten().sort()
-        y = gated(self.w_gate_up(rows[order // n], experts), self.activation, self.moe.clamp)
-        y = self.w_down(y, experts)[order.argsort()].unflatten(0, (-1, n))  # [M, n, D]
+        y = self.w_gate_up(rows[order // n], experts)  # [M n, 2F]
+        y = gated(y, self.activation, self.moe.clamp)
+        y = self.w_down(y, experts)
+        y = y[order.argsort()].unflatten(0, (-1, n))  # [M, n, D]
         return (y * weights[:, :, None]).sum(1).view_as(x)
 
     def route(self, x):
@@ -350,7 +358,8 @@ class MoE(nn.Module):
         logits = self.router(x).float()  # [M, X]
         top, experts = logits.topk(self.moe.n_chosen)
         among = top if self.moe.normalize else logits
-        return (top - among.logsumexp(-1, keepdim=True)).exp().type_as(x), experts
+        weights = (top - among.logsumexp(-1, keepdim=True)).exp()
+        return weights.type_as(x), experts
 
 
 class Experts(nn.Module):
@@ -358,7 +367,8 @@ class Experts(nn.Module):
 
     def __init__(self, X: int, N: int, K: int, bias: bool):
         super().__init__()
-        self.n_expert, self.weight = X, nn.Parameter(torch.empty(X, N, K))
+        self.n_expert = X
+        self.weight = nn.Parameter(torch.empty(X, N, K))
         self.bias = nn.Parameter(torch.empty(X, N)) if bias else None
 
     def matrices(self, dtype: torch.dtype, experts=slice(None)):

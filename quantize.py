@@ -48,19 +48,20 @@ def from_integers(codes: Tensor) -> Tensor:
     return codes.float()
 
 
-def from_e4m3(codes: Tensor):
-    """e4m3's codes, uint8 -> the numbers, fp32. By bits, so that a device need not know the type.
+def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
+    """Codes of a small floating-point type, uint8 -> the numbers, fp32. By bits, so that no device need know the type.
 
-    A code is a sign, 4 bits of exponent and 3 of mantissa. They go where fp32 has its sign and the low bits of its
-    exponent. fp32's exponents count from -127, e4m3's from -7: what is read is 2 ** -120 times the number."""
+    A code is a sign, an exponent and bits of mantissa. They go where fp32 has its sign and the low bits of its
+    exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2 ** (bias - 127) times the
+    number."""
     codes = codes.int()
-    return ((codes & 0x80) << 24 | (codes & 0x7F) << 20).view(torch.float32) * 2.0**120
+    sign = 1 << bits - 1
+    placed = (codes & sign) << 32 - bits | (codes & sign - 1) << 23 - mantissa
+    return placed.view(torch.float32) * 2.0 ** (127 - bias)
 
 
-def from_e2m1(codes: Tensor):
-    """e2m1's codes, uint8 -> the numbers, fp32: a sign, 2 bits of exponent and 1 of mantissa. As from_e4m3()."""
-    codes = codes.int()
-    return ((codes & 8) << 28 | (codes & 7) << 22).view(torch.float32) * 2.0**126
+from_e4m3 = partial(from_float, bits=8, mantissa=3, bias=7)
+from_e2m1 = partial(from_float, bits=4, mantissa=1, bias=1)
 
 
 def from_e8m0(scales: Tensor):
@@ -174,16 +175,25 @@ class QuantizedExperts(QuantizedLinear):
         return len(self.qweight)
 
     def expert(self, x: int) -> QuantizedLinear:
-        tensors = self.qweight, self.scales, self.zeros, self.bias, self.g_idx
-        qweight, scales, zeros, bias, g_idx = (None if of is None else of[x] for of in tensors)
-        return QuantizedLinear(qweight, scales, zeros, self.codes, bias, g_idx)
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[x]
+
+        return QuantizedLinear(
+            self.qweight[x],
+            self.scales[x],
+            own(self.zeros),
+            self.codes,
+            own(self.bias),
+            own(self.g_idx),
+        )
 
 
 class ExpertList(nn.ModuleList):
     """model.Experts as linear layers, while these are quantized one by one."""
 
     def forward(self, x: Tensor, experts: Tensor):
-        rows = x.split(experts.bincount(minlength=len(self)).tolist())
+        sizes = experts.bincount(minlength=len(self))
+        rows = x.split(sizes.tolist())
         return torch.cat([linear(of) for linear, of in zip(self, rows)])
 
 
@@ -204,10 +214,11 @@ def join_experts(linears: Iterable[nn.Module], _="") -> QuantizedExperts:
             return None
         return torch.stack([get(linear) for linear in linears])
 
-    qweight, scales, bias = (
-        stack(name, attrgetter(name)) for name in ("qweight", "scales", "bias")
-    )
-    zeros, g_idx = stack("zeros", zeros_of), stack("g_idx", QuantizedLinear.groups)
+    qweight = stack("qweight", attrgetter("qweight"))
+    scales = stack("scales", attrgetter("scales"))
+    zeros = stack("zeros", zeros_of)
+    bias = stack("bias", attrgetter("bias"))
+    g_idx = stack("g_idx", QuantizedLinear.groups)
     return QuantizedExperts(qweight, scales, zeros, linears[0].codes, bias, g_idx)
 
 
@@ -492,7 +503,8 @@ def calibrate(
     model.setup(T)
     size = max(1, CHUNK // T)
     # [size, T, D] each: the hidden states so far of the quantized model, and of the original
-    chunks, exact = ((model.embed(tokens) * model.embedding_scale).split(size) for _ in range(2))
+    states = [model.embed(tokens) * model.embedding_scale for _ in range(2)]
+    chunks, exact = (of.split(size) for of in states)
 
     def calibrate_half(
         name: str,
@@ -519,29 +531,22 @@ def calibrate(
             x.add_(post_norm(getattr(half, second)(y)), alpha=model.config.residual_scale)
 
     def calibrate_experts(name: str, norm: nn.Module, post_norm: nn.Module):
-        moe, D = model.get_submodule(name), model.config.dim
+        moe = model.get_submodule(name)
         act = partial(gated, activation=moe.activation, clamp=moe.moe.clamp)
-        routes = [moe.route(norm(x.view(-1, D))) for x in exact]
-        sums = [torch.zeros_like(x) for x in exact]  # the outputs of the original
+        found, original = (of.view(-1, model.config.dim) for of in states)
+        weights, experts = moe.route(norm(original))
+        total = torch.zeros_like(original)  # what the original adds
         for x in range(moe.moe.n_expert):
-            # The rows that the original routes to this expert, in each chunk.
-            rows = [(experts == x).any(1).nonzero()[:, 0] for _, experts in routes]
-            found, wanted = (
-                [norm(of.view(-1, D)[own]) for of, own in zip(states, rows)]
-                for states in (chunks, exact)
-            )
-            enough = sum(map(len, rows)) >= FEWEST
-            inputs = [act(moe.w_gate_up[x](y)) for y in wanted]  # of w_down in the original
-            for total, y, own, (weights, experts) in zip(sums, inputs, rows, routes):
-                share = (weights * (experts == x)).sum(1, keepdim=True)[own]
-                total.view(-1, D)[own] += share * moe.w_down[x](y)
-            how = correlations(found, wanted) if enough else (None, None)
-            yield f"{name}.w_gate_up.{x}", *how
-            found = [act(moe.w_gate_up[x](y)) for y in found]
-            how = correlations(found, inputs) if enough else (None, None)
-            yield f"{name}.w_down.{x}", *how
-        for x, total in zip(exact, sums):
-            x.add_(post_norm(total), alpha=model.config.residual_scale)
+            own = (experts == x).any(1).nonzero()[:, 0]  # the original routes these rows here
+            known = correlations if len(own) >= FEWEST else lambda *_: (None, None)
+            inputs, wanted = norm(found[own]), norm(original[own])
+            wanted_down = act(moe.w_gate_up[x](wanted))
+            share = (weights * (experts == x)).sum(1, keepdim=True)[own]
+            total[own] += share * moe.w_down[x](wanted_down)
+            yield f"{name}.w_gate_up.{x}", *known([inputs], [wanted])
+            inputs_down = act(moe.w_gate_up[x](inputs))
+            yield f"{name}.w_down.{x}", *known([inputs_down], [wanted_down])
+        original.add_(post_norm(total), alpha=model.config.residual_scale)
         for x in chunks:
             x.add_(post_norm(moe(norm(x))), alpha=model.config.residual_scale)
 

@@ -167,10 +167,12 @@ class Shard:
             layer = model.get_submodule(name)
             if layer.bias is not None and self.rank:  # which is added once
                 layer.bias.data.zero_()
-            kind = RowParallelLinear
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), MoE):
-                kind, name = ParallelExperts, name.rpartition(".")[0]
-            model.set_submodule(name, kind(model.get_submodule(name)))
+            half = name.rpartition(".")[0]
+            moe = model.get_submodule(half)
+            if isinstance(moe, MoE):
+                model.set_submodule(half, ParallelExperts(moe))
+            else:
+                model.set_submodule(name, RowParallelLinear(layer))
         if self.whole.tied:
             model.head = self.make_head()
             model.head.weight = nn.Parameter(

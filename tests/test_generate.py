@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 from checkpoint import PARTS, Checkpoint, Tokenizer, load_model
 from cli.output import show
 from generate import Completion, Engine
-from helpers import (DEVICES, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, is_golden, run,
-                     steps, subprocess_python, tiny, with_json)
+from helpers import (DEVICES, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, error, is_golden,
+                     load_checkpoint, make, run, steps, subprocess_python, tiny, with_json)
 from sampling import Sampling
 
 
@@ -56,6 +56,24 @@ def test_what_is_compiled_once_serves_all_prompts_and_samplings(device, mode, mo
             assert differ == (sampling != GREEDY)  # the samples of a prompt
     assert device == "cuda" or is_golden(engines[1], directory)
     assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@torch.no_grad()
+def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize):
+    """Few rows and many; decode, whose rows are known, reads the chosen experts alone."""
+    make(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    moe = load_checkpoint(tmp_path, quantize=quantize).layers[0].ffn
+    compiled, graphs = torch.compile(moe, dynamic=True, fullgraph=True, backend="eager"), counters["stats"]
+    before = graphs["unique_graphs"]
+    for n in (2, 3, 17, 40):
+        x = torch.randn(5, n, 64)
+        assert error(compiled(x), moe(x)) < 1e-5
+    assert graphs["unique_graphs"] == before + 1
+    codes, x = [], torch.randn(1, 1, 64)
+    torch._dynamo.reset()
+    step = torch.compile(moe, dynamic=False, fullgraph=True, backend=lambda graph, _: codes.append(graph.code) or graph)
+    assert error(step(x), moe(x)) < 1e-5 and len(codes) == 1 and "grouped_linear" not in codes[0]
 
 
 def chunk_cases() -> list[tuple[list[list[int]], int]]:
