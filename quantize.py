@@ -621,13 +621,12 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    experts = settings.get("quant_method") == "mxfp4"  # of gpt-oss: the others' weights are rounded
-    if settings and not experts:
+    if settings and settings["quant_method"] != "mxfp4":  # of gpt-oss what has no codes is rounded
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )
     for weight in checkpoint.weights.values():
-        if weight.quantized and not (experts and weight.experts):
+        if weight.quantized:
             group_of(weight.shape[1], default_group(quantize, group_size))
 
 
