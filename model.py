@@ -410,32 +410,21 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.empty(X, N, K))
         self.bias = nn.Parameter(torch.empty(X, N)) if bias else None
 
-    def matrices(self, dtype: torch.dtype, experts=slice(None)):
-        """Of these experts [any, N, K]."""
-        return self.weight[experts]
-
     def forward(self, x, experts):
-        """x [M, K], sorted by its experts [M] -> [M, N]. Few rows read only their experts' matrices."""
-        if always(x.shape[0] <= self.n_expert):
-            y = (self.matrices(x.dtype, experts) @ x[:, :, None]).squeeze(2)
-        else:
-            y = grouped_linear(x, self.matrices(x.dtype), experts)
+        """x [M, K], sorted by its experts [M] -> [M, N]"""
+        y = grouped_linear(x, self.weight, experts)
         return y if self.bias is None else y + self.bias[experts]
-
-
-def always(condition) -> bool:
-    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts of all lengths."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 @torch.library.custom_op("llama_fast::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """x [M, K] by the matrices [X, N, K] of its experts [M] -> [M, N]. torch.compile takes F.grouped_mm() in bf16
-    alone."""
+    """x [M, K] by the matrices [X, N, K] of its experts [M], in order -> [M, N]. Few rows gather theirs.
+
+    It is an operator so that torch.compile does not look inside: it takes F.grouped_mm() in bf16 alone, and one
+    compiled code serves few rows and many."""
+    if len(x) <= len(weight):
+        chosen = weight[experts]  # [M, N, K]
+        return (chosen @ x[:, :, None]).squeeze(2)
     slots = torch.arange(len(weight), device=x.device)
     ends = torch.searchsorted(experts, slots, right=True, out_int32=True)
     return F.grouped_mm(x, weight.mT, offs=ends)

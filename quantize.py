@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, hf_weights
-from model import Experts, Transformer, gated, visible
+from model import Experts, Transformer, gated, grouped_linear, visible
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
 # Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
@@ -66,7 +66,8 @@ from_e2m1 = partial(from_float, bits=4, mantissa=1, bias=1)
 
 def from_e8m0(scales: Tensor):
     """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. 2 ** -127 is below fp32's normal numbers."""
-    return (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
+    bits = scales.int() << 23
+    return bits.clamp(min=1 << 22).view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,14 @@ class QuantizedLinear(nn.Module):
 class QuantizedExperts(QuantizedLinear):
     """model.Experts whose weights are codes: all tensors as QuantizedLinear has them, with X in front."""
 
-    matrices = QuantizedLinear.dequantize
-    forward = Experts.forward
+    def forward(self, x: Tensor, experts: Tensor):
+        """As Experts. Few rows dequantize the matrices of their experts alone."""
+        if always(x.shape[0] <= self.n_expert):
+            chosen = self.dequantize(x.dtype, experts)  # [M, N, K]
+            y = (chosen @ x[:, :, None]).squeeze(2)
+        else:
+            y = grouped_linear(x, self.dequantize(x.dtype), experts)
+        return y if self.bias is None else y + self.bias[experts]
 
     @property
     def n_expert(self) -> int:
@@ -186,6 +193,15 @@ class QuantizedExperts(QuantizedLinear):
             own(self.bias),
             own(self.g_idx),
         )
+
+
+def always(condition) -> bool:
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts of all lengths."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 class ExpertList(nn.ModuleList):
@@ -621,13 +637,12 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    experts = settings.get("quant_method") == "mxfp4"  # of gpt-oss: the others' weights are rounded
-    if settings and not experts:
+    if settings and settings["quant_method"] != "mxfp4":  # of gpt-oss what has no codes is rounded
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )
     for weight in checkpoint.weights.values():
-        if weight.quantized and not (experts and weight.experts):
+        if weight.quantized:
             group_of(weight.shape[1], default_group(quantize, group_size))
 
 

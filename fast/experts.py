@@ -29,8 +29,8 @@ from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wa
 from fast.layout import KINDS, Packed
 from fast.linear import plain_linear
 from fast.packed_linear import dequantize, pack_layer, plain_weights
-from model import Experts, always, gated
-from quantize import QuantizedExperts
+from model import gated, grouped_linear
+from quantize import QuantizedExperts, always
 from tp import ParallelExperts, all_reduce
 
 if triton:
@@ -354,8 +354,6 @@ class PackedExperts(nn.Module):
     """A QuantizedExperts in the kernels' layout, the experts' row blocks one behind the other. gate: as in
     expert_linear()."""
 
-    forward = Experts.forward  # of a prompt
-
     def __init__(self, layer: QuantizedExperts, gate: int):
         super().__init__()
         self.n_expert, self.gate, self.bias = layer.n_expert, gate, layer.bias
@@ -368,10 +366,12 @@ class PackedExperts(nn.Module):
         self.scales_and_zeros = nn.Parameter(torch.cat(scales), requires_grad=False)
         self.register_buffer("shifts", first.shifts, persistent=False)
 
-    def matrices(self, dtype: torch.dtype, experts: slice | Tensor = slice(None)) -> Tensor:
-        """model.Experts.matrices()"""
-        return unpack_experts(self.qweight, self.scales_and_zeros, self.shifts, self.n_expert, self.N, self.K,
-                              self.kind, self.group_size, self.gate, dtype)[experts]
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """model.Experts.forward(), of a long prompt: all matrices are unpacked."""
+        w = unpack_experts(self.qweight, self.scales_and_zeros, self.shifts, self.n_expert, self.N, self.K, self.kind,
+                           self.group_size, self.gate, x.dtype)
+        y = grouped_linear(x, w, experts)
+        return y if self.bias is None else y + self.bias[experts]
 
 
 class FusedMoE(nn.Module):

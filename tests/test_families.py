@@ -75,7 +75,10 @@ def test_older_files_mean_the_same(family):
 
 
 def test_layers_differ_as_published():
-    smollm3, olmo3, gemma3 = (SHAPES[name].layers for name in ("smollm3-3b", "olmo-3-7b", "gemma-3-4b"))
+    smollm3, olmo3, gemma3, gpt_oss = (SHAPES[name].layers for name in (
+        "smollm3-3b", "olmo-3-7b", "gemma-3-4b", "gpt-oss-20b"))
+    assert [(layer.window, layer.rope) for layer in gpt_oss[:3]] == [
+        (window, gpt_oss[0].rope) for window in (128, None, 128)]
     assert [bool(layer.rope.frequencies) for layer in smollm3[:8]] == [True, True, True, False] * 2
     assert [layer.window for layer in olmo3[:4]] == [4096] * 3 + [None]
     assert [layer.window for layer in gemma3[:7]] == [1024] * 5 + [None, 1024]

@@ -39,7 +39,8 @@ LARGE = [
     (6144, 4096, "int4", 128, "zeros order norm bias"), (4096, 14336, "int8", 1, "residual"),
     (28672, 4096, "int8", 32, "zeros norm gated"), (520, 28672, "int4", 224, "zeros bias"),
     (4096, 11008, "fp8", 86, "residual"), (22016, 4096, "fp8", 32, "norm gated"), (6144, 4096, "fp8", 1, "norm"),
-    (4096, 11008, "mxfp4", 344, "residual"), (4096, 11008, "int4", 86, "wide residual"), (4096, 11008, "fp8", 86, "shared residual")]
+    (4096, 11008, "mxfp4", 344, "residual"), (4096, 11008, "int4", 86, "wide residual"),
+    (4096, 11008, "fp8", 86, "shared residual")]
 
 
 class Weight(NamedTuple):

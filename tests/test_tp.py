@@ -50,7 +50,8 @@ GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, "words", "awq", "experts-gptq", "mxfp4")} | {
+WRITTEN = "words", "awq", "experts-awq", "experts-gptq", "mxfp4"
+LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, *WRITTEN)} | {
     "int8": dict(checkpoint=TINY, quantize="int8"), "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, 128": dict(checkpoint=TINY, quantize="int4", group_size=128),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
@@ -132,8 +133,10 @@ def pair(directory: Path) -> Callable:
     write(directory / "heads", directory / "words", 4, -1, False)
     write(directory / "qwen3_moe", directory / "experts-gptq", 4, 32, False, act_order=True)
     unfold("mxfp4", directory / "mxfp4")
-    write(directory / "exact", directory / "awq", 4, 32, False)
-    change(directory / "awq", dict(quant_method="awq", version="gemm"), **awq(directory / "awq" / "model.safetensors"))
+    for source, out in (("exact", "awq"), ("mixtral", "experts-awq")):
+        write(directory / source, directory / out, 4, 32, False)
+        words = awq(directory / out / "model.safetensors")
+        change(directory / out, dict(quant_method="awq", version="gemm"), **words)
     return partial(run_ranks, directory, "cpu", placed(CASES, directory))
 
 
