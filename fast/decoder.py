@@ -37,7 +37,7 @@ from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, RowParallelLinear
 
 OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute",
-             "fused_all_reduce", "fused_all_gather")
+             "fused_all_reduce", "fused_all_gather", "grouped_linear")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
 # account.
