@@ -377,9 +377,10 @@ class MoE(nn.Module):
         super().__init__()
         self.moe = moe
         self.activation = config.activation
-        self.router = nn.Linear(config.dim, moe.n_expert, bias=moe.bias)
-        self.w_gate_up = Experts(moe.n_expert, 2 * moe.ffn_dim, config.dim, moe.bias)
-        self.w_down = Experts(moe.n_expert, config.dim, moe.ffn_dim, moe.bias)
+        X = moe.n_expert
+        self.router = nn.Linear(config.dim, X, bias=moe.bias)
+        self.w_gate_up = Experts(X, 2 * moe.ffn_dim, config.dim, moe.bias)
+        self.w_down = Experts(X, config.dim, moe.ffn_dim, moe.bias)
 
     def forward(self, x):
         n = self.moe.n_chosen
@@ -416,12 +417,16 @@ class Experts(nn.Module):
         return y if self.bias is None else y + self.bias[experts]
 
 
-@torch.library.custom_op("llama_fast::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def grouped_linear(x, weight, experts):
     """x [M, K] by the matrices [X, N, K] of its experts [M], in order -> [M, N]. Few rows gather theirs.
 
-    It is an operator so that torch.compile does not look inside: it takes F.grouped_mm() in bf16 alone, and one
-    compiled code serves few rows and many."""
+    torch.compile does not look inside: it takes F.grouped_mm() in bf16 alone, and one compiled code serves few rows
+    and many."""
+    product = operator if torch.compiler.is_compiling() else plain_product
+    return product(x, weight, experts)
+
+
+def plain_product(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     if len(x) <= len(weight):
         chosen = weight[experts]  # [M, N, K]
         return (chosen @ x[:, :, None]).squeeze(2)
@@ -430,7 +435,10 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.mT, offs=ends)
 
 
-@grouped_linear.register_fake
+operator = torch.library.custom_op("llama_fast::grouped_linear", plain_product, mutates_args=())
+
+
+@operator.register_fake
 def _(x, weight, experts):
     return x.new_empty(x.shape[0], weight.shape[1])  # len() would fix the number of rows
 

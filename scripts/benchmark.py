@@ -51,7 +51,7 @@ from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint)
-from model import Config, Experts, KVCache, LayerConfig, Transformer  # noqa: E402
+from model import Config, Experts, KVCache, LayerConfig, MoE, Transformer  # noqa: E402
 from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
                       round_model)
 from sampling import Sampling  # noqa: E402
@@ -271,20 +271,20 @@ def one_run(engine: Engine, args: Namespace, made: list | None = None) -> tuple[
 @torch.no_grad()
 def share_of_experts(engine: Engine, steps: list[list[int]]) -> float:
     """Which part of a layer's experts a step reads: those that its rows choose, together; the mean over steps and
-    sparse layers. The tokens that each step gave are read once more, as a prompt, and the routers' scores are looked
-    at on the device."""
+    sparse layers. The tokens that each step gave are read once more, as a prompt, and what goes into the mixtures is
+    routed once more, on the device."""
     model, chosen = engine.model, []
-    sparse = [layer.moe for layer in model.config.layers if layer.moe]
     tokens = torch.tensor(steps, device=engine.device).T  # [B, T]
     B, T = tokens.shape
 
-    def look(router, inputs, scores: Tensor) -> None:
-        moe = sparse[len(chosen)]
-        of_row = torch.zeros(B, T, moe.n_expert, device=scores.device)
-        of_row.scatter_(2, scores.view(B, T, -1).topk(moe.n_chosen).indices, 1)
-        chosen.append(of_row.amax(0).mean())
+    def look(ffn, inputs) -> None:  # a MoE, or what holds one
+        moe = next(module for module in ffn.modules() if isinstance(module, MoE))
+        _, experts = moe.route(inputs[0].flatten(0, 1))
+        of_row = torch.zeros(B, T, moe.moe.n_expert, device=experts.device)
+        chosen.append(of_row.scatter_(2, experts.view(B, T, -1), 1).amax(0).mean())
 
-    hooks = [module.register_forward_hook(look) for name, module in model.named_modules() if name.endswith("router")]
+    sparse = [layer.ffn for layer in model.layers if layer.config.moe]
+    hooks = [ffn.register_forward_pre_hook(look) for ffn in sparse]
     with torch.compiler.set_stance("force_eager"):
         model(tokens, torch.arange(T, device=engine.device)[None], engine.slots(T))
     for hook in hooks:
