@@ -24,12 +24,12 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
+from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
                      same_but_for_ties, told, torchrun, write)
 from model import Config
 from tp import Shard, Team, cut, draft_splitter, join
 
-TINY, DRAFT = str(TINY), str(DRAFT)  # as cases.json has them
+TINY, DRAFT, EAGLE = str(TINY), str(DRAFT), str(EAGLE)  # as cases.json has them
 
 # Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
 UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
@@ -58,6 +58,7 @@ SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share a
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
+    "draft head": dict(draft=EAGLE, policy="3"),
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
@@ -65,6 +66,7 @@ CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
     "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
+    "head": dict(draft=EAGLE, policy="3"),
     "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
