@@ -35,8 +35,8 @@ SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a comm
 
 # As many tokens as there are, so that none is added before some go: before the families of test_families.py the
 # reference had 19,541, the core 36,740 and the tests 85,243. The design asks for 16,500, 33,000 and 75,000 then. EAGLE
-# heads took 333, 3,576 and 4,452.
-REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 22_700, 43_800, 95_350
+# heads took 333, 3,577 and 4,480.
+REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 22_700, 43_800, 95_450
 TOKENS_PER_LINE = 10.5  # of the reference, at most
 
 
