@@ -66,11 +66,23 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.hf = text_settings(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        self.hf = self.settings(json.loads((directory / "config.json").read_text("utf-8")))
         self.generation = self.read_json("generation_config.json")
         self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
         self.weights = hf_weights(self.config)
+
+    @staticmethod
+    def settings(hf: dict) -> dict:
+        """What config.json says."""
+        return text_settings(hf)
+
+    def make_model(self) -> Transformer:
+        return Transformer(self.config)
+
+    def counted(self) -> Config:
+        """What guard.check_memory() counts."""
+        return self.config
 
     def read_json(self, name: str) -> dict:
         """{} where the file is not there."""
@@ -580,6 +592,10 @@ def read_tensor(
     return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
 
 
+def stored_shape(place: Place) -> tuple[int, ...]:
+    return tuple(open_shard(place.path).get_slice(place.name).get_shape())
+
+
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -596,14 +612,15 @@ def load_model(
 
     files = checkpoint.files()
     with torch.device("meta"):
-        model = shard.model() if shard else Transformer(checkpoint.config)
+        model = shard.model() if shard else checkpoint.make_model()
     if replace_layers:
         replace_layers(model, files)
-    places = hf_weights(model.config)
+    places = hf_weights(model.config) if shard else checkpoint.weights
+    wanted = {place.ours for place in places.values()}
     fp32 = {place.ours for place in places.values() if place.norm and model.config.norm_fp32}
     parameters = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and name in wanted:
             held = torch.float32 if name in fp32 else dtype
             parameters[name] = torch.empty_like(parameter, device=device, dtype=held)
     names = [name for name, place in places.items() if place.ours in parameters]

@@ -34,6 +34,7 @@ import formats
 import guard
 from checkpoint import Checkpoint, UserError, load_model
 from completion import Completion, pieces, rank_completions
+from eagle import EagleDraft, HeadCheckpoint
 from model import Transformer
 from quantize import check_quantize, default_group, round_head, round_model
 from sampling import LIMITS, Sampling, choose
@@ -408,12 +409,13 @@ class LLM:
         self.settings = formats.read_settings(self.checkpoint)
         check_quantize(self.checkpoint, self.settings, quantize, group_size)
         self._sizes = [(self.checkpoint.config, self.settings.get("bits"))]
-        self.draft_checkpoint = None
+        self.draft_checkpoint = self.head = None  # head: what an EAGLE head has of its own
         if draft not in (None, "prompt-lookup"):
-            theirs = self.draft_checkpoint, _ = guard.open_checkpoint(draft)
-            guard.check_draft(draft, theirs, opened)
+            self.draft_checkpoint = guard.open_draft(draft, opened)
+            if isinstance(self.draft_checkpoint, HeadCheckpoint):
+                self.head = self.draft_checkpoint.options
             settings = formats.read_settings(self.draft_checkpoint)
-            self._sizes.append((self.draft_checkpoint.config, settings.get("bits")))
+            self._sizes.append((self.draft_checkpoint.counted(), settings.get("bits")))
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
         # Room: tokens of a prompt and its completion.
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
@@ -521,17 +523,25 @@ class LLM:
                 split=splitter(self.team),
             )
             if self.draft_checkpoint:
-                split = draft_splitter(self.team, self.draft_checkpoint.config)
+                # A head is small, and runs whole on each rank.
+                split = (
+                    None if self.head else draft_splitter(self.team, self.draft_checkpoint.config)
+                )
                 self.draft_model = read(
                     self.draft_checkpoint, quantize=options.draft_quantize, split=split
                 )
+                if self.head:
+                    self.draft_model.share_embedding(self.model)
         self.load_s = time.perf_counter() - begun
 
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
         where, loaded = (self.device, self.dtype, self.team.ranks), self.model is not None
-        cache = self.options.kv_cache or "16-bit"
-        return guard.check_memory(self._sizes, rows, self._slots(length), *where, loaded, cache)
+        kind = self.options.kv_cache or "16-bit"
+        features = len(self.head.places) * self.head.target_dim if self.head else 0
+        return guard.check_memory(
+            self._sizes, rows, self._slots(length), *where, loaded, kind, features
+        )
 
     def _slots(self, length: int) -> int:
         return length + SLACK if self.options.draft else length
@@ -590,12 +600,14 @@ class LLM:
             mode=mode,
             cache=options.kv_cache or "16-bit",
         )
-        self.engine = engine(self.model, slots)
+        self.engine = engine(self.model, slots, features=self.head.places if self.head else ())
         if not options.draft:
             return
         vocab_size = self.model.config.vocab_size
         draft = PromptLookup(vocab_size, slots)
-        if self.draft_model:
+        if self.head:
+            draft = EagleDraft(engine(self.draft_model, slots), self.engine)
+        elif self.draft_model:
             context = min(slots, self.draft_model.config.context)
             if context < length:
                 print(

@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 from checkpoint import (FAMILIES, INDEX, WHOLE, Checkpoint, Tokenizer, UserError, any_of, config_from_hf,
                         count_parameters, head_dim, hf_weights, read_ends, render_plainly, rope_settings, text_settings)
+from eagle import HeadCheckpoint, head_settings, is_head
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 
@@ -35,6 +36,8 @@ HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokeniz
 LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
 PICKLE = "a pickle, which is never read, as it could run code"
 OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
+CONVERT = ("python -c \"import torch; from safetensors.torch import save_file; save_file({n: t.contiguous() for n, t "
+           "in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\"")
 MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
 MOST_TEXT = 2 ** 26  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
 MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
@@ -66,6 +69,22 @@ def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Token
     vet(directory, tokenizer)
     checkpoint = Checkpoint(directory)
     return checkpoint, VettedTokenizer(checkpoint) if tokenizer else None
+
+
+def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
+    """A smaller model's checkpoint or an EAGLE head's. UserError if it is not for the target."""
+    directory = find_checkpoint(name)
+    path = directory / "config.json"
+    if not is_head(read_json(path)):
+        draft = open_checkpoint(directory)
+        check_draft(name, draft, target)
+        return draft[0]
+    if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
+        raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it there: "
+                        f"{CONVERT}")
+    vet(directory, tokenizer=False, head=True)
+    with user_errors(path):
+        return HeadCheckpoint(directory, target[0])
 
 
 def find_checkpoint(name: str) -> Path:
@@ -205,13 +224,19 @@ def check_numbers(of: dict, table: dict[str, tuple[type, float]], optional=False
             raise ValueError(f"{key}={value!r}: want {kind.__name__} above 0, up to {most:.0e}")
 
 
-def vet(directory: Path, tokenizer=True):
-    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it."""
+def vet(directory: Path, tokenizer=True, head=False):
+    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it.
+
+    head: it is an EAGLE head's directory, which no other may be."""
     path = directory / "config.json"
     if not is_file(path):
         raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
     hf = read_json(path)
     with user_errors(path):
+        if is_head(hf):
+            if not head:
+                raise ValueError("an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`")
+            hf = vet_head(hf)
         vocab_size = vet_config(hf)
         vet_tokens("eos_token_id", read_ends(hf), vocab_size)
     path = directory / "generation_config.json"
@@ -271,6 +296,18 @@ def vet_experts(hf: dict):
                          "experts")
     if n * layers > MOST_EXPERTS:
         raise ValueError(f"{n} experts in each of {layers} layers: want {MOST_EXPERTS} at most; a number is wrong")
+
+
+def vet_head(hf: dict) -> dict:
+    """An EAGLE head's settings, as one dictionary."""
+    for key in ("transformer_layer_config", "eagle_config"):
+        typed(hf, key, dict)
+    hf = head_settings(hf)
+    check_numbers(hf, dict(draft_vocab_size=(int, 2 ** 24)), optional=True)
+    ids = typed(hf, "eagle_aux_hidden_state_layer_ids", list)
+    if ids is not None and (not 0 < len(ids) <= 64 or any(type(i) is not int for i in ids)):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids={str(ids):.60}: want a list of layers")
+    return hf
 
 
 def vet_rope(hf: dict, sliding: bool):
@@ -632,11 +669,12 @@ def memory_advice(advice: str):
 
 
 def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
-                 dtype: torch.dtype, ranks=1, loaded=False, kind="16-bit") -> str:
+                 dtype: torch.dtype, ranks=1, loaded=False, kind="16-bit", features=0) -> str:
     """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
 
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
-    the weights have their memory already. kind: the caches', of model.CACHES."""
+    the weights have their memory already. kind: the caches', of model.CACHES. features: numbers that are kept of each
+    token for an EAGLE head."""
     share = ranks if device.type == "cuda" else 1
     there = free_memory(device) if device.type == "cuda" else host_memory()
     weights = cache = 0
@@ -646,6 +684,7 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
         cache += KVCache.bytes_per_token(config, dtype, kind) * batch_size * cache_length / share
+    cache += features * dtype.itemsize * batch_size * cache_length
     no_draft = ", or no `draft`" if len(models) > 1 else ""
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
               f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"

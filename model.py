@@ -157,11 +157,12 @@ class Transformer(nn.Module):
                 table.offset[: len(lengths), 0] = far * (len(table.cos) // 2)
 
     def arrange_rows(self, rows: list[int], n: int):
-        """The cache's first rows become what these rows are, as far as their first n slots: [0, 0, 1, 1] makes two
-        samples of each of two prompts."""
+        """The cache's first rows, and the features', become what these rows are, as far as their first n slots:
+        [0, 0, 1, 1] makes two samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
             layer.attn.cache.copy_rows(rows, n)
+        self.features[: len(rows), :n] = self.features[rows, :n]
 
     def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
@@ -174,7 +175,7 @@ class Transformer(nn.Module):
         masks = {
             layer.window: visible(slots, positions, layer.window) for layer in self.config.layers
         }
-        x = self.embed(tokens) * self.embedding_scale  # [B, T, D]
+        x = self.read(tokens, rows, positions)  # [B, T, D]
         run = compiled_once
         if torch.is_grad_enabled():
             # Torch 2.11 to 2.13 computes wrong gradients through nested regions.
@@ -188,6 +189,10 @@ class Transformer(nn.Module):
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
         return self.head(self.norm(x) * self.config.logits_scale)
+
+    def read(self, tokens, rows, positions):
+        """What goes into the first layer: tokens [B, T] -> [B, T, D]."""
+        return self.embed(tokens) * self.embedding_scale
 
     def keep(self, place: int, x, rows, positions):
         """Keeps hidden states x [B, T, D], if setup() was asked for those of this place."""

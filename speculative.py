@@ -9,7 +9,7 @@ the tokens that come next overwrite them: see model.py.
 A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. On a GPU the
 host learns a step late what came out. Before that it launches the next step, for which it decides k alone.
 
-Contents: acceptance, the drafts, the policies that choose k, the steps of a ragged batch.
+Contents: acceptance, the drafts, the policies that choose k, the steps of a ragged batch. EAGLE heads are in eagle.py.
 
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 """
@@ -106,6 +106,10 @@ class Drafter:
         last one zero, and how many of them count [B]. Without the host: see captures."""
         raise NotImplementedError
 
+    def follow(self, text: Tensor, last: Tensor, accepted: Tensor, k: int, reach: int):
+        """The end of a step that propose() began: behind last [B] of text [B, L] now stand the tokens that were
+        accepted [B] and one more. Without the host, too."""
+
 
 class PromptLookup(Drafter):
     """Drafts from the text's own n-grams: there is no model, and nothing to read."""
@@ -192,8 +196,7 @@ class DraftModel(Drafter):
         drafted, distributions = [], []
         for _ in range(k):
             logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
-            token, q = engine.sampler.propose(logits, self.vocab_size, engine.sampling)
-            token, q = self.in_targets_words(token, q)
+            token, q = self.draw(logits)
             drafted.append(token)
             distributions.append(q)
             tokens, at = token[:, None], at[:, -1:] + 1
@@ -204,8 +207,13 @@ class DraftModel(Drafter):
             torch.where(last + k < self.max_seq_len, k, 0),
         )
 
-    def in_targets_words(self, token: Tensor, q: Tensor):
-        """A token [B] and its distribution [B, V] in the draft's numbers -> in the target's."""
+    def draw(self, logits: Tensor):
+        """The draft's logits [B, T, any] -> a token [B] after the last column and its distribution [B, V], in the
+        target's numbers."""
+        if self.vocabulary is not None:
+            logits = logits[..., : len(self.vocabulary)]
+        engine = self.engine
+        token, q = engine.sampler.propose(logits, self.vocab_size, engine.sampling)
         if self.vocabulary is None:
             return token, q
         n = len(self.vocabulary)
@@ -427,6 +435,8 @@ class Speculator:
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
         self.text.scatter_(1, at + 1, tokens)  # what is no text is overwritten before it is read
+        if k:
+            self.draft.follow(self.text, last, accepted, k, self.reach())
         new = torch.where(active, accepted + 1, 0)
         self.last += new
         return tokens, logprobs, new, proposed

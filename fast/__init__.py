@@ -3,8 +3,8 @@ The speed layer: whatever makes a step faster than plain PyTorch. It changes no 
 between two tokens.
 
 generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(model.py, quantize.py, sampling.py, tp.py). Of the core, only generate.py imports this folder, and it guards the
-import. Delete the folder, and every command still works, slower. The package imports without Triton.
+(eagle.py, model.py, quantize.py, sampling.py, tp.py). Of the core, only generate.py imports this folder, and it guards
+the import. Delete the folder, and every command still works, slower. The package imports without Triton.
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm

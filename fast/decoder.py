@@ -29,6 +29,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
+from eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.common import unknown_values
@@ -251,6 +252,29 @@ class AttentionHalf(Half):
         return x + self.post_norm(y).flatten(0, 1)
 
 
+class FirstHalf(AttentionHalf):
+    """The first half of an EAGLE head's first layer: three launches more than another's, two for both norms, and one
+    for the residual."""
+
+    def __init__(self, block: FirstBlock, table: RopeTable):
+        super().__init__(block, table)
+        weights = torch.stack((block.attn_norm.weight, block.state_norm.weight))  # [2, D]
+        self.register_buffer("weights", weights.detach(), persistent=False)
+        self.register_buffer("ones", torch.ones_like(weights[0]), persistent=False)
+        self.eps, self.norm_before_residual = block.state_norm.eps, block.norm_before_residual
+
+    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        """x [M, 2 D], embeddings and states side by side, positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
+        x = x.unflatten(-1, self.weights.shape)  # [M, 2, D]
+        normed = add_norm(x.flatten(0, 1), self.ones, self.eps).view_as(x) * self.weights
+        residual = (normed if self.norm_before_residual else x)[:, 1].contiguous()
+        if self.fused:
+            return self.out(self.attn.attend(self.qkv(normed.flatten(1)), positions), residual=residual)
+        mask = visible(slots, positions, self.window)
+        y = normed.flatten(1).unflatten(0, (-1, positions.shape[1]))  # [B, T, 2 D]
+        return residual + self.attn(y, positions, *self.table(positions, len(y)), mask, rows).flatten(0, 1)
+
+
 class FeedForwardHalf(Half):
     """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused; three, if
     it is a mixture of experts."""
@@ -277,7 +301,8 @@ class FusedBlock(nn.Module):
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__()
-        self.attention, self.feed_forward = AttentionHalf(block, table), FeedForwardHalf(block)
+        half = FirstHalf if isinstance(block, FirstBlock) else AttentionHalf
+        self.attention, self.feed_forward = half(block, table), FeedForwardHalf(block)
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
@@ -306,7 +331,9 @@ class FusedDecoder(nn.Module):
         """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention without a kernel."""
         model, rows = self.model, self.model.rows[:len(tokens)]
         slots = model.slots if slots is None else slots
-        x = model.embed(tokens).flatten(0, 1) * (model.embedding_scale / self.scale)  # [M, D]
+        x = model.read(tokens, rows, positions).flatten(0, 1)  # [M, D]
+        if self.scale != 1:
+            x = x / self.scale
         for i, layer in enumerate(self.layers):
             self.keep(i, x, tokens.shape, rows, positions)
             x = layer(x, positions, slots, rows)
@@ -320,7 +347,8 @@ class FusedDecoder(nn.Module):
     def keep(self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor) -> None:
         """model.keep() of the residual stream x [M, D]."""
         if place in self.model.places:
-            self.model.keep(place, (x * self.scale).unflatten(0, shape), rows, positions)
+            x = x if self.scale == 1 else x * self.scale
+            self.model.keep(place, x.unflatten(0, shape), rows, positions)
 
     @contextmanager
     def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:

@@ -153,19 +153,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 @library.custom_op("llama_fast::add_norm", mutates_args=(), device_types="cuda")
-def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm() for torch.compile: residual + the norm of x [M, K]."""
-    return rms_norm(x.contiguous(), weight, eps, residual.contiguous())
+    return rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
 
 
 @add_norm.register_kernel("cpu")
-def plain_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def plain_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """The plain twin of add_norm()."""
-    return (residual + F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)).type_as(x)
+    y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+    return (y if residual is None else residual + y).type_as(x)
 
 
 @add_norm.register_fake
-def _(x, weight, eps, residual):
+def _(x, weight, eps, residual=None):
     return torch.empty_like(x)
 
 

@@ -8,6 +8,7 @@ device, or of a checkpoint.
     python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4
+    python scripts/benchmark.py llama-2-7b --speculate --draft eagle
 
 Each configuration is one JSON object on one line of stdout; the progress bar is
 on stderr. What is compared is measured in the same run: the GPU's read
@@ -47,11 +48,12 @@ from tqdm import tqdm  # noqa: E402
 from checkpoint import Checkpoint, UserError, hf_weights  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
+from eagle import EagleDraft, Head, HeadCheckpoint  # noqa: E402
 from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
-from guard import (GIB, check_draft, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
-                   open_checkpoint)
-from model import Config, Experts, KVCache, LayerConfig, MoE, Transformer  # noqa: E402
+from guard import (GIB, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
+                   open_checkpoint, open_draft)
+from model import Block, Config, Experts, KVCache, LayerConfig, MoE, RMSNorm, Transformer  # noqa: E402
 from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
                       round_model)
 from sampling import Sampling  # noqa: E402
@@ -65,13 +67,18 @@ OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog"
 
 def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None,
                  mxfp4: bool = False) -> Transformer:
-    """Normal weights of a scale that keeps activations near 1; norms are 1. mxfp4: the experts have such codes."""
+    """mxfp4: the experts have such codes."""
     with torch.device("meta"):
         model = shard.model() if shard else Transformer(config)
         if mxfp4:
             replace_layers(model, Experts, empty_mxfp4)
+    return fill(model, device, dtype)
+
+
+def fill(model: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Normal weights of a scale that keeps activations near 1; norms are 1."""
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    if config.tied:
+    if model.config.tied:
         model.head.weight = model.embed.weight
     for weight in model.parameters():
         if weight.dtype == torch.int32:
@@ -103,36 +110,66 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
     layers = (LayerConfig(rope=small.layers[0].rope),) * config.n_layer
     wide = random_model(replace(config, vocab_size=small.vocab_size, norm_eps=small.norm_eps * d / D, qk_norm=None,
                                 layers=layers, tied=False), device, dtype)
-    H, G, F = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim
-    copied = {name: weight.to(device, dtype) for name, weight in tiny.named_parameters(remove_duplicate=False)}
-
-    def norm(wide_norm, name: str) -> None:
-        wide_norm.weight[:d] = copied[f"{name}.weight"] * (d / D) ** 0.5
-
-    norm(wide.norm, "norm")
+    copied = dict(tiny.named_parameters(remove_duplicate=False))
     wide.embed.weight[:, d:] = 0
     wide.embed.weight[:, :d] = copied["embed.weight"]
     wide.head.weight[:, :d] = copied["head.weight"]
+    widen_norm(wide.norm, tiny.norm)
     for i, layer in enumerate(wide.layers):
         layer.attn.wo.weight.zero_()
         layer.ffn.w_down.weight.zero_()
-        if i >= small.n_layer:
-            continue
-        of = f"layers.{i}"
-        norm(layer.attn_norm, f"{of}.attn_norm")
-        norm(layer.ffn_norm, f"{of}.ffn_norm")
-        wqkv = layer.attn.wqkv.weight.unflatten(0, (-1, E))  # [H + 2 K, E, D]
-        theirs, wo = copied[f"{of}.attn.wqkv.weight"].unflatten(0, (-1, E)), copied[f"{of}.attn.wo.weight"]
-        for head in range(small.n_head):  # each gets a kv head of its own, and is the first of those that share it
-            kv = head // (small.n_head // small.n_kv_head)
-            wqkv[head * G, :, :d] = theirs[head]
-            wqkv[H + head, :, :d] = theirs[small.n_head + kv]
-            wqkv[H + config.n_kv_head + head, :, :d] = theirs[small.n_head + small.n_kv_head + kv]
-            layer.attn.wo.weight[:d, head * G * E:(head * G + 1) * E] = wo[:, head * E:(head + 1) * E]
-        gate, up = copied[f"{of}.ffn.w_gate_up.weight"].chunk(2)
-        layer.ffn.w_gate_up.weight[:len(gate), :d] = gate
-        layer.ffn.w_gate_up.weight[F:F + len(up), :d] = up
-        layer.ffn.w_down.weight[:d, :len(gate)] = copied[f"{of}.ffn.w_down.weight"]
+        if i < small.n_layer:
+            widen_layer(layer, tiny.layers[i], small, config, [0])
+    return wide
+
+
+def widen_norm(wide: RMSNorm, tiny: RMSNorm) -> None:
+    d, D = len(tiny.weight), len(wide.weight)
+    wide.weight[:d] = tiny.weight * (d / D) ** 0.5
+
+
+def widen_layer(layer: Block, tiny: Block, small: Config, config: Config, inputs: list[int]) -> None:
+    """Gives the layer tiny's function. inputs: the columns of wqkv at which tiny's d inputs, and the next d, begin."""
+    H, G, F, E, d = config.n_head, config.n_head // config.n_kv_head, config.ffn_dim, config.head_dim, small.dim
+    widen_norm(layer.attn_norm, tiny.attn_norm)
+    widen_norm(layer.ffn_norm, tiny.ffn_norm)
+    wqkv = layer.attn.wqkv.weight.unflatten(0, (-1, E))  # [H + 2 K, E, D or 2 D]
+    theirs, wo = tiny.attn.wqkv.weight.unflatten(0, (-1, E)), tiny.attn.wo.weight
+    for head in range(small.n_head):  # each gets a kv head of its own, and is the first of those that share it
+        kv = head // (small.n_head // small.n_kv_head)
+        for n, at in enumerate(inputs):
+            columns, own = slice(at, at + d), slice(n * d, (n + 1) * d)
+            wqkv[head * G, :, columns] = theirs[head, :, own]
+            wqkv[H + head, :, columns] = theirs[small.n_head + kv, :, own]
+            wqkv[H + config.n_kv_head + head, :, columns] = theirs[small.n_head + small.n_kv_head + kv, :, own]
+        layer.attn.wo.weight[:d, head * G * E:(head * G + 1) * E] = wo[:, head * E:(head + 1) * E]
+    gate, up = tiny.ffn.w_gate_up.weight.chunk(2)
+    layer.ffn.w_gate_up.weight[:len(gate), :d] = gate
+    layer.ffn.w_gate_up.weight[F:F + len(up), :d] = up
+    layer.ffn.w_down.weight[:d, :len(gate)] = tiny.ffn.w_down.weight
+
+
+def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
+    """The bundled head for target, the bundled model widened to config's shape: it costs what an EAGLE-3 head of that
+    shape does, and has tiny's function. Of its 32,000 rows of output tiny's tokens are the first, and no other counts:
+    see DraftModel.draw()."""
+    small, d, D = tiny.config, tiny.config.dim, config.dim
+    whole = replace(target.config, layers=target.config.layers[:1])
+    options = replace(tiny.options, target_dim=D, vocab_size=max(32000, tiny.options.vocab_size))
+    with torch.device("meta"):
+        wide = Head(whole, options, tiny.vocabulary)
+    wide = fill(wide, target.embed.weight.device, target.embed.weight.dtype)
+    wide.embed = target.embed
+    layer, [own] = wide.layers[0], tiny.layers
+    layer.attn.wo.weight.zero_()
+    layer.ffn.w_down.weight.zero_()
+    widen_layer(layer, own, small, config, [0, D])
+    widen_norm(layer.state_norm, own.state_norm)
+    widen_norm(wide.norm, tiny.norm)
+    wide.head.weight[:len(tiny.head.weight), :d] = tiny.head.weight
+    wide.fc.weight[d:] = 0
+    for n in range(len(options.places)):
+        wide.fc.weight[:d, n * D:n * D + d] = tiny.fc.weight[:, n * d:(n + 1) * d]
     return wide
 
 
@@ -148,6 +185,8 @@ def parse_args() -> Namespace:
     add("--top-k", type=within(int, 0), default=200, help="default: 200")
     add("--top-p", type=within(float, 1e-6, 1), default=1.0, help="default: 1, off")
     add("--speculate", action="store_true", help="give the shape the bundled model's function, and the bundled draft")
+    add("--draft", choices=("tiny-draft", "eagle"), help="with --speculate: the small model, or the EAGLE head at the "
+        "cost of the shape's (default: tiny-draft)")
     add("--draft-tokens", metavar="LIST",
         help="with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto)")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
@@ -166,8 +205,9 @@ def parse_args() -> Namespace:
         parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
     if "transformers" in args.against and not find_spec("transformers"):
         parser.error("--against transformers: it is not installed; pip install transformers")
-    if args.draft_tokens and not args.speculate:
-        parser.error(f"--draft-tokens {args.draft_tokens} goes with --speculate")
+    for name in ("draft_tokens", "draft"):
+        if getattr(args, name) and not args.speculate:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} goes with --speculate")
     args.draft_tokens = args.draft_tokens or "auto"
     for tokens in args.draft_tokens.split(","):
         check_options(dict(draft="prompt-lookup", draft_tokens=tokens))
@@ -490,10 +530,36 @@ def speculation_target(what: str, checkpoint: Checkpoint, args: Namespace, devic
     return model
 
 
-def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float]:
-    """Milliseconds of the target's forward that verifies k drafted tokens, and of the draft's k forwards."""
-    first, other = (forward_ms(speculator.draft.engine, rows, T) for T in (2, 1))
-    return forward_ms(speculator.target, rows, k + 1), first + (k - 1) * other
+def make_draft(what: str, checkpoint: Checkpoint, target: Engine, make_engine: Callable) -> DraftModel:
+    """The bundled draft that --draft names, at its own cost, or the head at that of the shape's."""
+    weight = target.model.embed.weight
+    if not isinstance(checkpoint, HeadCheckpoint):
+        return DraftModel(make_engine(load(checkpoint, weight.device, weight.dtype)), target.model.config.vocab_size)
+    if what in SHAPES:
+        head = widen_head(load(checkpoint, torch.device("cpu"), torch.float32), target.model, SHAPES[what])
+    else:
+        head = load(checkpoint, weight.device, weight.dtype)
+        head.share_embedding(target.model)
+    return EagleDraft(make_engine(head), target)
+
+
+def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float, float]:
+    """Milliseconds of the target's forward that verifies k drafted tokens, of the draft's k forwards, and of the last
+    of these, which reads a token a row. The first of a head reads what was kept, and makes states of its features."""
+    draft, target = speculator.draft, speculator.target
+    head = isinstance(draft, EagleDraft)
+    first, other = (forward_ms(draft.engine, rows, T) for T in (k + 1 if head else 2, 1))
+    if head:
+        features = target.model.features[:rows, :k + 1]
+        with torch.no_grad():
+            first += 1e3 * graph_seconds(lambda: draft.engine.model.project(features))
+    return forward_ms(target, rows, k + 1), first + (k - 1) * other, other
+
+
+def read_bytes(draft: DraftModel) -> int:
+    """Of the draft's weights, what a forward of one token reads: its layers and its output."""
+    model = draft.engine.model
+    return sum(weight.nbytes for part in (model.layers, model.norm, model.head) for weight in part.parameters())
 
 
 def middle(runs: list[dict], key: str = "mean") -> dict:
@@ -501,25 +567,26 @@ def middle(runs: list[dict], key: str = "mean") -> dict:
 
 
 def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> Iterator[dict]:
-    """A JSON line for each of --draft-tokens: the bundled pair, the target at the shape's cost, against plain decoding
-    of the same batch."""
+    """A JSON line for each of --draft-tokens: the bundled model with a draft, the target at the shape's cost, against
+    plain decoding of the same batch."""
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
     opened = checkpoint, tokenizer = open_checkpoint(TINY if what in SHAPES else what)
     check_quantize(checkpoint, read_settings(checkpoint), args.quantize, args.group_size)
-    draft_name = str(Path(TINY).with_name("tiny-draft"))
-    draft_checkpoint, draft_tokenizer = open_checkpoint(draft_name)
-    check_draft(draft_name, (draft_checkpoint, draft_tokenizer), opened)
-    if args.against and (cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
-        raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1 and --temperature 0")
+    eagle = args.draft == "eagle"
+    draft_checkpoint = open_draft(str(Path(TINY).with_name("tiny-eagle" if eagle else "tiny-draft")), opened)
+    places = draft_checkpoint.options.places if eagle else ()
+    if args.against and (eagle or cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
+        raise UserError("--against transformers: want a checkpoint on the CPU, --batch 1, --temperature 0, no --draft")
     prompts = [tokenizer.encode_text(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
     length = max(map(len, prompts)) + args.new_tokens + SLACK
 
-    def make_engine(draft: Transformer | None = None) -> Engine:
+    def make_engine(draft: Transformer | None = None, features: tuple[int, ...] = ()) -> Engine:
         """Of the draft, or else of the target."""
         model = draft or speculation_target(what, checkpoint, args, device, dtype)
-        return Engine(model, min(length, model.config.context), args.batch, sampling, find_mode(args))
+        size = length if eagle else min(length, model.config.context)
+        return Engine(model, size, args.batch, sampling, find_mode(args), () if draft else features)
 
     def one_run(engine: Engine, speculator: Speculator | None = None) -> dict:
         times = until_the_end(engine, speculator, prompts, args.new_tokens, tokenizer.stops)
@@ -535,8 +602,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
         gc.collect()
     torch._dynamo.reset()
     names = args.draft_tokens.split(",")
-    fast = make_engine()
-    draft = DraftModel(make_engine(load(draft_checkpoint, device, dtype)), fast.model.config.vocab_size)
+    fast = make_engine(features=places)
+    draft = make_draft(what, draft_checkpoint, fast, make_engine)
     speculator = Speculator(fast, draft, names[0] if len(names) == 1 else "auto")
     if fast.compiled:
         fast.warm_up(args.batch, speculator)
@@ -553,13 +620,14 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
             speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
             runs.append(one_run(fast, speculator) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = (plains[-1] if slow else middle(plains))["mean"] / runs[-1]["mean"]
-        result = setting(what, args, device, dtype) | summarize(name, runs, middle(plains))
+        result = setting(what, args, device, dtype) | dict(draft=args.draft or "tiny-draft")
+        result |= summarize(name, runs, middle(plains))
         if cuda and name.isdecimal():
-            verify, drafts = forwards_ms(speculator, int(name), args.batch)
+            verify, drafts, one = forwards_ms(speculator, int(name), args.batch)
             cost = (verify + drafts) / result["plain_ms_per_token"]  # the bound: tokens a step over this
             share = statistics.median(run["speed_up"] * cost / run["tokens"] for run in runs)
-            result |= dict(verify_ms=verify, drafts_ms=drafts, bound=result["tokens_per_step"] / cost,
-                           share_of_bound=share)
+            result |= dict(verify_ms=verify, drafts_ms=drafts, draft_ms=one, draft_bytes=read_bytes(draft))
+            result |= dict(bound=result["tokens_per_step"] / cost, share_of_bound=share)
         if cuda:
             run = partial(until_the_end, fast, speculator, prompts, args.new_tokens, tokenizer.stops)
             result |= dict(gpu_busy=busy_share(run))
@@ -580,8 +648,8 @@ def summarize(draft_tokens: str, runs: list[dict], plain: dict) -> dict:
         speed_up=statistics.median(run["speed_up"] for run in runs),
         speed_ups=sorted(run["speed_up"] for run in runs), tokens_per_step=run["tokens"],
         acceptance=run["accepted"] / max(1, run["accepted"] + run["rejecting_steps"]),
-        accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=None, drafts_ms=None, bound=None,
-        share_of_bound=None, gpu_busy=None)
+        accepted_of_drafted=run["accepted"] / max(1, run["drafted"]), verify_ms=None, drafts_ms=None, draft_ms=None,
+        draft_bytes=None, bound=None, share_of_bound=None, gpu_busy=None)
 
 
 def commit() -> str | None:

@@ -1,12 +1,16 @@
 """
 Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any
-file of short stories, a blank line between two: two minutes on an H200.
+file of short stories, a blank line between two: two minutes on an H200. With
+--eagle, train an EAGLE-3 head for checkpoints/tiny, on texts that it writes
+behind openings of these stories: 40 minutes on one CPU core.
 
     python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt
+    python scripts/train_tiny.py --eagle --text stories.txt.xz --eval valid.txt
     python scripts/train_tiny.py --measure --eval validation.txt
+    python scripts/train_tiny.py --measure --eagle --eval validation.txt
 
---measure measures the pair that is there. Each checkpoint is written beside its
-place, then renamed.
+--measure measures what is there. Each checkpoint is written beside its place,
+then renamed.
 """
 import signal
 
@@ -18,9 +22,13 @@ import io
 import json
 import lzma
 import math
+import random
 import shutil
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,11 +38,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import UserError, config_from_hf, hf_weights, load_model  # noqa: E402
+from checkpoint import Tokenizer, UserError, Weight, config_from_hf, hf_weights, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser, within  # noqa: E402
-from guard import is_file, memory_advice, open_checkpoint, read_text, user_errors  # noqa: E402
+from eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
+from generate import Engine, generate  # noqa: E402
+from guard import is_file, memory_advice, open_checkpoint, open_draft, read_text, user_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
+from sampling import Sampling  # noqa: E402
+from speculative import SLACK, DraftModel, Speculator  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
               num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -46,6 +58,12 @@ PAIR = {
 }
 FILES = {"model.safetensors", "tokenizer.model", "config.json", "generation_config.json", "README.md"}
 BOS, EOS = 1, 2
+TEXT = 244  # tokens of each text that a head learns from
+TEMPERATURES = 0.2, 0.2, 0.6, 1.0  # of these texts, in turns
+PLACES = 2, 4, 5  # of the target's hidden states: before layers 2 and 4 of its five, and behind the last
+DRAFT_VOCAB = 1024  # tokens that a head may draft
+DRAFTED = 4  # tokens that it learns to draft one after the other
+HEAD, MEASURED, NEW_TOKENS = "tiny-eagle", 5, 200
 
 
 def read_stories(path: Path) -> list[str]:
@@ -124,33 +142,154 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
     return model
 
 
-def check_out(out: Path) -> None:
-    """UserError where save() would delete other files than those of an earlier pair."""
+def write_texts(target: Transformer, tokenizer: Tokenizer, stories: list[str], count: int) -> Tensor:
+    """Texts of the target's own [count, TEXT], which go on from openings of the stories, at several temperatures."""
+    rows, texts = min(432, count, len(stories)), []
+    for i in tqdm(range(-(-count // rows)), "writing", unit="batch"):
+        chosen = enumerate(random.sample(stories, rows))
+        openings = [tokenizer.encode_text(story[:100])[:4 + b % 7] for b, story in chosen]
+        engine = Engine(target, TEXT + 7, rows, Sampling(TEMPERATURES[i % len(TEMPERATURES)], 0, 0.95))
+        found = [[*opening] for opening in openings]
+        for step in generate(engine, openings, TEXT - 4):
+            for row, [(token, _)] in zip(found, step):
+                row.append(token)
+        texts += [row[:TEXT] for row in found]
+    return torch.tensor(texts[:count])
+
+
+class Unrolled:
+    """In the place of a KVCache: the keys and values of all steps of a head that is trained, one behind the other."""
+
+    def __init__(self):
+        self.k, self.v = [], []
+
+    def write(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> None:
+        self.k.append(k.transpose(1, 2))
+        self.v.append(v.transpose(1, 2))
+
+    def read(self, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        return torch.cat(self.k, dim=2), torch.cat(self.v, dim=2)  # [B, K, steps x T, E]
+
+
+def unrolled_loss(head: Head, features: Tensor, tokens: Tensor, targets: Tensor, drafted: int) -> Tensor:
+    """Training-time test (arXiv 2503.01840, section 3.2): the head drafts so many tokens from every place of the texts,
+    and each of them counts.
+
+    features [B, N, n D], tokens [B, N]; targets [B, N, draft's vocabulary]: the target's probabilities of its tokens.
+    In step j, row t of T reads token t + 1 + j beside what the step before made of row t. It attends to the true pairs
+    up to t, and to its own row in the steps between."""
+    T, loss, device = tokens.shape[1] - drafted, 0.0, tokens.device
+    own = torch.eye(T, dtype=torch.bool, device=device)
+    causal = torch.ones_like(own).tril()
+    [layer], [table] = head.layers, head.ropes
+    layer.attn.cache = Unrolled()
+    states = head.project(features[:, :T])
+    for j in range(drafted):
+        x = torch.cat((head.embed(tokens[:, 1 + j:1 + j + T]), states), dim=-1)
+        mask = torch.cat([causal] + [own] * j, dim=1)[None, None]
+        states = layer(x, None, *table(j + torch.arange(T, device=device)[None], len(x)), mask, None)
+        logprobs = head.head(head.norm(states)).log_softmax(-1)
+        loss = loss - 0.8 ** j * (targets[:, 1 + j:1 + j + T] * logprobs).sum(-1).mean()
+    return loss
+
+
+def new_head(target: Transformer, texts: Tensor) -> Head:
+    """It begins as far as that goes as the target's last layer, norm and output, of what the last layer put out."""
+    counts = texts.flatten().bincount(minlength=target.config.vocab_size)
+    known = counts.topk(min(DRAFT_VOCAB, len(counts))).indices.sort().values
+    config = replace(target.config, layers=target.config.layers[:1], tied=False)
+    D, device = config.dim, texts.device
+    head = Head(config, HeadConfig(PLACES, D, len(known)), known).to(device)
+    last, layer = target.layers[-1], head.layers[0]
+    torch.nn.init.normal_(head.fc.weight, std=0.02)
+    torch.nn.init.normal_(layer.attn.wqkv.weight, std=0.02)
+    with torch.no_grad():
+        head.fc.weight[:, -D:] += torch.eye(D, device=device)
+        layer.attn.wqkv.weight[:, D:] = last.attn.wqkv.weight
+        layer.attn.wo.weight.copy_(last.attn.wo.weight)
+        layer.state_norm.weight.copy_(last.attn_norm.weight)
+        head.head.weight.copy_(target.head.weight[known])
+        head.norm.weight.copy_(target.norm.weight)
+    layer.ffn.load_state_dict(last.ffn.state_dict())
+    layer.ffn_norm.load_state_dict(last.ffn_norm.state_dict())
+    head.embed = target.embed  # which is not trained
+    return head
+
+
+def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> Head:
+    """AdamW with a warm-up and a cosine to zero; at first, while that is cheap, one token is drafted."""
+    head, device = new_head(target, texts), texts.device
+    head.setup(texts.shape[1])
+    target.setup(texts.shape[1], args.batch, PLACES)
+    positions = torch.arange(texts.shape[1], device=device)[None]
+    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    bar = tqdm(range(args.steps), unit="step", mininterval=5)
+    for step in bar:
+        warm, left = min(1.0, (step + 1) / 50), (1 + math.cos(math.pi * step / args.steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * warm * left
+        rows = texts[torch.randint(len(texts), (args.batch,), device=device)]
+        with torch.no_grad():
+            targets = target(rows, positions).softmax(-1)[:, :, head.vocabulary]
+        features = target.features[:, :texts.shape[1]]
+        loss = unrolled_loss(head, features, rows, targets, 1 if step < 0.7 * args.steps else DRAFTED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 19:
+            bar.set_postfix(loss=f"{loss.item():.4f}")
+    return head
+
+
+def check_out(out: Path, names: list[str]) -> None:
+    """UserError where save() would delete other files than those of an earlier checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
-    for place in (out / name for name in PAIR if (out / name).exists()):
+    for place in (out / name for name in names if (out / name).exists()):
         if others := sorted({path.name for path in place.iterdir()} - FILES):
             raise UserError(f"--out {out}: {place} has other files ({others[0]}); name another directory")
 
 
-def save(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> None:
-    """The Hugging Face layout, in bf16. It is written beside `out`, whose place it then takes."""
+def held(model: Transformer, table: dict[str, Weight]) -> dict[str, Tensor]:
+    """The model's tensors by their names in a file, in bf16."""
+    ours = dict(model.named_parameters())
+    return {name: ours[place.ours].detach()[place.row:place.row + place.shape[0]].bfloat16().cpu().contiguous()
+            for name, place in table.items()}
+
+
+def save(weights: dict[str, Tensor], files: dict[str, dict | bytes], out: Path) -> None:
+    """The Hugging Face layout. It is written beside `out`, whose place it then takes."""
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    ours = dict(model.named_parameters())
-    weights = {}
-    for name, place in hf_weights(model.config).items():
-        rows = ours[place.ours].detach()[place.row:place.row + place.shape[0]]
-        weights[name] = rows.bfloat16().cpu().contiguous()
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "tokenizer.model").write_bytes(tokenizer)
-    generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
-    for name, content in {"config": hf_config, "generation_config": generation}.items():
-        (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    for name, content in files.items():
+        written = content if isinstance(content, bytes) else f"{json.dumps(content, indent=2)}\n".encode()
+        (partial / name).write_bytes(written)
     if (card := out / "README.md").exists():
         shutil.copy(card, partial)
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
+
+
+def save_pair_member(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> None:
+    generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
+    files = {"config.json": hf_config, "generation_config.json": generation, "tokenizer.model": tokenizer}
+    save(held(model, hf_weights(model.config)), files, out)
+
+
+def save_head(head: Head, out: Path) -> None:
+    """The layout of the paper's authors, without the embedding, which is the target's."""
+    known, V = head.vocabulary.cpu(), head.config.vocab_size
+    table = head_weights(head.config, head.options)
+    del table[EMBEDDING]
+    weights = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held(head, table).items()}
+    weights |= dict(d2t=known - torch.arange(len(known)), t2d=torch.isin(torch.arange(V), known))
+    shape = COMMON | PAIR["tiny"] | dict(
+        architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, vocab_size=V, draft_vocab_size=len(known),
+        tie_word_embeddings=False, eagle_aux_hidden_state_layer_ids=list(PLACES))
+    save(weights, {"config.json": shape}, out)
 
 
 def read_paragraphs(text: Path) -> list[str]:
@@ -195,8 +334,58 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
         teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
-        save(teacher, hf_config, tokenizer, (args.out / name).resolve())
+        save_pair_member(teacher, hf_config, tokenizer, (args.out / name).resolve())
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
+
+
+@torch.no_grad()
+def acceptance(target: Transformer, draft: Transformer, openings: list[list[int]], stops: set[int]) -> list[float]:
+    """How often the 1st, 2nd, ... drafted token is kept where all before it are, in texts behind the openings at
+    temperature 0.2 and top-p 0.95."""
+    rows, tried = len(openings), Counter()
+    engine = partial(Engine, max_seq_len=max(map(len, openings)) + NEW_TOKENS + SLACK, batch_size=rows,
+                     sampling=Sampling(0.2, 0, 0.95))
+    if isinstance(draft, Head):
+        whole = engine(target, features=draft.options.places)
+        drafter = EagleDraft(engine(draft), whole)
+    else:
+        whole = engine(target)
+        drafter = DraftModel(engine(draft), target.config.vocab_size)
+    speculator, ended, first = Speculator(whole, drafter, str(MEASURED)), set(), True
+    for step in generate(speculator, openings, NEW_TOKENS):
+        for b, new in enumerate(step):
+            if b not in ended and not first:
+                tried.update(range(min(len(new), MEASURED + 1)))
+            if b not in ended and stops.intersection(token for token, _ in new):
+                ended.add(b)
+                speculator.finish(b)
+        first = False
+    return [tried[j + 1] / tried[j] for j in range(MEASURED)]
+
+
+def measure_head(directory: Path, paragraphs: list[str], device: torch.device) -> None:
+    torch.manual_seed(0)
+    opened = checkpoint, tokenizer = open_checkpoint(directory / "tiny")
+    target = load_model(checkpoint, device, torch.float32)
+    openings = [tokenizer.encode_text(paragraph)[:8] for paragraph in paragraphs]
+    for name in ("tiny-draft", HEAD):
+        draft = load_model(open_draft(directory / name, opened), device, torch.float32)
+        if name == HEAD:
+            draft.share_embedding(target)
+        shares = " ".join(f"{share:.1%}" for share in acceptance(target, draft, openings, tokenizer.stops))
+        print(f"{name}: of the 1st to {MEASURED}th drafted token, where those before it are accepted, {shares} are")
+
+
+def make_head(args: argparse.Namespace, device: torch.device) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    begun = time.perf_counter()
+    checkpoint, tokenizer = open_checkpoint(args.out / "tiny")
+    target = load_model(checkpoint, device, torch.float32).requires_grad_(False)
+    texts = write_texts(target, tokenizer, read_stories(args.text), args.texts).to(device)
+    print(f"{len(texts)} texts of {TEXT} tokens, written in {time.perf_counter() - begun:.0f} s")
+    save_head(train_head(target, texts, args), (args.out / HEAD).resolve())
+    print(f"{HEAD}: trained in {time.perf_counter() - begun:.0f} s")
 
 
 def main() -> None:
@@ -204,25 +393,32 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
     parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
     parser.add_argument("--out", type=Path, default=Path("checkpoints"),
-                        help="the directory of both (default: checkpoints)")
-    parser.add_argument("--measure", action="store_true", help="no training: measure the pair in --out")
+                        help="the directory of all of them (default: checkpoints)")
+    parser.add_argument("--eagle", action="store_true", help="the head for the tiny model in --out, not the pair")
+    parser.add_argument("--measure", action="store_true", help="no training: measure what is in --out")
     parser.add_argument("--vocab", type=within(int, 1, 10 ** 6), default=2048,
                         help="pieces of the tokenizer (default: 2048)")
-    parser.add_argument("--steps", type=within(int, 1), default=6000, help="of each model's training (default: 6000)")
-    parser.add_argument("--batch", type=within(int, 1, 10 ** 6), default=64, help="rows a step (default: 64)")
+    parser.add_argument("--steps", type=within(int, 1), help="of each training (default: 6000; of the head 2400)")
+    parser.add_argument("--batch", type=within(int, 1, 10 ** 6), help="rows a step (default: 64; of the head 8)")
     parser.add_argument("--context", type=within(int, 1, 10 ** 6), default=512, help="tokens a row (default: 512)")
-    parser.add_argument("--lr", type=within(float, 1e-9, 1), default=1e-2,
-                        help="the highest learning rate (default: 0.01)")
+    parser.add_argument("--texts", type=within(int, 1, 10 ** 6), default=3456,
+                        help="that the head learns from (default: 3456)")
+    parser.add_argument("--lr", type=within(float, 1e-9, 1),
+                        help="the highest learning rate (default: 0.01; of the head 0.005)")
     args = parser.parse_args()
+    usual = dict(steps=2400, batch=8, lr=5e-3) if args.eagle else dict(steps=6000, batch=64, lr=1e-2)
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     paragraphs = read_paragraphs(args.eval)
     with memory_advice(f"out of memory on {device}: less --batch, --context or text needs less"):
         if not args.measure:
             if not args.text:
                 raise UserError("--text is missing: name a file of stories, or give --measure")
-            check_out(args.out)
-            train_pair(args, device)
-        measure(args.out, paragraphs, device)
+            check_out(args.out, [HEAD] if args.eagle else [*PAIR])
+            (make_head if args.eagle else train_pair)(args, device)
+        (measure_head if args.eagle else measure)(args.out, paragraphs, device)
 
 
 if __name__ == "__main__":

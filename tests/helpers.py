@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import formats
 import guard
 from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weights, load_model
+from eagle import EagleDraft, Head, HeadConfig
 from generate import Engine, generate
 from generate import load as load_vetted
 from model import Config, LayerConfig, Rope, Transformer
@@ -30,7 +32,7 @@ from speculative import SLACK, DraftModel, PromptLookup, Speculator
 from tp import Team
 
 ROOT = Path(__file__).parents[1]
-TINY, DRAFT = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-draft"
+TINY, DRAFT, EAGLE = (ROOT / "checkpoints" / name for name in ("tiny", "tiny-draft", "tiny-eagle"))
 GOLDEN = ROOT / "tests" / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 CHATS = ROOT / "tests" / "chats"
@@ -116,6 +118,14 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
+def tiny_head(directory: Path = EAGLE) -> Head:
+    """The bundled head, beside an embedding of its own."""
+    target = guard.open_checkpoint(TINY)
+    head = load_vetted(guard.open_draft(directory, target), CPU, F32)
+    head.share_embedding(tiny())
+    return head
+
+
 def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
     """Of each row tokens, as transformers goes on greedily, and their logits."""
     values = load_file(family / "golden.safetensors")
@@ -165,13 +175,28 @@ def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
                sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree,
                cache: str = "16-bit") -> Speculator:
-    """For texts of `length` tokens. draft: a model or, None, prompt lookup."""
-    target = Engine(model, length + SLACK, rows, sampling, mode, cache=cache)
+    """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
+    places = draft.options.places if isinstance(draft, Head) else ()
+    target = Engine(model, length + SLACK, rows, sampling, mode, places, cache)
     drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
-    if draft:
+    if places:
+        drafter = EagleDraft(Engine(draft, target.max_seq_len, rows, sampling, mode, cache=cache), target)
+    elif draft:
         engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode, cache=cache)
         drafter = DraftModel(engine, model.config.vocab_size)
     return Speculator(target, drafter, policy, agree)
+
+
+def random_head(seed: int, target: Transformer, known: list[int], places: tuple[int, ...] = (0, 1, 2), dim: int = 12,
+                **options) -> Head:
+    """An EAGLE head of a width of its own for a random_model(), of whose tokens it knows some."""
+    config = replace(target.config, dim=dim, layers=target.config.layers[:1])
+    head = Head(config, HeadConfig(places, target.config.dim, len(known), **options), torch.tensor(known))
+    random = torch.Generator().manual_seed(seed)
+    for p in head.parameters():
+        p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.3)
+        p.data += p.dim() == 1
+    return head.requires_grad_(False)
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers import ROOT, absent, ended, error, one_line, tiny
+from helpers import ROOT, absent, ended, error, one_line, tiny, tiny_head
 from model import Config, LayerConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from benchmark import main, random_model, widen  # noqa: E402
+from benchmark import main, random_model, widen, widen_head  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 
@@ -80,6 +80,7 @@ def test_random_mxfp4_experts_are_as_large_as_published_ones():
     ("smollm2-135m --against vllm", "vllm eager"), ("smollm2-135m --batch 0", "--batch"),
     ("smollm2-135m --group-size 64", "--group-size 64 --quantize"),
     ("smollm2-135m --draft-tokens 6", "--draft-tokens 6 --speculate"),
+    ("smollm2-135m --draft eagle", "--draft eagle --speculate"),
     ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
     ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
     ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
@@ -94,21 +95,29 @@ def test_mistakes_are_one_line(call, monkeypatch, args, words):
 @pytest.mark.parametrize("shape", [(1024, 7, 8, 8, 128, 1100), (512, 6, 8, 4, 128, 700), (256, 5, 4, 2, 128, 640)])
 @torch.no_grad()
 def test_a_widened_model_keeps_the_logits(shape):
+    """So does its head, of the features at the same places."""
     small = tiny()
     dim, layers, *others = shape
     layer = LayerConfig(rope=small.layers[0].config.rope)
     config = Config(dim, (layer,) * layers, *others, vocab_size=32000, context=600)
     wide = widen(small, config, torch.device("cpu"), torch.float32)
     tokens, positions = torch.randint(2048, (2, 30)), torch.arange(30)[None]
-    for model in (small, wide):
-        model.setup(64)
-    ref, out = small(tokens, positions), wide(tokens, positions)
-    assert error(out, ref) < 1e-5
+    heads, logits = (head := tiny_head(), widen_head(head, wide, config)), []
+    for model, head in zip((small, wide), heads):
+        model.setup(64, 2, head.options.places)
+        head.setup(64, 2)
+        logits.append(model(tokens, positions))
+        head.states[:, :30] = head.project(model.features[:, :30])
+        logits.append(head(tokens, positions)[:, :, :len(head.vocabulary)])
+    assert error(logits[2], logits[0]) < 1e-5 and error(logits[3], logits[1]) < 1e-5
+    assert heads[1].head.weight.shape == (32000, dim) and heads[1].layers[0].attn.wqkv.weight.shape[1] == 2 * dim
     assert sum(weight.numel() for weight in wide.parameters()) >= sum(weight.numel() for weight in small.parameters())
 
 
-def test_speculation_is_measured_against_plain_decoding(benchmark):
-    lines = benchmark("--speculate --batch 2 --runs 2 --new-tokens 20 --draft-tokens 3,bass --temperature 0")
+@pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
+def test_speculation_is_measured_against_plain_decoding(benchmark, draft):
+    options = "--speculate --batch 2 --runs 2 --new-tokens 20 --draft-tokens 3,bass --temperature 0"
+    lines = benchmark(f"{options} --draft {draft}")
     assert [line["draft_tokens"] for line in lines] == ["3", "bass"]
     for line in lines:
         least, most = line["speed_ups"]  # of two texts, each against a plain one of its own

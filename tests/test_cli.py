@@ -25,7 +25,7 @@ import quantize
 from checkpoint import Checkpoint, Tokenizer
 from cli.options import Parser
 from cli.output import format_report, progress, show, speculation
-from helpers import (DRAFT, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, tiny,
+from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, tiny,
                      with_template)
 from scripts import train_tiny
 
@@ -228,7 +228,8 @@ def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
     assert code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
 
 
-@pytest.mark.parametrize("draft", [f"{DRAFT} --draft-quantize int4", "prompt-lookup"])
+@pytest.mark.parametrize("draft", [f"{DRAFT} --draft-quantize int4", f"{EAGLE} --draft-quantize int4",
+                                   "prompt-lookup"])
 def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
     """A stop text may end inside of an accepted run, and a row with its first token."""
     line = ("--temperature 0 --prompt One --prompt 'the dog and the cat and the dog and the cat and' "
@@ -260,7 +261,7 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
 
-def test_train_tiny_writes_a_pair_that_generates(call, cli, tmp_path):
+def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, cli, tmp_path, monkeypatch):
     story = ("Once upon a time, there was a fox. The fox ran to the {0} and said: \"Hello, {1}!\" They played all "
              "day.\nThen the {1} went home to the {0}.\n")
     words = "tree house bird river cat dog ball moon sun girl boy park".split()
@@ -272,6 +273,10 @@ def test_train_tiny_writes_a_pair_that_generates(call, cli, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft"]
     for directory in out.iterdir():
         assert cli(f"--checkpoint {directory} --max-new-tokens 5")[0] == 0
+    monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
+    code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), "--eagle", "--texts", "2")
+    assert code == 0 and "tiny-eagle: of the 1st to 5th drafted token" in said, err
+    assert cli(f"--checkpoint {out}/tiny --draft {out}/tiny-eagle --max-new-tokens 5")[0] == 0
 
 
 @pytest.mark.parametrize("more, said", [

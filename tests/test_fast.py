@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import library, nn
 from torch._dynamo.utils import counters
 
+from eagle import Head, HeadConfig
 from fast import optimize, use_kernels
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
 from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
@@ -295,6 +296,27 @@ def test_hidden_states_are_kept_where_they_are_asked_for(device):
     compare(plain, fast, install_kernels(fast), tolerance)
     assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
     assert error(fast.features, plain.features) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, dict(norm_before_residual=True, norm_output=True)], ids=["plain", "norms"])
+@torch.no_grad()
+def test_an_eagle_head_has_its_kernels(options, device):
+    """What it predicts, and the states that it hands on."""
+    dtype, tolerance = PRECISION[device]
+    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), n_head=4, n_kv_head=2,
+                    head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
+    plain, fast = (Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2))
+    plain.embed.weight.normal_()
+    for norm in (plain.layers[0].attn_norm, plain.layers[0].state_norm):
+        norm.weight.uniform_(0.5, 1.5)
+    fast.load_state_dict(plain.state_dict())
+    for model in (plain, fast):
+        model.requires_grad_(False).setup(64, 3)
+    plain.states.normal_()
+    fast.states.copy_(plain.states)
+    compare(plain, fast, install_kernels(fast), 2 * tolerance)
+    assert error(fast.states, plain.states) < 2 * tolerance
 
 
 @pytest.mark.parametrize("device", DEVICES)

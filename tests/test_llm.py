@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
-from helpers import DRAFT, ROOT, TINY, python_blocks, quantized_layers, subprocess_python, with_template, write
+from helpers import DRAFT, EAGLE, ROOT, TINY, python_blocks, quantized_layers, subprocess_python, with_template, write
 
 GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
 MESSAGES = [dict(role="user", content="Tell me a story")]
@@ -167,7 +167,7 @@ def test_a_limit_that_was_not_given_grows(chatty, llm):
         assert tokens_of(small(prompts)) == tokens_of(llm(prompts))
 
 
-@pytest.mark.parametrize("draft", [str(DRAFT), "prompt-lookup"])
+@pytest.mark.parametrize("draft", [str(DRAFT), str(EAGLE), "prompt-lookup"])
 def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(chatty, llm, draft):
     speculative = LLM(chatty, **GREEDY, draft=draft, draft_tokens=3, max_batch_size=4)
     for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
@@ -199,7 +199,7 @@ def shape_of(completions: list, no_kernels: bool) -> list:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("draft", [None, "prompt-lookup", str(DRAFT)])
+@pytest.mark.parametrize("draft", [None, "prompt-lookup", str(DRAFT), str(EAGLE)])
 @pytest.mark.parametrize("no_kernels", [False, True])
 def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(gpu_pair, draft, no_kernels):
     eager, fast = gpu_pair(no_kernels, draft, max_batch_size=4)
@@ -209,7 +209,7 @@ def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(gpu_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("draft", [None, str(DRAFT)])
+@pytest.mark.parametrize("draft", [None, str(DRAFT), str(EAGLE)])
 @pytest.mark.parametrize("no_kernels", [False, True])
 def test_on_a_gpu_a_larger_call_loads_and_compiles_again(gpu_pair, draft, no_kernels):
     eager, fast = gpu_pair(no_kernels, draft)

@@ -72,9 +72,9 @@ def test_the_lines_of_a_sampler_of_ones_own_are_those_of_sampling_py():
     assert all(part.strip("\n") in source for part in box.split("\n\n"))
 
 
-def test_the_bundled_pair_stays_small_and_shares_its_tokenizer():
+def test_the_bundled_models_stay_small_and_the_pair_shares_its_tokenizer():
     files = [path for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 9_000_000
+    assert sum(path.stat().st_size for path in files) < 13_000_000
     tiny, draft = (ROOT / "checkpoints" / name / "tokenizer.model" for name in ("tiny", "tiny-draft"))
     assert tiny.read_bytes() == draft.read_bytes()
 

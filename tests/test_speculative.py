@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM, Engine
 from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
-                     random_model, run, same_but_for_ties, speculator, steps, tiny)
+                     random_head, random_model, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
 from model import Transformer
 from sampling import Sampling, probabilities
 from speculative import DRAFT_LENGTHS, Auto, Bass, DraftModel, Fixed, Heuristic, Speculator, accept, lookup
@@ -22,10 +22,14 @@ SAMPLES = 20_000
 
 
 def draft_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer | None:
-    """For random_model(1) a smaller model, drawn apart from it; tiny's draft; or what needs no model."""
+    """For random_model(1) a smaller model, drawn apart from it, or a head; tiny's drafts; or what needs no model."""
     sizes = {"model": 8, "fewer tokens": 6, "padded": 11}
     if name == "prompt-lookup":
         return None
+    if name == "head":
+        return random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16).to(device, dtype)
+    if name == "tiny-eagle":
+        return tiny_head().to(device, dtype)
     model = random_model(2, sizes[name], 8, 1) if name in sizes else tiny(directory=DRAFT)
     return model.to(device, dtype)
 
@@ -80,7 +84,7 @@ def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Ten
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampling, name", [
     (PLAIN, "model"), (CUT, "model"), (PLAIN, "prompt-lookup"), (CUT, "prompt-lookup"), (PLAIN, "fewer tokens"),
-    (PLAIN, "padded")])
+    (PLAIN, "padded"), (PLAIN, "head"), (CUT, "head")])
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
     """The seed is fixed: it passes or fails for good. It sees it where 2 % of the likeliest token are moved, or where a
     rejected token is drawn anew from all of the target's distribution."""
@@ -105,7 +109,8 @@ def same_greedy(prompts: list[list[int]], rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("name, policy, mode", [
     *(("tiny-draft", n, "eager") for n in ("1", "4", "7", "auto", "hf", "bass")),
-    *(("prompt-lookup", n, "eager") for n in ("4", "auto", "bass")), ("tiny-draft", "2", "fast")])
+    *(("prompt-lookup", n, "eager") for n in ("4", "auto", "bass")), ("tiny-draft", "2", "fast"),
+    *(("tiny-eagle", n, "eager") for n in ("4", "auto", "bass")), ("tiny-eagle", "2", "fast")])
 def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
     """Up to the last token of the context; compiled, no graph more than those made up front, with any sampling."""
     made = speculator(tiny(), 40 + 60, draft_of(name), policy, mode=mode)
@@ -349,7 +354,7 @@ def test_one_row_alone_keeps_its_place_when_it_is_done(prompts):
     assert made.text[0, :60].tolist() == prompts[0] + tokens
 
 
-@pytest.mark.parametrize("name", ["tiny-draft", "prompt-lookup", None])
+@pytest.mark.parametrize("name", ["tiny-draft", "tiny-eagle", "prompt-lookup", None])
 def test_a_seed_repeats_a_text(prompts, name):
     sampling, out = Sampling(0.9, 50, 0.95), []
     made = speculator(tiny(), 100, draft_of(name), "3", 2, sampling) if name else Engine(tiny(), 100, 2, sampling)
@@ -361,7 +366,8 @@ def test_a_seed_repeats_a_text(prompts, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, policy", [
-    ("tiny-draft", "1"), ("tiny-draft", "5"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf")])
+    ("tiny-draft", "1"), ("tiny-draft", "5"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf"),
+    ("tiny-eagle", "1"), ("tiny-eagle", "5"), ("tiny-eagle", "auto")])
 def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
     """bf16, with kernels, a ragged batch."""
     target = tiny().to("cuda", torch.bfloat16)

@@ -24,13 +24,13 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
+from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
                      same_but_for_ties, told, torchrun, write)
 from model import Config
 from test_formats import unfold
 from tp import Shard, Team, cut, draft_splitter, join
 
-TINY, DRAFT = str(TINY), str(DRAFT)  # as cases.json has them
+TINY, DRAFT, EAGLE = str(TINY), str(DRAFT), str(EAGLE)  # as cases.json has them
 
 # Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
 UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
@@ -68,6 +68,7 @@ SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share a
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8", cache="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
+    "draft head": dict(draft=EAGLE, policy="3"),
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
@@ -75,6 +76,7 @@ CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
     "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
+    "head": dict(draft=EAGLE, policy="3"),
     "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
@@ -94,11 +96,16 @@ ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, rea
 
 def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120, ranks: int = 2) -> list[dict]:
     """What each rank gave for each case."""
+    directory.mkdir(exist_ok=True)
     (directory / "cases.json").write_text(json.dumps(cases))
     worker = ROOT / "tests" / "tp_worker.py"
     command = torchrun(worker, kind, directory / "cases.json", directory / "out", ranks=ranks)
     done = ended(command, seconds, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+    return results(directory, ranks)
+
+
+def results(directory: Path, ranks: int) -> list[dict]:
     return [torch.load(f"{directory / 'out'}.{rank}") for rank in range(ranks)]
 
 
@@ -456,25 +463,24 @@ def test_the_terminals_ctrl_c_ends_all_ranks(endless):
 
 
 @pytest.fixture(scope="module")
-def gpu_cases(tmp_path_factory) -> dict[str, tuple[str, dict]]:
-    """GPU_CASES, with the checkpoints they name. gptq: in the order of its inputs, of whose groups a rank has parts."""
-    directory = tmp_path_factory.mktemp("checkpoints")
-    torch.manual_seed(0)
-    make(directory / "wide", **WIDE)
-    write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])
-    return placed(GPU_CASES, directory)
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(gpu_cases, tmp_path_factory) -> list[dict]:
-    return run_ranks(tmp_path_factory.mktemp("pair"), "cuda", {name: gpu_cases[name] for name in PAIRED}, 550)
-
-
-@pytest.fixture(scope="module")
-def gpu_ranks(gpu_cases, tmp_path_factory) -> list[dict]:
-    """All GPUs of the host."""
-    cases = {name: case for name, case in gpu_cases.items() if name not in PAIRED}
-    return run_ranks(tmp_path_factory.mktemp("gpus"), "cuda", cases, 550, torch.cuda.device_count())
+def on_gpus(tmp_path_factory) -> Callable:
+    """Of a case of GPU_CASES its arguments and what each rank gave: two ranks for PAIRED, else all GPUs of the host. Of
+    pytest's workers (-n) the first one starts the ranks: with a pair from each they took longer than all other tests."""
+    import fcntl  # not on Windows
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    directory = tmp_path_factory.getbasetemp().parent / f"ranks-{run}"
+    cases, groups = placed(GPU_CASES, directory), {"pair": 2, "all": torch.cuda.device_count()}
+    with open(f"{directory}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            torch.manual_seed(0)
+            make(directory / "wide", **WIDE)
+            write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])  # a rank has parts of its groups
+            for group, ranks in groups.items():
+                chosen = {name: case for name, case in cases.items() if (name in PAIRED) == (group == "pair")}
+                run_ranks(directory / group, "cuda", chosen, 550, ranks)
+    given = {group: results(directory / group, ranks) for group, ranks in groups.items()}
+    return lambda name: (cases[name][1], of_each(given["pair" if name in PAIRED else "all"], name))
 
 
 def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
@@ -486,6 +492,14 @@ def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
     return bool(((out.double() - exact).abs() <= bound).all())
 
 
+def exchanged(request, device: str, name: str) -> tuple[list, int]:
+    """What each rank got, and how many numbers fast/'s kernel sends at once."""
+    if device == "cpu":
+        return of_each(request.getfixturevalue("pair"), name), 0
+    on_gpus = request.getfixturevalue("on_gpus")
+    return on_gpus(name)[1], on_gpus("capacity")[1][0]
+
+
 def exchanges(function: str) -> list:
     """device, dtype, fused of a test."""
     on = [("cpu", EXCHANGES, ()), ("cuda", GPU_EXCHANGES, ON_GPUS)]
@@ -495,41 +509,39 @@ def exchanges(function: str) -> list:
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("sums"))
 def test_the_sum_of_all_ranks_is_exact_and_has_the_same_bits_everywhere(request, device, dtype, fused):
-    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
-    outs = of_each(given, f"sums {dtype} {fused}")
+    outs, capacity = exchanged(request, device, f"sums {dtype} {fused}")
     for n, ((x, residual), first, *rest) in enumerate(zip(tp_worker.sum_inputs(len(outs), dtype), *outs, strict=True)):
         assert first.dtype == x.dtype and rest
         assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest), n
-        one_shot = fused and given[0]["capacity"] and x[0].numel() <= given[0]["capacity"]
+        one_shot = fused and x[0].numel() <= capacity
         terms = torch.cat([x, residual[None]]) if fused and residual is not None else x
         assert rounded(first, terms, device == "cpu" or one_shot), (n, x.shape)
 
 
 @pytest.mark.parametrize("device, dtype, fused", exchanges("gathers"))
 def test_gathered_logits_are_the_parts_side_by_side(request, device, dtype, fused):
-    given = request.getfixturevalue("pair" if device == "cpu" else "gpu_ranks")
-    expected = tp_worker.gather_inputs(len(given), dtype)
-    for outs in of_each(given, f"gathers {dtype} {fused}"):
+    ranks, _ = exchanged(request, device, f"gathers {dtype} {fused}")
+    expected = tp_worker.gather_inputs(len(ranks), dtype)
+    for outs in ranks:
         assert len(outs) == len(expected) and all(map(torch.equal, outs, expected))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPUS) for dtype in ("bfloat16", "float16")])
-def test_a_captured_graph_exchanges_anew_each_time(gpu_ranks, dtype):
-    x, residual, logits = tp_worker.graph_inputs(len(gpu_ranks), dtype)
-    outs = of_each(gpu_ranks, f"graph {dtype}")
+def test_a_captured_graph_exchanges_anew_each_time(request, dtype):
+    outs, capacity = exchanged(request, "cuda", f"graph {dtype}")
+    x, residual, logits = tp_worker.graph_inputs(len(outs), dtype)
     for first, *rest in zip(*outs, strict=True):
         assert len(first) == tp_worker.REPLAYS and rest and all(torch.equal(first, other) for other in rest)
     first, second, gathered = outs[0]
     for out, terms in ((first, [*x.unbind(1), residual]), (second, [*[first] * len(outs), residual])):
-        assert rounded(out, torch.stack(terms), gpu_ranks[0]["capacity"])
+        assert rounded(out, torch.stack(terms), capacity > 0)
     assert torch.equal(gathered, logits)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPUS) for name in GPU_TOKENS])
-def test_gpus_give_the_tokens_of_one_but_for_ties(request, gpu_cases, name):
+def test_gpus_give_the_tokens_of_one_but_for_ties(on_gpus, name):
     """bf16, compiled, with kernels, a ragged batch."""
-    given, args = request.getfixturevalue("gpu_pair" if name in PAIRED else "gpu_ranks"), gpu_cases[name][1]
-    first, *rest = of_each(given, name)
+    args, (first, *rest) = on_gpus(name)
     assert rest and all(other == first for other in rest) and first["kernels"]
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
     how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}

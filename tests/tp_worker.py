@@ -14,7 +14,7 @@ from torch import Tensor
 from cli.ranks import run as run_rank
 from generate import Engine
 from guard import find_device
-from helpers import TINY, load_checkpoint, open_tokenizer, run, speculator
+from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, run, speculator, tiny_head
 from model import Transformer
 from sampling import Sampling
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
@@ -54,7 +54,9 @@ def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None 
            cache: str = "16-bit", **how) -> dict:
     """New tokens of a ragged batch; a speculator's counts; whether kernels decode."""
     model, smaller = load(team, device, checkpoint, **how), None
-    if draft and draft != "prompt-lookup":
+    if draft == str(EAGLE):
+        smaller = tiny_head().to(device, model.embed.weight.dtype)
+    elif draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
     rows, sampling = len(prompts()), Sampling(temperature)
     if draft:

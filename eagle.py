@@ -1,0 +1,400 @@
+"""
+EAGLE-3 heads (arXiv 2503.01840): the small draft that is trained for one model, the target, and reads its features.
+
+A feature is what the target's hidden states at a few places make, side by side: see Transformer.setup(). The head reads
+pairs: the embedding of token t + 1 with the feature of token t. From the pair in slot t it predicts token t + 2. For
+the tokens that it drafts itself there is no feature yet: the head's own hidden state takes the feature's place.
+
+A head is a Transformer with another way in (read()) and out (keep()). Between the two lies `states`, which holds what
+goes beside the token t + 1 in slot t: the feature, once the target has read token t, else the head's own hidden state.
+
+Contents: the head, its files in both published layouts, the Drafter.
+
+Shapes: as in model.py and speculative.py; n places, D the head's dim, which may differ from the target's.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from checkpoint import (
+    Checkpoint,
+    Place,
+    UserError,
+    Weight,
+    check_supported,
+    hf_weights,
+    read_tensor,
+    stored_shape,
+    text_settings,
+)
+from model import Block, Config, RMSNorm, Transformer, buffer
+from speculative import DraftModel
+
+READ_TOKENS = 4096  # at a time, over all rows
+
+
+# The head
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head has beyond its decoder's Config. The norms are options that published heads use."""
+
+    places: tuple[int, ...]  # whose hidden states make a feature: see Transformer.setup()
+    target_dim: int
+    vocab_size: int  # of the tokens that it may draft
+    norm_before_residual: bool = False  # the first layer adds to the normed state
+    norm_before_fc: bool = False  # one norm over all places
+    fc_norm: bool = False  # a norm for each place
+    norm_output: bool = False  # the state that it hands on to itself is normed: EAGLE 3.1
+
+
+class FirstBlock(Block):
+    """The head's first layer: q, k and v read 2 D inputs, the normed embedding and, beside it, the normed state."""
+
+    def __init__(self, config: Config, options: HeadConfig):
+        super().__init__(config, config.layers[0])
+        self.norm_before_residual = options.norm_before_residual
+        self.state_norm = RMSNorm(config.dim, config)
+        self.attn.wqkv = nn.Linear(2 * config.dim, sum(self.attn.sizes), bias=config.qkv_bias)
+
+    def forward(self, x, *where):
+        """x [B, T, 2 D], embeddings and states side by side -> [B, T, D]. where: see Attention.attend()."""
+        embedded, state = x.chunk(2, dim=-1)
+        normed = self.state_norm(state)
+        y = self.attn(torch.cat((self.attn_norm(embedded), normed), dim=-1), *where)
+        x = y + (normed if self.norm_before_residual else state)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Head(Transformer):
+    """vocabulary [draft's V]: the target's token of each of the head's; None: they are the same."""
+
+    def __init__(self, config: Config, options: HeadConfig, vocabulary: Tensor | None = None):
+        super().__init__(config)
+        self.vocabulary = vocabulary
+        D, n, width = config.dim, len(options.places), options.target_dim
+        self.options = options
+        self.layers[0] = FirstBlock(config, options)
+        self.fc = nn.Linear(n * width, D, bias=False)
+        self.fc_norms = nn.ModuleList(RMSNorm(width, config) for _ in range(n * options.fc_norm))
+        self.input_norm = RMSNorm(n * width, config) if options.norm_before_fc else nn.Identity()
+        self.head = nn.Linear(D, options.vocab_size, bias=False)
+
+    def setup(self, max_seq_len: int, batch_size: int = 0, *how, **more):
+        super().setup(max_seq_len, batch_size, *how, **more)
+        weight = self.fc.weight
+        shape = batch_size, max_seq_len, self.config.dim
+        self.states = buffer(torch.zeros(shape, device=weight.device, dtype=weight.dtype))
+        self.places = (len(self.layers),)
+
+    def share_embedding(self, target: Transformer):
+        """Heads whose file has no embedding read the target's."""
+        if self.embed.weight.is_meta:
+            self.embed = target.embed
+
+    def project(self, features):
+        """features [..., n target_dim] -> states [..., D]"""
+        x = self.input_norm(features)
+        if self.fc_norms:
+            parts = x.chunk(len(self.fc_norms), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
+        return self.fc(x)
+
+    def read(self, tokens, rows, positions):
+        """[B, T] -> what the first layer reads [B, T, 2 D]"""
+        return torch.cat((self.embed(tokens), self.states[rows, positions]), dim=-1)
+
+    def keep(self, place: int, x, rows, positions):
+        """The last layer's output x [B, T, D] is the state of the next slot, until its feature comes."""
+        if place in self.places:
+            self.states[rows, positions + 1] = self.norm(x) if self.options.norm_output else x
+
+
+# Its files
+
+# What a missing key stands for. The speculators package leaves out what is transformers' default.
+DEFAULTS = {
+    "llama": dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        vocab_size=32000,
+    ),
+    "qwen3": dict(
+        hidden_size=4096,
+        intermediate_size=22016,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        vocab_size=151936,
+    ),
+}
+SUPPORTED = {  # as checkpoint.SUPPORTED
+    "model_type": tuple(DEFAULTS),
+    "speculators_model_type": ("eagle3",),
+    "use_aux_hidden_state": (True,),
+    "quantization_config": (None,),
+    "norm_before_residual": (False, True),
+    "norm_before_fc": (False, True),
+    "fc_norm": (False, True),
+    "norm_output": (False, True),
+}
+NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+EMBEDDING = "embed_tokens.weight"
+INTEGERS = "I64 I32"  # safetensors' names of types
+# Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t does.
+UNUSED = "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"
+
+
+def is_head(hf: dict) -> bool:
+    """Whether config.json is an EAGLE head's, and not a whole model's."""
+    named = "eagle" in str(hf.get("architectures", "")).lower()
+    return named or "draft_vocab_size" in hf or "speculators_model_type" in hf
+
+
+def head_settings(hf: dict) -> dict:
+    """config.json of either layout as one dictionary: the keys of a model of one or a few layers, and the head's own.
+
+    The authors' layout is flat. The speculators package's has the layers' keys in transformer_layer_config. NVIDIA's
+    heads have some of the head's in eagle_config."""
+    nested = hf.get("transformer_layer_config")
+    kind = "llama" if nested is None else "qwen3"
+    hf = dict(model_type=kind) | hf | (nested or {}) | (hf.get("eagle_config") or {})
+    check_supported(hf, SUPPORTED)
+    hf = DEFAULTS[hf["model_type"]] | hf | dict(tie_word_embeddings=False)
+    if hf.get("layer_types"):  # which say what Qwen3's use_sliding_window says
+        hf["use_sliding_window"] = False
+    return hf
+
+
+def find_places(ids: list[int] | None, n_layer: int) -> tuple[int, ...]:
+    """eagle_aux_hidden_state_layer_ids of a head for a target of n_layer layers -> the places of Transformer.setup().
+
+    Heads are published with two meanings of an id. If the first id is 1, an id names the layer whose output it is, so
+    the place is one more. Else an id is the place: that before the layer, or n_layer, behind the last one. SGLang tells
+    them apart so (sgl-project/sglang, pull request 25454); heads without ids use what vLLM and SGLang use."""
+    if ids is None:
+        places = 2, n_layer // 2, n_layer - 3
+    else:
+        places = tuple(i + (ids[0] == 1) for i in ids)
+    if len(set(places)) < len(places) or not all(0 <= place <= n_layer for place in places):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids} stands for the hidden states at {places}: want "
+            f"distinct ones, from 0 to {n_layer}, as the target has {n_layer} layers"
+        )
+    return places
+
+
+class HeadCheckpoint(Checkpoint):
+    """A head's directory. target: its target's Checkpoint. UserError for a head of another target."""
+
+    @staticmethod
+    def settings(hf: dict) -> dict:
+        return text_settings(head_settings(hf))
+
+    def __init__(self, directory: Path, target: Checkpoint):
+        super().__init__(directory)
+        hf, whole = self.hf, target.config
+        types = hf.get("layer_types") or ["full_attention"] * self.config.n_layer
+        layers = (
+            replace(layer, window=hf.get("sliding_window") if of == "sliding_attention" else None)
+            for layer, of in zip(self.config.layers, types)
+        )
+        self.config = replace(self.config, layers=tuple(layers))
+        self.options = HeadConfig(
+            find_places(hf.get("eagle_aux_hidden_state_layer_ids"), whole.n_layer),
+            whole.dim,
+            hf.get("draft_vocab_size") or whole.vocab_size,
+            **{name: bool(hf.get(name)) for name in NORMS},
+        )
+        self.weights = head_weights(self.config, self.options)
+        files = super().files()
+        self.check_sizes(files, whole)
+        self.vocabulary = self.read_vocabulary(files, whole.vocab_size)
+
+    def check_sizes(self, files: dict[str, Place], target: Config) -> None:
+        config, options = self.config, self.options
+        n, width = len(options.places), options.target_dim
+        if "fc.weight" not in files:
+            raise UserError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
+        found = stored_shape(files["fc.weight"])
+        if found != (config.dim, n * width):
+            raise UserError(
+                f"{self.directory}: fc.weight is {list(found)}, want {[config.dim, n * width]} for {n} "
+                f"places and the checkpoint's {width} dimensions: the head is of another model"
+            )
+        if config.vocab_size != target.vocab_size:
+            raise UserError(
+                f"{self.directory}: vocab_size is {config.vocab_size}, the checkpoint's is "
+                f"{target.vocab_size}: the head is of another model"
+            )
+        if options.vocab_size > target.vocab_size:
+            raise UserError(
+                f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the checkpoint's "
+                f"{target.vocab_size} tokens: the head is of another model"
+            )
+        if EMBEDDING not in files and config.dim != target.dim:
+            raise UserError(
+                f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has {target.dim} "
+                f"dimensions, not the head's {config.dim}: want a file that has it"
+            )
+        if EMBEDDING not in files:
+            del self.weights[EMBEDDING]
+
+    def read_vocabulary(self, files: dict[str, Place], vocab_size: int) -> Tensor | None:
+        """From d2t [draft's V]: token i of the head is token i + d2t[i] of the target."""
+        n = self.options.vocab_size
+        if "d2t" not in files and n == vocab_size:
+            return None
+        vocabulary = torch.arange(n) + read_tensor(files, "d2t", [(n,)], INTEGERS)
+        known = vocabulary[(0 <= vocabulary) & (vocabulary < vocab_size)]
+        if len(known) < n or len(known.unique()) < n:
+            low, high = vocabulary.min(), vocabulary.max()
+            raise UserError(
+                f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones from 0 "
+                f"to {vocab_size - 1}, the checkpoint's"
+            )
+        return vocabulary
+
+    def files(self) -> dict[str, Place]:
+        """By the speculators package's names."""
+        found = {}
+        for name, place in super().files().items():
+            name = name.replace("midlayer.", "layers.0.")
+            if name not in UNUSED:
+                found[name] = place
+        return found
+
+    def counted(self) -> Config:
+        """Its output has rows for fewer tokens; its embedding, as a rule, is the target's."""
+        return replace(self.config, vocab_size=self.options.vocab_size, tied=True)
+
+    def make_model(self) -> Head:
+        return Head(self.config, self.options, self.vocabulary)
+
+
+def head_weights(config: Config, options: HeadConfig) -> dict[str, Weight]:
+    """As checkpoint.hf_weights()."""
+    D, width = config.dim, len(options.places) * options.target_dim
+    table = {name.removeprefix("model."): weight for name, weight in hf_weights(config).items()}
+    for name in ("q", "k", "v"):
+        name = f"layers.0.self_attn.{name}_proj.weight"
+        table[name] = table[name]._replace(shape=(table[name].shape[0], 2 * D))
+    table |= {
+        "lm_head.weight": Weight("head.weight", 0, (options.vocab_size, D)),
+        "fc.weight": Weight("fc.weight", 0, (D, width)),
+        "layers.0.hidden_norm.weight": Weight("layers.0.state_norm.weight", 0, (D,), norm=True),
+    }
+    if options.norm_before_fc:
+        table["input_norm.weight"] = Weight("input_norm.weight", 0, (width,), norm=True)
+    if options.fc_norm:
+        for i in range(len(options.places)):
+            name, shape = f"fc_norms.{i}.weight", (options.target_dim,)
+            table[f"fc_norm.{i}.weight"] = Weight(name, 0, shape, norm=True)
+    return table
+
+
+# The Drafter
+
+
+class EagleDraft(DraftModel):
+    """Drafts with a head. Its cache lags behind the text by the pairs that are unread: it holds those of the slots
+    before last - unread.
+
+    engine: the head's generate.Engine; target: the target's, which keeps the features of all slots. So pairs can be
+    read late, and again: what was read of drafted tokens gives way to what the target made of those that were kept."""
+
+    def __init__(self, engine, target):
+        head = engine.model
+        super().__init__(engine, target.model.config.vocab_size, head.vocabulary)
+        self.target = target
+        # [B, 1, draft's V]: behind each row's last pair.
+        with torch.no_grad():
+            self.logits = torch.zeros_like(head.head(head.states[:, :1]))
+        if self.vocabulary is not None:
+            self.vocabulary = self.vocabulary.to(self.logits.device)
+
+    def begin(self, prompts, start, samples):
+        if start:  # 1: the pair of the last token before them and the first of them
+            self.unread += 1 + max(map(len, prompts))
+        else:
+            self.prompts, self.samples = prompts, samples
+            self.unread = 1  # the pair of the prompt's last token and the first new one
+
+    def catch_up(self, text, last, reach):
+        slots = self.engine.slots(reach)
+        if self.prompts:
+            self.read_prompts(text, slots)
+            self.prompts = None
+        if self.unread:
+            # A power of two, so that there are few shapes.
+            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len - 1)
+            at = (last - width).clamp(0, self.max_seq_len - 1 - width)[:, None]
+            at = at + torch.arange(width, device=last.device)
+            for chunk in at.split(max(32, READ_TOKENS // len(at)), dim=1):
+                column = last - 1 - chunk[:, 0]
+                here = (0 <= column) & (column < chunk.shape[1])
+                column = column.clamp(0, chunk.shape[1] - 1)
+                tokens = self.place(text, self.target.model.features, chunk, last)
+                logits = self.engine.model(tokens, chunk, slots, column)[:, None]
+                self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
+            self.unread = 0
+
+    def read_prompts(self, text, slots):
+        """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before it is seen."""
+        model, P, samples = self.engine.model, len(self.prompts), self.samples
+        rows = slice(0, P * samples, samples)
+        pairs = max(map(len, self.prompts)) - 1
+        width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
+        at = torch.arange(width, device=text.device).expand(P, -1)
+        last = at.new_full((P,), width)
+        for chunk in at.split(max(32, READ_TOKENS // P // 32 * 32), dim=1) if width else ():
+            tokens = self.place(text[rows], self.target.model.features[rows], chunk, last)
+            model(tokens, chunk, slots, torch.zeros_like(last))
+        if samples > 1:
+            model.arrange_rows([row for row in range(P) for _ in range(samples)], width)
+
+    def place(self, text, features, at, last):
+        """Puts the features of slots at [B, T] that lie before last [B] into the head's states -> the tokens that go
+        with them [B, T]."""
+        head = self.engine.model
+        rows = head.rows[: len(at)]
+        true = head.project(features[rows, at])
+        before = (at < last[:, None])[:, :, None]
+        head.states[rows, at] = torch.where(before, true, head.states[rows, at])
+        return text.gather(1, at + 1)
+
+    def propose(self, text, last, k, reach):
+        engine, slots = self.engine, self.engine.slots(reach)
+        drafted, distributions, logits = [], [], self.logits
+        for i in range(k):
+            if i:
+                at = (last + i - 1)[:, None]
+                logits = engine.forward(token[:, None], at, slots)
+            token, q = self.draw(logits)
+            drafted.append(token)
+            distributions.append(q)
+        distributions.append(torch.zeros_like(q))
+        return (
+            torch.stack(drafted, 1),
+            torch.stack(distributions, 1),
+            torch.full_like(last, k),
+        )
+
+    def follow(self, text, last, accepted, k, reach):
+        at = last[:, None] + torch.arange(k + 1, device=last.device)
+        tokens = self.place(text, self.target.model.features, at, last + accepted + 1)
+        logits = self.engine.forward(tokens, at, self.engine.slots(reach))  # [B, T, draft's V]
+        column = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
+        self.logits.copy_(logits.gather(1, column))
