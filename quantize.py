@@ -480,7 +480,7 @@ def quantize_model(
             raise UserError(
                 f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole"
             )
-    del held
+    del held, parameter  # each matrix is freed once its codes are there
     names = find_linears(model, head)
     replace_layers(model, Experts, split_experts)
     for name in names:

@@ -465,7 +465,7 @@ def test_the_terminals_ctrl_c_ends_all_ranks(endless):
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory) -> Callable:
     """Of a case of GPU_CASES its arguments and what each rank gave: two ranks for PAIRED, else all GPUs of the host. Of
-    pytest's workers (-n) the first one starts the ranks: with a pair from each they took longer than all other tests."""
+    pytest's workers (-n) the first starts the ranks: with a pair from each they took longer than all other tests."""
     import fcntl  # not on Windows
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     directory = tmp_path_factory.getbasetemp().parent / f"ranks-{run}"
