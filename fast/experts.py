@@ -239,7 +239,7 @@ def rule(bits: int, M: int) -> dict:
     Eight sizes on an H100, us a layer, the best, these and the worst: gpt-oss-20b's MXFP4 for one row 50, 53, 70 and 16
     rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in bf16 39, 39, 46 and 293, 293, 353."""
     if bits == 16:
-        return dict(block_n=32, splits=8, stages=4, warps=4)
+        return dict(block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4)  # 4: less than 8.9's 99 KiB
     if M <= 4:
         return dict(block_n=32, splits=4, stages=3, warps=4)
     return dict(block_n=64, splits=1, stages=4, warps=4)

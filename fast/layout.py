@@ -65,6 +65,8 @@ MXFP4's codes, e2m1, stand where int4's do. Its scales are powers of two, e8m0 i
 
     scales_and_zeros uint8 [row blocks, C / parts, 16 rows, parts]
 
+With one group a row they are fp32, as a kernel reads four of the bytes at once.
+
 Another kind of codes is another entry of KINDS, lines in places(), and in each kernel what makes 16-bit weights of it.
 
 Shapes: N outputs, K inputs, C groups of a row, W = 16 ceil(K / (512 / bits)) words of a row.
@@ -158,6 +160,11 @@ def untile(tiles: Tensor, N: int, gated: int) -> Tensor:
     return rows.unflatten(1, (2, 8)).transpose(0, 1).flatten(1, 2)[:, :N // 2].flatten(0, 1)
 
 
+def from_e8m0(scales: Tensor) -> Tensor:
+    """uint8 -> 2 ** (scale - 127), fp32"""
+    return (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
+
+
 def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: int) -> Tensor:
     """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 or e8m0 in
     uint8, and None."""
@@ -179,7 +186,7 @@ def unpack_scales(scales_and_zeros: Tensor, N: int, C: int, zero: int, gated: in
     tiles = scales_and_zeros.repeat_interleave(16 // scales_and_zeros.shape[2], 2)
     words = untile(tiles, N, gated)[:, :C]
     if words.dtype == torch.uint8:
-        words = (words.int() << 23).clamp(min=1 << 22).view(torch.float32)  # 2 ** (byte - 127)
+        words = from_e8m0(words)
     if words.dtype == torch.float32:
         return words, torch.full_like(words, zero, dtype=torch.int32)
     return words.to(torch.int16).view(torch.float16).float(), words >> 16
@@ -308,6 +315,8 @@ def pack_words(words: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor
     C, of = scales.shape[1], KINDS[kind]
     if kind == "fp8":
         scales = scales.float() * of.scale
+    if kind == "mxfp4" and C == 1:
+        scales = from_e8m0(scales)
     group_size = K // C
     parts = of.block // group_size if C > 1 and of.block % group_size == 0 else 1
     qweight = tile(words, 16, gated)

@@ -188,7 +188,8 @@ def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, st
     at_x = x + ms * K + ks
     scale_row = nb * C * S.scale_rows + r % 16 // (16 // S.scale_rows)
     at_s = (scale_row * S.parts)[None, :, None]
-    if not (S.e2m1 and S.parts == 4):
+    BYTES: constexpr = scales_and_zeros.dtype.element_ty == tl.uint8
+    if not BYTES:
         at_s += tl.arange(0, S.parts)[None, None, :]
     if SPLITS == 1:
         acc = tl.zeros((BN, BM), tl.float32)
@@ -200,7 +201,7 @@ def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, st
         xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
         at_group = at_s + (chunk * S.scale_rows * S.parts)[:, None, None]
-        if S.e2m1 and S.parts == 4:  # four bytes at once
+        if BYTES:  # four at once: with loads of bytes, products of 16 rows were wrong (Triton 3.6, sm_90)
             words = tl.load(scales_and_zeros.to(tl.pointer_type(tl.int32), bitcast=True) + at_group // 4)
             group = (words >> 2 * tl.reshape(shift, (1, 1, 4))).to(tl.uint8)  # not a constant: see codes_to_weights()
         else:

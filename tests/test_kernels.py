@@ -125,10 +125,10 @@ def test_attention(device, case):
     for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
         out = function().view(B, T, H, E)  # the second time over what the first has left
         k, v = attn.cache.read(everywhere[0], L)
-        if int8:  # a code may be the next one, where a key was rounded before
+        if int8:  # a code may be the next one, as prefill rounds a key after its norm, too
             steps = [0 if of is None else of[..., None] for of in (attn.cache.k_scale, attn.cache.v_scale)]
             for of, exact, step in zip((k, v), refs, steps):
-                assert ((of - exact).abs() <= 0.5 * step + 8e-3 * exact.abs() + 1e-6).all()
+                assert ((of - exact).abs() <= 1.5 * step + 8e-3 * exact.abs() + 1e-6).all()
             ref = exact_attention(qkv, positions, table, k, v, attn, window, complete=True)[0]
         else:
             check(k, refs[0])
