@@ -640,7 +640,7 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    if settings and settings["quant_method"] != "mxfp4":  # of gpt-oss what has no codes is rounded
+    if settings and settings.get("quant_method") != "mxfp4":  # of gpt-oss what has no codes is rounded
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )
