@@ -158,6 +158,10 @@ def make_bases(root: Path) -> list[Path]:
     change(root / "awq", dict(quant_method="awq", version="gemm"), **awq(root / "awq" / WEIGHTS))
     write(root / "qwen", root / "w4a16", 4, 32, False, form="compressed-tensors")
     to_fp8(shutil.copytree(root / "qwen", root / "fp8"))
+    experts = shape | dict(num_local_experts=4, num_experts_per_tok=2)
+    make(root / "gpt-oss", "gpt_oss", **experts | dict(sliding_window=5, swiglu_limit=7.0, swiglu_alpha=1.7))
+    make(root / "moe", "qwen3_moe", **experts | dict(moe_intermediate_size=32, norm_topk_prob=True,
+                                                     mlp_only_layers=[0], decoder_sparse_step=1))
     bases = sorted(root.iterdir())
     for base in bases:
         config = json.loads((base / CONFIG).read_text())
@@ -419,12 +423,12 @@ class Fuzzer:
 
 
 SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that must be bad then
-    "guard.is_inside": (lambda path: True, 1001),
-    "guard.is_file": (lambda path, most=None, inside=True: path.exists(), 1010),
+    "guard.is_inside": (lambda path: True, 1058),
+    "guard.is_file": (lambda path, most=None, inside=True: path.exists(), 1036),
     "sampling.Sampling.__post_init__": (lambda self: None, 1020),
     "guard.vet_tokens": (lambda key, ids, vocab_size: None, 1048),
-    "checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1137),
-    "guard.silenced": (nullcontext, 1156)}
+    "checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1117),
+    "guard.silenced": (nullcontext, 1096)}
 
 
 def main() -> int:
