@@ -43,9 +43,9 @@ FEWEST = 128  # tokens that an expert must have seen for GPTQ; another one is ro
 # The plain quantized layer
 
 
-def from_integers(codes: Tensor) -> Tensor:
-    """uint8 -> fp32"""
-    return codes.float()
+def from_numbers(numbers: Tensor) -> Tensor:
+    """Codes that are integers, or scales of 16 bits -> fp32"""
+    return numbers.float()
 
 
 def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
@@ -81,14 +81,14 @@ class Codes:
     bits: int
     zero: int  # the zero point of layers that have none of their own
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
-    decode_scales: Callable[[Tensor], Tensor] = Tensor.float  # scales as they are held -> fp32
+    decode_scales: Callable[[Tensor], Tensor]  # scales as they are held -> fp32
 
 
-INT4 = Codes("int4", 4, 8, from_integers)
-INT8 = Codes("int8", 8, 128, from_integers)
-E4M3 = Codes("fp8", 8, 0, from_e4m3)
+INT4 = Codes("int4", 4, 8, from_numbers, from_numbers)
+INT8 = Codes("int8", 8, 128, from_numbers, from_numbers)
+E4M3 = Codes("fp8", 8, 0, from_e4m3, from_numbers)
 MXFP4 = Codes("mxfp4", 4, 0, from_e2m1, from_e8m0)  # groups of 32
-NVFP4 = Codes("nvfp4", 4, 0, from_e2m1)  # groups of 16
+NVFP4 = Codes("nvfp4", 4, 0, from_e2m1, from_numbers)  # groups of 16
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3, MXFP4, NVFP4)}
 
 

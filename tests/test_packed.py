@@ -199,7 +199,7 @@ def test_another_kind_of_codes_is_one_object():
     """e2m1 under another name: the plain layer and the CPU's serve it; the kernels, which do not know it, say so."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = torch.cat([numbers, -numbers])
-    other = Codes("other", 4, 0, lambda codes: numbers[codes.int()])
+    other = Codes("other", 4, 0, lambda codes: numbers[codes.int()], Tensor.float)
     codes, scales = torch.randint(16, (40, 96), dtype=torch.uint8), 2.0 ** torch.randint(-9, 1, (40, 3))
     layer, x = QuantizedLinear(pack_codes(codes, 4), scales, None, other), torch.randn(3, 96)
     ref = x.double() @ (numbers[codes.int()] * scales.repeat_interleave(32, 1)).double().T

@@ -473,6 +473,7 @@ def on_gpus(tmp_path_factory) -> Callable:
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():
+            directory.mkdir()
             torch.manual_seed(0)
             make(directory / "wide", **WIDE)
             write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])  # a rank has parts of its groups
