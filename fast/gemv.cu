@@ -1,0 +1,441 @@
+// The product of one row of x with packed weights, from a ring in shared memory and with exact integer sums.
+// packed_gemv.py has the words, and the macros that this is compiled with: BITS, E4M3, BF16, K, GROUP (0: one a row),
+// PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, WIDTH, TEAMS, STAGES.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+constexpr int BLOCK = 512 / BITS, UNIT = 2 * BLOCK;  // inputs of a block, 1 KiB of 16 rows, and of a warp's two
+constexpr int BLOCKS = (K + BLOCK - 1) / BLOCK, UNITS = (BLOCKS + 1) / 2, STEPS = (UNITS + WIDTH - 1) / WIDTH;
+constexpr int WARPS = WIDTH * TEAMS, WORDS = BITS == 4 || E4M3 ? 8 : 4;  // of x, that a lane has of a unit
+constexpr bool GROUPED = GROUP > 0, STAGED = GROUPED && !SHARED_ROWS;  // scales come through the ring
+constexpr int PER_CHUNK = GROUP > BLOCK ? GROUP / BLOCK : 1;  // blocks that share their groups
+constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
+constexpr int CHUNK_BYTES = 64 * PARTS, STAGE_CHUNKS = STAGED ? 2 * WIDTH / PER_CHUNK + (PER_CHUNK > 1) : 0;
+constexpr int CODES = WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
+constexpr int SETS = PARTS;  // pairs of groups in a unit, whose sums are apart
+
+struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
+  alignas(128) unsigned char ring[STAGES][STAGE];
+  u32 digits[UNITS][32][WORDS];
+  float sums[UNITS][SETS][4];   // of x, as the digits' columns have them
+  float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
+  float squares[WIDTH], offsets[WIDTH];
+  u64 full[STAGES], empty[STAGES];
+  volatile int busy;
+};
+
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void init(u64* b, int n) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(b)), "r"(n));
+}
+__device__ __forceinline__ void arrive(u64* b) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address(b)) : "memory");
+}
+__device__ __forceinline__ void expect(u64* b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u64* b, int parity) {
+  asm volatile(
+      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra WAIT; DONE: }" ::"r"(
+          address(b)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64* b, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          address(to)), "l"(from), "r"(bytes), "r"(address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void meet(int team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WIDTH * 32) : "memory");
+}
+
+struct Place {  // in a ring
+  int slot = 0, parity = 0;
+  __device__ void next() {
+    if (++slot == STAGES) { slot = 0; parity ^= 1; }
+  }
+};
+
+__device__ __forceinline__ float half_to_float(u32 bits) {
+  float y;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(y) : "r"(bits));
+  return y;
+}
+__device__ __forceinline__ float number(u16 bits) {  // x's, the norm's, the bias's
+  return BF16 ? __uint_as_float((u32)bits << 16) : half_to_float(bits);
+}
+__device__ __forceinline__ u16 rounded(float y) {
+  u16 bits;
+  if (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(y));
+  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(y));
+  return bits;
+}
+__device__ __forceinline__ u32 two_halves(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+__device__ __forceinline__ void imma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A number below 2^31 as four signed digits, one a byte.
+__device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
+// rows[i] as bytes -> columns[i], byte i of each.
+__device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4]) {
+  u32 a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[2], rows[3], 0x5140);
+  u32 c = __byte_perm(rows[0], rows[1], 0x7362), d = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(a, b, 0x5410);
+  columns[1] = __byte_perm(a, b, 0x7632);
+  columns[2] = __byte_perm(c, d, 0x5410);
+  columns[3] = __byte_perm(c, d, 0x7632);
+}
+
+// A lane's digits of a unit as the right operands of its products: b[m][register][high or low codes].
+struct Operands {
+  u32 b[4][2][2];
+  __device__ __forceinline__ Operands(const Team& t, int unit, int lane) {
+    const int half = lane >> 4;
+    u32 d[4][2];
+    if constexpr (WORDS == 8) {
+      const uint4* from = (const uint4*)t.digits[unit][lane];
+      uint4 p = from[0], q = from[1];
+      d[0][0] = p.x; d[0][1] = p.y; d[1][0] = p.z; d[1][1] = p.w;
+      d[2][0] = q.x; d[2][1] = q.y; d[3][0] = q.z; d[3][1] = q.w;
+    } else {
+      uint4 p = *(const uint4*)t.digits[unit][lane];
+      d[0][0] = p.x; d[1][0] = p.y; d[2][0] = p.z; d[3][0] = p.w;
+    }
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int kind = 0; kind < WORDS / 4; kind++) {
+          const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
+          const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
+          b[m][r][kind] = mine ? d[q][kind] : 0;
+        }
+  }
+};
+
+// A lane's numbers of this warp's units: of a quarter of a block, those in its column of the product.
+struct Inputs {
+  static constexpr int N = BITS == 4 ? 8 : 4;
+  u16 of[STEPS][N];
+  __device__ __forceinline__ Inputs(const u16* x, const long long* perm, int wl, int lane) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const int k = (s * WIDTH + wl) * UNIT + (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2;
+        u32 both = 0;
+        if (PERM || K % 2) {
+          if (k < K) both = x[PERM ? perm[k] : k];
+          if (k + 1 < K) both |= (u32)x[PERM ? perm[k + 1] : k + 1] << 16;
+        } else if (k < K) {
+          both = *(const u32*)(x + k);
+        }
+        of[s][i] = both;
+        of[s][i + 1] = both >> 16;
+      }
+  }
+};
+
+// x, times the norm's weight, in fixed point or fp16 for the units of this warp. -> what its digits count.
+__device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs& x, const Inputs& norm) {
+  float v[STEPS][Inputs::N], squares = 0, most = 1e-20f;
+#pragma unroll
+  for (int s = 0; s < STEPS; s++)
+#pragma unroll
+    for (int i = 0; i < Inputs::N; i++) {
+      v[s][i] = number(x.of[s][i]);
+      if (NORM) {
+        squares += v[s][i] * v[s][i];
+        v[s][i] *= number(norm.of[s][i]);
+      }
+      most = fmaxf(most, fabsf(v[s][i]));
+    }
+  if (NORM) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+    if (lane == 0) t.squares[wl] = squares;
+  }
+  // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26, as fp16 below 2^14.
+  const u32 exponent = __reduce_max_sync(~0u, __float_as_uint(most)) >> 23;
+  const float scale = __uint_as_float((127 + (E4M3 ? 140 : 152) - exponent) << 23);
+  const int c = lane >> 2, column = lane & 3;
+  // Which half of the columns this quarter is for, and which of its four chunks.
+  const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
+  const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
+  float offset = 0;
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    const int unit = s * WIDTH + wl;
+    if (unit >= UNITS) break;
+    u32 rows[4], d[4];
+    if constexpr (E4M3) {
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+          t.digits[unit][half * 16 + n * 4 + column][q * 2 + pair] =
+              two_halves(v[s][2 * pair] * scale, v[s][2 * pair + 1] * scale);
+    } else if constexpr (BITS == 4) {
+      int high[4], low[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
+        const int i = (j & 1) * 4 + (j >> 1);
+        high[j] = __float2int_rn(v[s][i + 2] * scale);
+        low[j] = 16 * __float2int_rn(v[s][i] * scale) - high[j];
+      }
+#pragma unroll
+      for (int kind = 0; kind < 2; kind++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) rows[j] = to_digits(kind ? low[j] : high[j]);
+        transpose(rows, d);
+#pragma unroll
+        for (int n = 0; n < 4; n++) t.digits[unit][half * 16 + n * 4 + column][q * 2 + kind] = d[n];
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++) rows[j] = to_digits(__float2int_rn(v[s][j] * scale));
+      transpose(rows, d);
+#pragma unroll
+      for (int n = 0; n < 4; n++) t.digits[unit][half * 16 + n * 4 + column][q] = d[n];
+    }
+    if (E4M3) continue;
+    __syncwarp();
+    const Operands o(t, unit, lane);
+    const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+    const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
+    int c4[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      if constexpr (BITS == 4) {
+        imma(c4, both, o.b[m][0][0], o.b[m][1][0]);
+        imma(c4, ones, o.b[m][0][1], o.b[m][1][1]);
+      } else {
+        imma(c4, ones, o.b[m][0][0], o.b[m][1][0]);
+      }
+      if ((m + 1) % (4 / SETS) == 0) {
+        const float sum = (float)(c4[0] + 256 * c4[1]);
+        if (lane < 4) t.sums[unit][m / (4 / SETS)][lane] = sum;
+        offset += sum;
+        c4[0] = c4[1] = c4[2] = c4[3] = 0;
+      }
+    }
+  }
+  __syncwarp();
+  float unit = __uint_as_float((exponent - (E4M3 ? 13 : BITS == 4 ? 29 : 25)) << 23);  // 1 / scale, int4: / 16
+  if (lane & 1) unit *= E4M3 ? 0 : 65536;  // of the digits in this lane's columns; of halves all columns are equal
+  if (!GROUPED) {
+    offset *= unit;
+    offset += __shfl_xor_sync(~0u, offset, 1);
+    offset += __shfl_xor_sync(~0u, offset, 2);
+    if (lane == 0) t.offsets[wl] = offset;
+  }
+  return unit;
+}
+
+// A word of four e4m3 codes as two pairs of fp16, 2^-8 times the numbers (see layout.py).
+__device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
+  first = word & 0xbf80bf80u;
+  second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
+}
+
+// What a lane sums up of four words of 16 rows, and the number that two columns of it make.
+struct Integers {
+  typedef int Type;
+  static __device__ __forceinline__ void add(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
+    imma(c, a, b[0][0], b[1][0]);
+    if constexpr (BITS == 4) {
+      const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu, a[3] & 0x0f0f0f0fu};
+      imma(c, low, b[0][1], b[1][1]);
+    }
+  }
+  static __device__ __forceinline__ float value(int first, int second) { return (float)first + 256 * (float)second; }
+};
+struct Halves {
+  typedef float Type;
+  static __device__ __forceinline__ void add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 w[4];
+      to_halves(a[2 * r], w[0], w[2]);
+      to_halves(a[2 * r + 1], w[1], w[3]);
+      hmma(c, w, b[r][0], b[r][1]);
+    }
+  }
+  static __device__ __forceinline__ float value(float first, float) { return first; }
+};
+template <bool> struct Choice { typedef Integers Type; };
+template <> struct Choice<true> { typedef Halves Type; };
+typedef Choice<E4M3>::Type Sum;
+
+// Scale and zero point of a word of scales_and_zeros.
+__device__ __forceinline__ void group_of(u32 word, float& scale, float& zero) {
+  if (FLOAT_SCALES) {
+    scale = __uint_as_float(word);
+    zero = E4M3 ? 0 : 1 << (BITS - 1);
+  } else {
+    scale = half_to_float(word & 0xFFFF);
+    zero = (float)(word >> 16);
+  }
+}
+
+// 16 rows of a tile times this warp's inputs -> partial.
+__device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const u32* scales, long long tile,
+                                              float unit, float* partial) {
+  const int row = lane >> 2, column = lane & 3, half = column >> 1;  // of a product's columns
+  float y0 = 0, y1 = 0;
+  Sum::Type c[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int s = 0; s < STEPS; s++) {
+    const int u = s * WIDTH + wl;
+    u32 shared[2] = {0, 0};
+    if (SHARED_ROWS && 2 * u + half < BLOCKS) {
+      const u32* words = scales + (tile * CHUNKS + (2 * u + half) / PER_CHUNK) * 2;
+      shared[0] = words[0];
+      shared[1] = words[1];
+    }
+    wait(&t.full[place.slot], place.parity);
+    if (u < UNITS) {
+      const unsigned char* stage = t.ring[place.slot];
+      const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
+      const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
+      const Operands o(t, u, lane);
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
+        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y, m & 1 ? high.w : high.y};
+        Sum::add(c, a, o.b[m]);
+        if (GROUPED && (m + 1) % (4 / SETS) == 0) {
+          const int set = m / (4 / SETS), block = 2 * u + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
+          const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
+          if (block < BLOCKS) {
+            const u32* words = (const u32*)(stage + CODES) + (block / PER_CHUNK - s * 2 * WIDTH / PER_CHUNK) * 16 * PARTS;
+            const float offset = E4M3 ? 0 : t.sums[u][set][column];
+            float scale, zero;
+            group_of(SHARED_ROWS ? shared[0] : words[row * PARTS + part], scale, zero);
+            y0 += scale * (Sum::value(c[0], c[1]) - zero * offset);
+            group_of(SHARED_ROWS ? shared[1] : words[(row + 8) * PARTS + part], scale, zero);
+            y1 += scale * (Sum::value(c[2], c[3]) - zero * offset);
+          }
+          c[0] = c[1] = c[2] = c[3] = 0;
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(&t.empty[place.slot]);
+    place.next();
+  }
+  if (!GROUPED) {
+    y0 = Sum::value(c[0], c[1]);
+    y1 = Sum::value(c[2], c[3]);
+  }
+  y0 *= unit;
+  y1 *= unit;
+  // The four lanes of a row: the odd ones take row + 8.
+  float mine = column & 1 ? y1 : y0, other = column & 1 ? y0 : y1;
+  mine += __shfl_xor_sync(~0u, other, 1);
+  mine += __shfl_xor_sync(~0u, mine, 2);
+  if (column < 2) partial[row + 8 * column] = mine;
+}
+
+extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
+gemv(const u16* x, const unsigned char* codes, const u32* scales, const long long* perm, const u16* norm, const u16* bias,
+     const u16* residual, u16* out, int n_out, int tiles, float eps, int narrow, int wide) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int team = warp < WARPS ? warp / WIDTH : warp - WARPS, wl = warp % WIDTH;
+  Team& t = ((Team*)memory)[team];
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (warp >= WARPS && lane == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      init(&t.full[i], 1);
+      init(&t.empty[i], WIDTH);
+    }
+    t.busy = 0;
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncthreads();
+  const int first = team * gridDim.x + blockIdx.x, step = TEAMS * gridDim.x;
+
+  if (warp >= WARPS) {  // the producer
+    if (lane) return;
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    Place place, back;
+    place.parity = 1;
+    int flying = 0;
+    for (long long tile = first; tile < tiles; tile += step)
+      for (int s = 0; s < STEPS; s++) {
+        const int block = s * 2 * WIDTH, blocks = min(2 * WIDTH, BLOCKS - block);
+        wait(&t.empty[place.slot], place.parity);
+        // A full queue of copies delays the loads of x: less is under way until the products begin.
+        while (flying >= (t.busy ? wide : narrow)) {
+          wait(&t.full[back.slot], back.parity);
+          back.next();
+          flying--;
+        }
+        flying++;
+        const int chunk = block / PER_CHUNK, chunks = STAGED ? (block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
+        expect(&t.full[place.slot], blocks * 1024 + chunks * CHUNK_BYTES);
+        unsigned char* stage = t.ring[place.slot];
+        copy(stage, codes + (tile * BLOCKS + block) * 1024, blocks * 1024, &t.full[place.slot], policy);
+        if (STAGED)
+          copy(stage + CODES, (const unsigned char*)scales + (tile * CHUNKS + chunk) * CHUNK_BYTES, chunks * CHUNK_BYTES,
+               &t.full[place.slot], policy);
+        place.next();
+      }
+    return;
+  }
+
+  const Inputs weights(NORM ? norm : x, perm, wl, lane);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const float unit = prepare(t, wl, lane, Inputs(x, perm, wl, lane), weights);
+  if (wl == 0 && lane == 0) t.busy = 1;
+  Place place;
+  const int r = lane & 15;
+  for (long long begin = first; begin < tiles; begin += WIDTH * step) {
+    const long long mine = begin + wl * step;  // the tile that this warp stores
+    const int n = mine * (GATED ? 8 : 16) + r;
+    const bool stores = mine < tiles && n < n_out && lane < (GATED ? 8 : 16);
+    float extra = 0, scale = 1, zero = 0;
+    if (stores && BIAS) extra += number(bias[n]);
+    if (stores && RESIDUAL) extra += number(residual[n]);
+    if (!GROUPED && mine < tiles) group_of(scales[mine * 16 + r], scale, zero);
+    for (int j = 0; j < WIDTH && begin + j * step < tiles; j++)
+      multiply_tile(t, place, wl, lane, scales, begin + j * step, unit, t.partial[wl][j]);
+    meet(team);
+    if (mine < tiles) {
+      float y = 0;
+      for (int w = lane >> 4; w < WIDTH; w += 2) y += t.partial[w][wl][r];
+      y += __shfl_xor_sync(~0u, y, 16);
+      if (!GROUPED) {
+        float offset = 0;
+        for (int w = 0; w < WIDTH; w++) offset += t.offsets[w];
+        y = (y - zero * offset) * scale;
+      }
+      if (NORM) {
+        float squares = 0;
+        for (int w = 0; w < WIDTH; w++) squares += t.squares[w];
+        y *= rsqrtf(squares / K + eps);
+      }
+      if (GATED) {
+        const float up = __shfl_down_sync(~0u, y, 8);
+        const float z = GATED == 2 ? 1.5957691216057308f * (y + 0.044715f * y * y * y) : y;
+        y = y / (1 + __expf(-z)) * up;
+      }
+      if (stores) out[n] = rounded(y + extra);
+    }
+    meet(team);  // `partial` is free again
+  }
+}
