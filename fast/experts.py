@@ -237,11 +237,13 @@ def rule(bits: int, M: int) -> dict:
     """The sizes for M rows of x, as tuning.py names them; those of 16 bits step by 32 inputs a split.
 
     Eight sizes on an H100, us a layer, the best, these and the worst: gpt-oss-20b's MXFP4 for one row 50, 53, 70 and 16
-    rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in bf16 39, 39, 46 and 293, 293, 353."""
+    rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in int8 25, 25, 43 and 163, 163, 224; in bf16
+    39, 39, 46 and 293, 293, 353."""
     if bits == 16:
         return dict(block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4)  # 4: less than 8.9's 99 KiB
     if M <= 4:
-        return dict(block_n=32, splits=4, stages=3, warps=4)
+        tile = dict(block_n=16, stages=4, warps=2) if bits == 8 else dict(block_n=32, stages=3, warps=4)
+        return dict(splits=4) | tile
     return dict(block_n=64, splits=1, stages=4, warps=4)
 
 
@@ -383,8 +385,11 @@ class FusedMoE(nn.Module):
         moe = self.moe = ffn.linear if self.parallel else ffn
         self.gate = CLAMPED if moe.moe.clamp else GATES[moe.activation]
         for name, gate in (("w_gate_up", self.gate), ("w_down", 0)):
-            if isinstance(experts := getattr(moe, name), QuantizedExperts):
-                setattr(moe, name, PackedExperts(experts, gate))
+            if isinstance(getattr(moe, name), QuantizedExperts):
+                setattr(moe, name, PackedExperts(getattr(moe, name), gate))
+                # K = 2,880 is filled up to 2,944: no later layer would fit into what this one leaves in PyTorch's pool,
+                # and gpt-oss-120b took 80 GB of an H100.
+                torch.cuda.empty_cache()
         weight = moe.router.weight
         for name, size in (("semaphore", 1), ("semaphores", MOST_ROWS // ROWS * weight.shape[1])):
             zeros = torch.zeros(size, dtype=torch.int32, device=weight.device)
