@@ -25,36 +25,68 @@ struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and
   volatile int busy;
 };
 
+#ifndef CUDA_ON_CPU  // tests/cuda_on_cpu.h has stand-ins for what PTX does
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void init(u64* b, int n) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(b)), "r"(n));
 }
 __device__ __forceinline__ void arrive(u64* b) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address(b)) : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address(b)) : "memory");
 }
-__device__ __forceinline__ void expect(u64* b, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes) : "memory");
-}
+#if __CUDA_ARCH__ >= 900
+#define WAIT "mbarrier.try_wait"
+#else
+#define WAIT "mbarrier.test_wait"
+#endif
 __device__ __forceinline__ void wait(u64* b, int parity) {
-  asm volatile(
-      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra WAIT; DONE: }" ::"r"(
-          address(b)), "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; AGAIN: " WAIT ".parity.shared.b64 p, [%0], %1; @!p bra AGAIN; }" ::"r"(address(b)),
+               "r"(parity) : "memory");
 }
-__device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64* b, u64 policy) {
+// feed() copies codes and scales into a slot, whose barrier tells when they are there.
+#if __CUDA_ARCH__ >= 900
+constexpr int FEEDERS = 1;  // threads that copy
+__device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64* b) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           address(to)), "l"(from), "r"(bytes), "r"(address(b)), "l"(policy) : "memory");
 }
+__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
+                                     int scale_bytes, u64* b, int lane) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(address(b)),
+               "r"(bytes + scale_bytes) : "memory");
+  copy(slot, codes, bytes, b);
+  if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
+}
+__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;"); }
+__device__ __forceinline__ void next_kernel_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+constexpr int FEEDERS = 32;
+__device__ __forceinline__ void copy(void* to, const void* from, int bytes, int lane) {
+  for (int at = lane * 16; at < bytes; at += 512)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to) + at), "l"((const char*)from + at)
+                 : "memory");
+}
+__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
+                                     int scale_bytes, u64* b, int lane) {
+  copy(slot, codes, bytes, lane);
+  copy(slot_scales, scales, scale_bytes, lane);
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(b)) : "memory");
+}
+__device__ __forceinline__ void barriers_are_ready() {}
+__device__ __forceinline__ void next_kernel_may_start() {}
+__device__ __forceinline__ void wait_for_kernel_before() {}
+#endif
 __device__ __forceinline__ void meet(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WIDTH * 32) : "memory");
 }
-
-struct Place {  // in a ring
-  int slot = 0, parity = 0;
-  __device__ void next() {
-    if (++slot == STAGES) { slot = 0; parity ^= 1; }
-  }
-};
 
 __device__ __forceinline__ float half_to_float(u32 bits) {
   float y;
@@ -84,6 +116,15 @@ __device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+#endif
+
+struct Place {  // in a ring
+  int slot = 0, parity = 0;
+  __device__ void next() {
+    if (++slot == STAGES) { slot = 0; parity ^= 1; }
+  }
+};
 
 // A number below 2^31 as four signed digits, one a byte.
 __device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
@@ -352,26 +393,23 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
 extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
 gemv(const u16* x, const unsigned char* codes, const u32* scales, const long long* perm, const u16* norm, const u16* bias,
      const u16* residual, u16* out, int n_out, int tiles, float eps, int narrow, int wide) {
-  extern __shared__ __align__(128) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp < WARPS ? warp / WIDTH : warp - WARPS, wl = warp % WIDTH;
-  Team& t = ((Team*)memory)[team];
-  asm volatile("griddepcontrol.launch_dependents;");
+  Team& t = ((Team*)shared_memory())[team];
+  next_kernel_may_start();
   if (warp >= WARPS && lane == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init(&t.full[i], 1);
+      init(&t.full[i], FEEDERS);
       init(&t.empty[i], WIDTH);
     }
     t.busy = 0;
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    barriers_are_ready();
   }
   __syncthreads();
   const int first = team * gridDim.x + blockIdx.x, step = TEAMS * gridDim.x;
 
   if (warp >= WARPS) {  // the producer
-    if (lane) return;
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (lane >= FEEDERS) return;
     Place place, back;
     place.parity = 1;
     int flying = 0;
@@ -387,19 +425,17 @@ gemv(const u16* x, const unsigned char* codes, const u32* scales, const long lon
         }
         flying++;
         const int chunk = block / PER_CHUNK, chunks = STAGED ? (block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
-        expect(&t.full[place.slot], blocks * 1024 + chunks * CHUNK_BYTES);
-        unsigned char* stage = t.ring[place.slot];
-        copy(stage, codes + (tile * BLOCKS + block) * 1024, blocks * 1024, &t.full[place.slot], policy);
-        if (STAGED)
-          copy(stage + CODES, (const unsigned char*)scales + (tile * CHUNKS + chunk) * CHUNK_BYTES, chunks * CHUNK_BYTES,
-               &t.full[place.slot], policy);
+        unsigned char* slot = t.ring[place.slot];
+        feed(slot, codes + (tile * BLOCKS + block) * 1024, blocks * 1024, slot + CODES,
+             (const unsigned char*)scales + (tile * CHUNKS + chunk) * CHUNK_BYTES, chunks * CHUNK_BYTES,
+             &t.full[place.slot], lane);
         place.next();
       }
     return;
   }
 
   const Inputs weights(NORM ? norm : x, perm, wl, lane);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_before();
   const float unit = prepare(t, wl, lane, Inputs(x, perm, wl, lane), weights);
   if (wl == 0 && lane == 0) t.busy = 1;
   Place place;

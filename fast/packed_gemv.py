@@ -44,7 +44,8 @@ from torch import Tensor
 from fast.layout import Packed
 
 SOURCE = Path(__file__).with_name("gemv.cu")
-MOST_WARPS, MOST_STAGES = 16, 8
+MOST_WARPS = 16, 8, 4  # of a program, less where shared memory is small
+MOST_STAGES = 8
 # Slots of the ring that are under way at once, before the products begin and then. All of them would delay the loads of
 # x by 6 us, as they wait behind the copies (H200).
 NARROW, WIDE = 1, 2
@@ -105,7 +106,7 @@ class LaunchConfig(ctypes.Structure):
 @functools.cache
 def kernel(device: int, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in macros.items()]
     cuda, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
     check(cuda, cuda.cuModuleLoadData(ctypes.byref(module), compile_cuda(SOURCE.read_text(), options)))
@@ -120,51 +121,68 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int
               if value is None or isinstance(value, Tensor) else
               ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value) for value in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    attribute = Attribute(6, 0, 1)
+    overlaps = torch.cuda.get_device_capability()[0] >= 9
     config = LaunchConfig((ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
-                          torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1)
+                          torch.cuda.current_stream().cuda_stream, ctypes.pointer(Attribute(6, 0, 1)), int(overlaps))
     cuda = ctypes.CDLL("libcuda.so.1")
     check(cuda, cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
 
 
-def sizes_for(packed: Packed, shared_bytes: int) -> tuple[dict, int]:
-    """WIDTH, TEAMS and STAGES, and the shared memory that these take. A team's warps have the same number of units, or
-    one less."""
-    blocks = -(-packed.K // packed.block)
-    units = -(-blocks // 2)
-    width = -(-units // -(-units // MOST_WARPS))
-    teams = max(1, MOST_WARPS // width)
-    words = 4 if packed.kind == "int8" else 8
-    fixed = units * (128 * words + 16 * packed.parts) + width * (64 * width + 8) + 16 * MOST_STAGES + 4
-    per_chunk, staged = max(1, packed.group_size // packed.block), not packed.per_channel
-    staged = staged and packed.scales_and_zeros.shape[2] == 16
-    stage = width * 2048 + staged * (2 * width // per_chunk + (per_chunk > 1)) * 64 * packed.parts
-    stages = min(MOST_STAGES, (shared_bytes // teams - fixed - 128) // stage)
-    if stages < 2:
-        raise ValueError(f"K = {packed.K} does not fit into shared memory")
-    return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)
+@functools.cache
+def why_no_gemv(device: torch.device) -> str | None:
+    """Why this GPU, or this installation, has no gemv(); None: it has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}"
+    try:
+        nvrtc(), ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+
+
+def sizes_for(packed: Packed, memory: int) -> tuple[dict, int] | None:
+    """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it. A
+    team's warps have the same number of units, or one less."""
+    units = -(-packed.K // (2 * packed.block))
+    words, parts = 4 if packed.kind == "int8" else 8, packed.parts
+    staged = 0 if packed.per_channel or packed.scales_and_zeros.shape[2] == 2 else 64 * parts  # bytes of a chunk
+    per_chunk = max(1, packed.group_size // packed.block)
+    for most in MOST_WARPS:
+        width = -(-units // -(-units // most))
+        teams = max(1, most // width)
+        fixed = units * (128 * words + 16 * parts) + width * (64 * width + 8) + 16 * MOST_STAGES + 4
+        stage = width * 2048 + (2 * width // per_chunk + (per_chunk > 1)) * staged
+        stages = min(MOST_STAGES, (memory // teams - fixed - 128) // stage)
+        if stages >= 2:
+            return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)
+    return None
+
+
+def macros_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> dict:
+    """What gemv.cu is compiled for, but for its sizes."""
+    scales = packed.scales_and_zeros
+    return dict(
+        BITS=packed.bits, E4M3=packed.kind == "fp8", BF16=x.dtype == torch.bfloat16, K=packed.K,
+        GROUP=0 if packed.per_channel else packed.group_size, PARTS=packed.parts, SHARED_ROWS=scales.shape[2] == 2,
+        FLOAT_SCALES=scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None, BIAS=bias is not None,
+        RESIDUAL=residual is not None, PERM=packed.perm is not None)
 
 
 def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
-         residual: Tensor | None = None, eps: float = 1e-5, choice: dict | None = None) -> Tensor:
+         residual: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
 
     x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up [1, N / 2], without
-    bias and residual. Wants compute capability 9.0."""
-    if not packed.fits_kernels or packed.kind == "mxfp4":
-        raise ValueError(f"{packed.kind} in groups of {packed.group_size}: want packed_gemm.py")
+    bias and residual."""
     properties = torch.cuda.get_device_properties(x.device)
-    sizes, shared_bytes = sizes_for(packed, properties.shared_memory_per_block_optin)
-    scales, tiles = packed.scales_and_zeros, len(packed.qweight)
-    function = kernel(
-        x.device.index, shared_bytes, BITS=packed.bits, E4M3=packed.kind == "fp8", BF16=x.dtype == torch.bfloat16,
-        K=packed.K, GROUP=0 if packed.per_channel else packed.group_size, PARTS=packed.parts,
-        SHARED_ROWS=scales.shape[2] == 2, FLOAT_SCALES=scales.dtype == torch.float32, GATED=packed.gated,
-        NORM=norm is not None, BIAS=bias is not None, RESIDUAL=residual is not None, PERM=packed.perm is not None,
-        **sizes)
-    out = packed.new_output(x)
-    grid = min(-(-tiles // sizes["TEAMS"]), properties.multi_processor_count)
-    threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
-    launch(function, grid, threads, shared_bytes,
-           [x, packed.qweight, scales, packed.perm, norm, bias, residual, out, out.shape[1], tiles, eps, NARROW, WIDE])
+    found = sizes_for(packed, properties.shared_memory_per_block_optin)
+    if not packed.fits_kernels or packed.kind == "mxfp4" or not found:
+        raise ValueError(f"{packed.kind} in groups of {packed.group_size}, K = {packed.K}: want packed_gemm.py")
+    sizes, shared_bytes = found
+    out, tiles = packed.new_output(x), len(packed.qweight)
+    launch(kernel(x.device.index, shared_bytes, **macros_for(x, packed, norm, bias, residual), **sizes),
+           min(-(-tiles // sizes["TEAMS"]), properties.multi_processor_count),
+           (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes,
+           [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, out.shape[1], tiles, eps,
+            NARROW, WIDE])
     return out

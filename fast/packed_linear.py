@@ -13,20 +13,16 @@ Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_
 import torch
 from torch import Tensor, library, nn
 
-from fast.common import constexpr, jit, tl, triton
+from fast.common import constexpr, gpu, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, group_inputs, pack_words, to_mma_order, unpack
 from fast.linear import plain_linear, rms_norm
+from fast.packed_gemv import gemv, sizes_for, why_no_gemv
 from fast.tuning import kernel_for
 from quantize import CODES, QuantizedLinear, say_once
 from quantize import unpack as codes_of
 
-gemv, without_gemv = None, "Triton is missing"
 if triton:
     from fast.packed_gemm import gemm, scale_of
-    try:
-        from fast.packed_gemv import gemv
-    except (ImportError, AttributeError) as reason:  # Gluon is experimental: names in it come and go
-        without_gemv = str(reason)
 
 # Rows of w that are repacked at once. A whole layer's codes, unpacked, made the peak of Llama-2-7B in int4 19% larger
 # than its weights and caches (H200).
@@ -34,19 +30,18 @@ REPACKED_ROWS = 1024
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
-    """kernel_for()'s choice for M rows of x. cuBLAS multiplies where no kernel does. Without gemv() one row gets what
-    two rows get."""
+    """The kernel for M rows of x, and its sizes: gemv() for one row, else kernel_for()'s choice. Where gemv() cannot be,
+    one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
+    if M == 1 and w.kind != "mxfp4":
+        if not (reason := why_no_gemv(device)):
+            if sizes_for(w, gpu(device).shared_memory_per_block_optin):
+                return {"kernel": "gemv"}
+        else:
+            say_once(f"one row of x is multiplied as several are, which is slower: {reason}")
     format = f"int{w.bits}" + (f"-{w.group_size}" if w.parts > 1 else "")
-    choice = kernel_for(format, w.N, w.K, M, device)
-    if choice["kernel"] == "gemv" and w.kind == "mxfp4":
-        return kernel_for(format, w.N, w.K, 2, device)
-    if choice["kernel"] == "gemv" and not gemv:
-        say_once(f"one row of x is multiplied as several are, which is slower: this Triton's Gluon does not serve "
-                 f"packed_gemv.py ({without_gemv})")
-        return kernel_for(format, w.N, w.K, 2, device)
-    return choice
+    return kernel_for(format, w.N, w.K, max(M, 2), device)
 
 
 @jit
@@ -148,7 +143,7 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
     choice = choice_for(w, len(x), x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":
-        return gemv(x, w, norm, bias, residual, eps, choice)
+        return gemv(x, w, norm, bias, residual, eps)
     if norm is not None:
         x = rms_norm(x, norm, eps)  # before perm: rms_norm()'s kernel may read norm while norm[perm] is being made
     if perm is not None:

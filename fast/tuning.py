@@ -2,12 +2,11 @@
 Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
 
 tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
-serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, or one that does not fit gemv) or
+serves enough is taken. Its `kernel` is "gemv" (one row, 16 bits), "gemm" (several rows, or one that does not fit gemv) or
 "library" (cuBLAS; quantized weights are dequantized first). Its other fields are that kernel's sizes:
 
     16-bit gemv    block_n, stages, warps, programs
     16-bit gemm    block_n, block_k, stages, warps
-    packed gemv    warps, depth, stages, programs, slices
     packed gemm    block_n, block_m, splits, stages, warps, occupancy, slices, scaled
 
     block_n     rows of w in a tile (16-bit gemv: that a program takes at a time)
@@ -17,12 +16,12 @@ serves enough is taken. Its `kernel` is "gemv" (one row), "gemm" (several rows, 
     programs    programs a multiprocessor; a program takes one tile after the other
     occupancy   programs that shall share a multiprocessor, whose registers are limited for it; 0: no limit
     slices      of K, each another program's; their sums are added up in memory
-    depth       blocks of the packed layout that a warp reads in a round, an even number
     splits      blocks of the packed layout in a step, each with a sum of its own
     scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
-FP8 takes int8's choices: as many bytes come from memory.
+FP8 takes int8's choices: as many bytes come from memory. One row of a packed weight has packed_gemv.py, whose sizes follow
+from K.
 python scripts/tune.py writes the file.
 """
 import functools
@@ -68,7 +67,6 @@ def rules_of_thumb(format: str, N: int, K: int, device: torch.device) -> list[di
 def rules_for_packed(N: int, device: torch.device) -> list[dict]:
     """With 4 rows 8% slower than the best on average, 30% at most (44 products of 7B, 8B and 70B, H200)."""
     slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // max(N, 1)))  # about four programs on each
-    one = dict(rows=1, kernel="gemv", warps=4, depth=2, stages=3, programs=6, slices=1)
     few = dict(rows=8, kernel="gemm", block_n=32, block_m=64, splits=4, stages=3, warps=4, occupancy=3, slices=slices,
                scaled=0)
     more = dict(rows=64, kernel="gemm", block_n=64, block_m=64, splits=1, stages=3, warps=4, occupancy=3, slices=4,
@@ -77,7 +75,7 @@ def rules_for_packed(N: int, device: torch.device) -> list[dict]:
                 scaled=1)
     if gpu(device).shared_memory_per_block_optin <= 128 * 1024:  # no room for the wide tiles
         most = more | dict(rows=128)
-    return [one, few, more, most]
+    return [few, more, most]
 
 
 def rules_for_16_bits(N: int, K: int, device: torch.device) -> list[dict]:

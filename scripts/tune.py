@@ -79,9 +79,6 @@ PLAIN_GEMV = choices("gemv", "block_n, stages, warps, programs", (2, 4, 8), (2, 
 PLAIN_GEMM = choices("gemm", "block_n block_k stages warps", [
     (16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2), (64, 64, 5, 4), (64, 128, 4, 4),
     (64, 128, 6, 4), (128, 64, 4, 8)])
-PACKED_GEMV = choices("gemv", "warps depth stages, programs, slices", [
-    (4, 2, 3), (4, 2, 6), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 2, 3), (8, 2, 4), (8, 4, 2), (8, 4, 3), (16, 2, 3)],
-    (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 6))
 # With an occupancy, and of two warps too, 4 and 16 rows take 6% less than without (60 products, one scan, H200).
 PACKED_FEW = choices("gemm", "block_n block_m splits stages warps occupancy, slices, scaled", [
     (16, 64, 2, 4, 2, 8), (16, 64, 2, 4, 2, 10), (16, 64, 4, 3, 4, 5), (16, 64, 4, 5, 4, 8), (32, 64, 2, 4, 2, 8),
@@ -98,11 +95,8 @@ def candidates(format: str, rows: int, N: int, K: int) -> list[dict]:
     if format == "16-bit":
         gemm = [choice for choice in PLAIN_GEMM if rows <= 64 or choice["block_n"] >= 64 and rows <= 128]
         return [LIBRARY, *(PLAIN_GEMV if rows == 1 else []), *gemm]
-    # Slices of K for one row: 7% slower for 11,008 inputs, 15% faster for 21,504 (int4, H200).
-    gemv = [choice for choice in PACKED_GEMV if K > 12288 or choice["slices"] == 1]
     more = [choice for choice in PACKED_MORE if fits(choice, format, rows)]
-    return [LIBRARY, *(gemv if rows == 1 else []), *(PACKED_FEW if rows <= 64 else []),
-            *(more if 8 < rows <= MAX_ROWS else [])]
+    return [LIBRARY, *(PACKED_FEW if rows <= 64 else []), *(more if 8 < rows <= MAX_ROWS else [])]
 
 
 def fits(choice: dict, format: str, rows: int) -> bool:
@@ -271,7 +265,7 @@ class Tuner:
         return us * 1.02 if self.format == "int4" and choice.get("scaled") else us
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
-        if 1 in rows:
+        if 1 in rows and self.format == "16-bit":  # one row of packed weights: packed_gemv.py
             self.one_row(bar)
         self.several_rows([M for M in rows if M > 1], bar)
 

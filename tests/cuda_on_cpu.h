@@ -1,0 +1,159 @@
+// Runs gemv.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX does. Where lanes exchange values,
+// the 32 threads of a warp meet.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+using std::min;
+struct uint4 { unsigned x, y, z, w; };
+struct Warp { std::barrier<> all{32}; unsigned values[32][6]; };
+struct Program { std::vector<std::unique_ptr<Warp>> warps; std::vector<std::unique_ptr<std::barrier<>>> teams; std::unique_ptr<std::barrier<>> all; };
+thread_local struct { int x; } threadIdx, blockIdx, gridDim;
+thread_local Program* program;
+thread_local unsigned char* shared;
+inline unsigned char* shared_memory() { return shared; }
+inline Warp& warp() { return *program->warps[threadIdx.x / 32]; }
+inline void __syncwarp() { warp().all.arrive_and_wait(); }
+inline void __syncthreads() { program->all->arrive_and_wait(); }
+inline void meet(int team) { program->teams[team]->arrive_and_wait(); }
+template <class T> T from_lane(T value, int lane) {
+  memcpy(warp().values[threadIdx.x % 32], &value, 4);
+  __syncwarp();
+  memcpy(&value, warp().values[lane], 4);
+  __syncwarp();
+  return value;
+}
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return from_lane(value, threadIdx.x % 32 ^ mask); }
+template <class T> T __shfl_down_sync(unsigned, T value, int n) { return from_lane(value, min<int>(threadIdx.x % 32 + n, 31)); }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  for (int mask = 16; mask; mask /= 2) value = std::max(value, __shfl_xor_sync(0, value, mask));
+  return value;
+}
+inline float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
+inline unsigned __float_as_uint(float y) { unsigned bits; memcpy(&bits, &y, 4); return bits; }
+inline int __float2int_rn(float y) { return (int)nearbyintf(y); }
+inline float __expf(float y) { return expf(y); }
+inline float rsqrtf(float y) { return 1 / sqrtf(y); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  uint64_t bytes = (uint64_t)high << 32 | low;
+  unsigned y = 0;
+  for (int i = 0; i < 4; i++) y |= (unsigned)(bytes >> 8 * (selectors >> 4 * i & 7) & 255) << 8 * i;
+  return y;
+}
+
+// mbarriers: a barrier's eight bytes in shared memory are a pointer to one of these
+struct Mbarrier { int count, missing, bytes = 0, phase = 0; std::mutex mutex; std::condition_variable changed; };
+inline void arrive(unsigned long long* b, int bytes = 0, int threads = 1) {
+  Mbarrier* m = (Mbarrier*)*b;
+  std::lock_guard lock(m->mutex);
+  m->missing -= threads;
+  m->bytes += bytes;
+  if (m->missing || m->bytes) return;
+  m->missing = m->count;
+  m->phase ^= 1;
+  m->changed.notify_all();
+}
+inline void init(unsigned long long* b, int count) {
+  Mbarrier* m = new Mbarrier;
+  m->count = m->missing = count;
+  *b = (unsigned long long)m;
+}
+inline void wait(unsigned long long* b, int parity) {
+  Mbarrier* m = (Mbarrier*)*b;
+  std::unique_lock lock(m->mutex);
+  m->changed.wait(lock, [&] { return m->phase != parity; });
+}
+constexpr int FEEDERS = 1;
+inline void copy(void* to, const void* from, int bytes, unsigned long long* b) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) abort();  // as cp.async.bulk wants them
+  memcpy(to, from, bytes);
+  arrive(b, -bytes, 0);
+}
+inline void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales, int scale_bytes,
+                 unsigned long long* b, int) {
+  arrive(b, bytes + scale_bytes);
+  copy(slot, codes, bytes, b);
+  if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
+}
+inline void barriers_are_ready() {}
+inline void next_kernel_may_start() {}
+inline void wait_for_kernel_before() {}
+
+inline float half_to_float(unsigned bits) { _Float16 y; memcpy(&y, &bits, 2); return y; }
+inline unsigned short half_bits(float y) { _Float16 h = y; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
+inline float number(unsigned short bits) { return BF16 ? __uint_as_float((unsigned)bits << 16) : half_to_float(bits); }
+inline unsigned short rounded(float y) {
+  unsigned bits = __float_as_uint(y);
+  return BF16 ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : half_bits(y);
+}
+inline unsigned two_halves(float low, float high) { return half_bits(high) << 16 | half_bits(low); }
+
+// PTX ISA, "Matrix fragments for mma.m16n8k32" and, of 16 bits, "mma.m16n8k16": each a word of each lane
+template <class T, class F> void multiply(T (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, F dot) {
+  unsigned all[32][6], mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(warp().values[threadIdx.x % 32], mine, sizeof mine);
+  __syncwarp();
+  memcpy(all, warp().values, sizeof all);
+  __syncwarp();
+  const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  for (int i = 0; i < 4; i++)
+    for (int t = 0; t < 4; t++)
+      for (int half = 0; half < 2; half++)
+        c[i] += dot(all[row * 4 + t][half * 2 + i / 2], all[(column + i % 2) * 4 + t][4 + half]);
+}
+inline void imma(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  multiply(c, a, b0, b1, [](unsigned x, unsigned y) {
+    int sum = 0;
+    for (int at = 0; at < 32; at += 8) sum += (int)(x >> at & 255) * (int8_t)(y >> at);
+    return sum;
+  });
+}
+inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  multiply(c, a, b0, b1, [](unsigned x, unsigned y) {
+    return half_to_float(x & 0xFFFF) * half_to_float(y & 0xFFFF) + half_to_float(x >> 16) * half_to_float(y >> 16);
+  });
+}
+
+extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned*, const long long*, const unsigned short*,
+                     const unsigned short*, const unsigned short*, unsigned short*, int, int, float, int, int);
+
+// -> whether the programs stayed within their shared memory
+extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned short* x, const unsigned char* codes,
+                    const unsigned* scales, const long long* perm, const unsigned short* norm, const unsigned short* bias,
+                    const unsigned short* residual, unsigned short* out, int n_out, int tiles, float eps, int narrow,
+                    int wide) {
+  bool inside = true;
+  for (int b = 0; b < programs; b++) {
+    Program p;
+    p.all = std::make_unique<std::barrier<>>(threads);
+    for (int w = 0; w < threads / 32; w++) p.warps.push_back(std::make_unique<Warp>());
+    for (int t = 0; t < TEAMS; t++) p.teams.push_back(std::make_unique<std::barrier<>>(WIDTH * 32));
+    auto* memory = (unsigned char*)aligned_alloc(128, shared_bytes + 128);
+    memset(memory, 0xAA, shared_bytes + 128);
+    std::vector<std::thread> started;
+    for (int i = 0; i < threads; i++)
+      started.emplace_back([=, &p] {
+        threadIdx.x = i;
+        blockIdx.x = b;
+        gridDim.x = programs;
+        program = &p;
+        shared = memory;
+        gemv(x, codes, scales, perm, norm, bias, residual, out, n_out, tiles, eps, narrow, wide);
+      });
+    for (auto& thread : started) thread.join();
+    inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });
+    free(memory);
+  }
+  return inside;
+}
