@@ -4,8 +4,8 @@ The product of one row of x with packed weights, in CUDA C++ (gemv.cu): as fast 
     out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
 A multiprocessor has one program, of one or more teams. A team takes one tile of 16 rows of w after the other. One of
-its warps, the producer, streams the tiles through a ring in shared memory and waits for nothing but a free slot, so that
-the memory is busy while the kernel before this one ends; the others divide K among them:
+its warps, the producer, streams the tiles through a ring in shared memory and waits for nothing but a free slot, so
+that the memory is busy while the kernel before this one ends; the others divide K among them:
 
                 +------- a slot of the ring -------+--------------+-
                 | unit 0    unit 1   ...           | unit WIDTH   |      the next slot
@@ -13,9 +13,10 @@ the memory is busy while the kernel before this one ends; the others divide K am
                 +----------------------------------+--------------+-
 
 A unit is two blocks of layout.py, 2 KiB. x becomes an integer of 26 bits below the largest |x| of a warp's inputs, and
-this four signed digits of 8 bits: digit n of the inputs is column n of the right operand of mma.m16n8k32, u8 x s8, and a
-word of codes is its left operand as it is. Sums are exact integers: nothing is rounded but x, and a group's sum when its
-scale multiplies it. The other four columns serve the other half of the unit, so that two groups have sums of their own.
+this four signed digits of 8 bits: digit n of the inputs is column n of the right operand of mma.m16n8k32, u8 x s8, and
+a word of codes is its left operand as it is. Sums are exact integers: nothing is rounded but x, and a group's sum when
+its scale multiplies it. The other four columns serve the other half of the unit, so that two groups have sums of their
+own.
 
 A byte of int4 codes is 16 h + l. With xh and xl, the inputs of the two,
 
@@ -46,8 +47,8 @@ from fast.layout import Packed
 SOURCE = Path(__file__).with_name("gemv.cu")
 MOST_WARPS = 16, 8, 4  # of a program, less where shared memory is small
 MOST_STAGES = 8
-# Slots of the ring that are under way at once, before the products begin and then. All of them would delay the loads of
-# x by 6 us, as they wait behind the copies (H200).
+# Slots of the ring that are under way at once, before the products begin and then. All of them would delay the loads
+# of x by 6 us, as these wait behind the copies (H200).
 NARROW, WIDE = 1, 2
 
 
@@ -117,9 +118,12 @@ def kernel(device: int, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
 
 def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list) -> None:
     """Tensors are pointers, None is a null pointer."""
-    values = [ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else None)
-              if value is None or isinstance(value, Tensor) else
-              ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value) for value in arguments]
+    def in_c(value):
+        if value is None or isinstance(value, Tensor):
+            return ctypes.c_void_p(None if value is None else value.data_ptr())
+        return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+
+    values = list(map(in_c, arguments))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     overlaps = torch.cuda.get_device_capability()[0] >= 9
     config = LaunchConfig((ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
@@ -141,8 +145,8 @@ def why_no_gemv(device: torch.device) -> str | None:
 
 
 def sizes_for(packed: Packed, memory: int) -> tuple[dict, int] | None:
-    """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it. A
-    team's warps have the same number of units, or one less."""
+    """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it.
+    A team's warps have the same number of units, or one less."""
     units = -(-packed.K // (2 * packed.block))
     words, parts = 4 if packed.kind == "int8" else 8, packed.parts
     staged = 0 if packed.per_channel or packed.scales_and_zeros.shape[2] == 2 else 64 * parts  # bytes of a chunk
@@ -183,6 +187,6 @@ def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | N
     launch(kernel(x.device.index, shared_bytes, **macros_for(x, packed, norm, bias, residual), **sizes),
            min(-(-tiles // sizes["TEAMS"]), properties.multi_processor_count),
            (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes,
-           [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, out.shape[1], tiles, eps,
-            NARROW, WIDE])
+           [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, out.shape[1], tiles,
+            eps, NARROW, WIDE])
     return out

@@ -30,8 +30,8 @@ REPACKED_ROWS = 1024
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
-    """The kernel for M rows of x, and its sizes: gemv() for one row, else kernel_for()'s choice. Where gemv() cannot be,
-    one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
+    """The kernel for M rows of x, and its sizes: gemv() for one row, else kernel_for()'s choice. Where gemv() cannot
+    be, one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
     if M == 1 and w.kind != "mxfp4":

@@ -2,8 +2,8 @@
 Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
 
 tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
-serves enough is taken. Its `kernel` is "gemv" (one row, 16 bits), "gemm" (several rows, or one that does not fit gemv) or
-"library" (cuBLAS; quantized weights are dequantized first). Its other fields are that kernel's sizes:
+serves enough is taken. Its `kernel` is "gemv" (one row, 16 bits), "gemm" (several rows, or one that does not fit gemv)
+or "library" (cuBLAS; quantized weights are dequantized first). Its other fields are that kernel's sizes:
 
     16-bit gemv    block_n, stages, warps, programs
     16-bit gemm    block_n, block_k, stages, warps
@@ -20,8 +20,8 @@ serves enough is taken. Its `kernel` is "gemv" (one row, 16 bits), "gemm" (sever
     scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
-FP8 takes int8's choices: as many bytes come from memory. One row of a packed weight has packed_gemv.py, whose sizes follow
-from K.
+FP8 takes int8's choices: as many bytes come from memory. One row of a packed weight has packed_gemv.py, whose sizes
+follow from K.
 python scripts/tune.py writes the file.
 """
 import functools

@@ -265,17 +265,17 @@ def test_the_twin_is_the_product(shape):
     check_rows(packed.fused(x, norm, residual, packed.gated), ref, 1e-5)
 
 
-def gemv_on_cpu(directory, x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None):
-    """gemv.cu's out, of two programs whose threads are threads of the CPU."""
+def gemv_on_cpu(directory, x: Tensor, packed: Packed, *more: Tensor | None) -> Tensor:
+    """gemv.cu's out, of two programs whose threads are threads of the CPU. more: norm, bias and residual."""
     sizes, shared_bytes = sizes_for(packed, 60_000)
-    macros = macros_for(x, packed, norm, bias, residual) | sizes
+    macros = macros_for(x, packed, *more) | sizes
     built = subprocess.run(
         ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-DCUDA_ON_CPU", "-x", "c++",
          *(f"-D{name}={int(value)}" for name, value in macros.items()), "-include", ROOT / "tests" / "cuda_on_cpu.h",
          ROOT / "fast" / "gemv.cu", "-o", directory / "gemv.so"], capture_output=True, text=True)
     assert not built.returncode, built.stderr
     out = torch.full_like(packed.new_output(x), torch.nan)
-    tensors = x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out
+    tensors = x, packed.qweight, packed.scales_and_zeros, packed.perm, *more, out
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
     run = ctypes.CDLL(directory / "gemv.so").run
@@ -284,10 +284,12 @@ def gemv_on_cpu(directory, x: Tensor, packed: Packed, norm: Tensor | None, bias:
 
 
 @pytest.mark.parametrize("dtype, shape", [
-    (torch.bfloat16, (48, 1280, "int4", 10, "zeros norm")), (torch.float16, (74, 288, "int4", 9, "zeros order norm gated")),
+    (torch.bfloat16, (48, 1280, "int4", 10, "zeros norm")),
+    (torch.float16, (74, 288, "int4", 9, "zeros order norm gated")),
     (torch.float16, (80, 256, "int4", 4, "zeros norm bias")), (torch.float16, (35, 97, "int4", 1, "residual")),
-    (torch.float16, (100, 640, "int8", 1, "wide norm gated")), (torch.bfloat16, (61, 512, "int8", 16, "zeros residual")),
-    (torch.float16, (56, 640, "fp8", 10, "residual")), (torch.float16, (48, 384, "fp8", 3, "shared norm gated"))], ids=str)
+    (torch.float16, (100, 640, "int8", 1, "wide norm gated")),
+    (torch.bfloat16, (61, 512, "int8", 16, "zeros residual")), (torch.float16, (56, 640, "fp8", 10, "residual")),
+    (torch.float16, (48, 384, "fp8", 3, "shared norm gated"))], ids=str)
 def test_gemv_on_a_cpu(tmp_path, dtype, shape):
     """The result is the exact one, rounded once: sums are of integers. FP8's x becomes fp16, rounded after a norm. One
     input is 10,000 times the others, and its weights are 0: 26 bits are enough for these."""
