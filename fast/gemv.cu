@@ -170,7 +170,9 @@ struct Operands {
 struct Inputs {
   static constexpr int N = BITS == 4 ? 8 : 4;
   u16 of[STEPS][N];
-  __device__ __forceinline__ Inputs(const u16* x, const long long* perm, int wl, int lane) {
+  // there: whether there is an x. One that is read before the kernel before has ended would stay in the cache as it was.
+  __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl, int lane) {
+    if (!there) return;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
@@ -355,13 +357,15 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
-        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y, m & 1 ? high.w : high.y};
+        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x,
+                          m & 1 ? low.w : low.y, m & 1 ? high.w : high.y};
         Sum::add(c, a, o.b[m]);
         if (GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS), block = 2 * u + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
           const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
           if (block < BLOCKS) {
-            const u32* words = (const u32*)(stage + CODES) + (block / PER_CHUNK - s * 2 * WIDTH / PER_CHUNK) * 16 * PARTS;
+            const int chunk = block / PER_CHUNK - s * 2 * WIDTH / PER_CHUNK;
+            const u32* words = (const u32*)(stage + CODES) + chunk * 16 * PARTS;
             const float offset = E4M3 ? 0 : t.sums[u][set][column];
             float scale, zero;
             group_of(SHARED_ROWS ? shared[0] : words[row * PARTS + part], scale, zero);
@@ -434,9 +438,9 @@ gemv(const u16* x, const unsigned char* codes, const u32* scales, const long lon
     return;
   }
 
-  const Inputs weights(NORM ? norm : x, perm, wl, lane);
+  const Inputs weights(NORM, norm, perm, wl, lane);
   wait_for_kernel_before();
-  const float unit = prepare(t, wl, lane, Inputs(x, perm, wl, lane), weights);
+  const float unit = prepare(t, wl, lane, Inputs(true, x, perm, wl, lane), weights);
   if (wl == 0 && lane == 0) t.busy = 1;
   Place place;
   const int r = lane & 15;
