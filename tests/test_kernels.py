@@ -202,6 +202,14 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 
+gemv = fast.packed_gemv
+for kind in "int4", "int8", "fp8":
+    w = fast.layout.pack(torch.zeros(16, 4096, dtype=torch.uint8), torch.ones(16, 32), kind=kind)
+    macros = gemv.macros_for(ones, w, ones, None, None) | gemv.sizes_for(w, 101376)[0]
+    defined = [f"-D{name}={int(value)}" for name, value in macros.items()]
+    for capability in 80, 89:
+        gemv.compile_cuda(gemv.SOURCE.read_text(), [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defined])
+
 active, zeros = torch.tensor([2, 0, 3], device="cuda").int(), torch.zeros(99, device="cuda").int()
 for rows in (1, 16, 64):
     x, shares = torch.randn(rows, 1024, **bf16), torch.ones(rows, 4, device="cuda")
