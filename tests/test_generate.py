@@ -1,4 +1,5 @@
 """Prefill and decode, eager and compiled; streaming and stops."""
+from copy import deepcopy
 from itertools import islice, product
 
 import pytest
@@ -7,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from checkpoint import PARTS, Checkpoint, Tokenizer, load_model
 from cli.output import show
+from fast.experts import FusedMoE
 from generate import Completion, Engine
 from helpers import (DEVICES, DRAFT, F32, FAMILIES, GOLDEN, GREEDY, ROOT, TINY, check_logprobs, error, is_golden,
                      load_checkpoint, make, run, speculator, steps, subprocess_python, tiny, with_json)
@@ -64,12 +66,13 @@ def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize
     """Few rows and many; decode, whose rows are known, reads the chosen experts alone."""
     make(tmp_path, "mixtral", num_local_experts=40, num_experts_per_tok=2, intermediate_size=32)
     moe = load_checkpoint(tmp_path, quantize=quantize).layers[0].ffn
-    compiled, graphs = torch.compile(moe, dynamic=True, fullgraph=True, backend="eager"), counters["stats"]
-    before = graphs["unique_graphs"]
-    for n in (2, 3, 17, 40):
-        x = torch.randn(5, n, 64)
-        assert error(compiled(x), moe(x)) < 1e-5
-    assert graphs["unique_graphs"] == before + 1
+    graphs = counters["stats"]
+    for module in (moe, FusedMoE(deepcopy(moe))):
+        compiled, before = torch.compile(module, dynamic=True, fullgraph=True, backend="eager"), graphs["unique_graphs"]
+        for n in (2, 3, 17, 40):
+            x = torch.randn(5, n, 64)
+            assert error(compiled(x), moe(x)) < 1e-5
+        assert graphs["unique_graphs"] == before + 1
     codes, x = [], torch.randn(1, 1, 64)
     torch._dynamo.reset()
     step = torch.compile(moe, dynamic=False, fullgraph=True, backend=lambda graph, _: codes.append(graph.code) or graph)
