@@ -334,13 +334,12 @@ def torchrun(*args, ranks: int = 2) -> list[str]:
     return [sys.executable, *map(str, (*command, *args))]
 
 
-def ended(command: list, seconds: float, typed: str = "", cwd: Path = ROOT,
-          **environment: str) -> subprocess.CompletedProcess:
-    """A command that is over, in any case after so many seconds, and all that it started with it."""
+def ended(command: list, typed: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """A command that is over, and all that it started with it; so is one that hangs."""
     process = subprocess.Popen([*map(str, command)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd,
                                env=ENVIRONMENT | dict(OMP_NUM_THREADS="1") | environment)
     try:
-        out, errors = process.communicate(typed, timeout=seconds)
+        out, errors = process.communicate(typed, timeout=550)
     finally:
         process.terminate()  # which torchrun passes on
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
@@ -365,9 +364,9 @@ def beside(job: Callable):
     return pytest.fixture(scope="session", name=job.__name__)(lambda started: started(job.__name__))
 
 
-def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Python code in a process of its own, which finds no module of this repository but those in cwd."""
-    return ended([sys.executable, "-c", code], 120, cwd=cwd, PYTHONPATH="")
+def python(*args, **more) -> subprocess.CompletedProcess:
+    """A script or code (-c) in a process of its own. With cwd and PYTHONPATH="" it finds no other module of ours."""
+    return ended([sys.executable, *args], **more)
 
 
 def one_line(result: tuple[int, str, str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers import ROOT, absent, ended, error, one_line, tiny, tiny_head
+from helpers import ROOT, absent, error, one_line, python, tiny, tiny_head
 from model import Config, LayerConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -30,7 +30,7 @@ def benchmark(call, monkeypatch):
 def test_quantized_weights_are_what_is_counted():
     """As a process of its own."""
     options = "--device cpu --no-compile --quantize int8 --runs 1 --new-tokens 3".split()
-    done = ended([sys.executable, "scripts/benchmark.py", "checkpoints/tiny", *options], 120)
+    done = python("scripts/benchmark.py", "checkpoints/tiny", *options)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert line["quantize"] == "int8" and 3967744 < line["weights_bytes"] < 2 * 3967744

@@ -2,7 +2,6 @@
 
 All are compared with float64's products of weights that exact_weights() makes of codes, scales and zero points."""
 import shutil
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ from fast.cpu import CpuQuantizedLinear
 from fast.layout import (KINDS, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
                          unpack_scales, untile)
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
-from helpers import DEVICES, ROOT, ended, error, exact_linear
+from helpers import DEVICES, ROOT, error, exact_linear, python
 from quantize import CODES, Codes, QuantizedLinear, say_once
 from quantize import pack as pack_codes
 
@@ -335,7 +334,6 @@ def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
 
 
 COPIED = """
-import sys
 import torch
 from fast.layout import pack, unpack
 torch.manual_seed(0)
@@ -363,14 +361,14 @@ def test_the_int4_kernel_is_three_files(device, tmp_path):
     for name in ("layout", "packed_gemv", "common"):
         shutil.copy(ROOT / "fast" / f"{name}.py", tmp_path / "fast")
     (tmp_path / "try.py").write_text(COPIED)
-    done = ended([sys.executable, "try.py", device], 300, cwd=tmp_path, PYTHONPATH="")
+    done = python("try.py", device, cwd=tmp_path, PYTHONPATH="")
     loaded = "fast fast.layout" if device == "cpu" else "fast fast.common fast.layout fast.packed_gemv"
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
 
 
 def test_the_layout_alone_loads_no_kernel():
     program = "import sys, fast.layout; print(*sorted(name for name in sys.modules if name.startswith('fast')))"
-    done = ended([sys.executable, "-c", program], 60)
+    done = python("-c", program)
     assert done.stdout.split() == ["fast", "fast.layout"], done.stderr
 
 
@@ -378,7 +376,6 @@ def test_the_layout_alone_loads_no_kernel():
 
 
 WITHOUT_GLUON = """
-import sys
 sys.modules["triton.experimental.gluon"] = None
 import fast.packed_linear as layers
 from fast import optimize
@@ -388,7 +385,7 @@ print(layers.gemv, bool(layers.triton), layers.gemm.__name__, "gluon" in layers.
 
 @pytest.mark.skipif(not triton, reason="without Triton there is no Gluon to miss")
 def test_a_triton_without_gluon_costs_the_gemv_alone():
-    done = ended([sys.executable, "-c", WITHOUT_GLUON], 60)
+    done = python("-c", WITHOUT_GLUON)
     assert done.stdout.split() == ["None", "True", "gemm", "True"], done.stderr
 
 
