@@ -707,7 +707,7 @@ def load(
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.replace_layers, shard)
     if quantize:
-        round_model(model, quantize, group_size, shard)
+        round_model(model, quantize, group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if quantize_head:

@@ -21,8 +21,9 @@ from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, write_checkpoint
+from gptq import gptq_model
 from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
-from quantize import INT4, INT8, quantize_model
+from quantize import CODES, round_model
 
 
 HOW = dict(
@@ -113,7 +114,11 @@ def main():
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
-            quantize_model(model, INT4 if args.bits == 4 else INT8, **how, calibration=tokens, progress=True)
+            kind = f"int{args.bits}"
+            if args.gptq:
+                gptq_model(model, CODES[kind], **how, tokens=tokens, progress=True)
+            else:
+                round_model(model, kind, args.group_size, args.sym, args.head, progress=True)
         made.mkdir()
         write_checkpoint(model, source, made, quantization_config)
     print(f"{args.out}: {size_of(Checkpoint(args.out))} of weights, {size_of(source)} before\n"

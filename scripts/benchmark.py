@@ -247,7 +247,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard, mxfp4)
     if args.quantize:
-        round_model(model, args.quantize, args.group_size, shard)
+        round_model(model, args.quantize, args.group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if args.quantize_head:

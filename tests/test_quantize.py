@@ -19,10 +19,11 @@ import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
+from gptq import gptq, gptq_model
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
                      put, quantized_layers, refusal, tiny, write)
 from model import Transformer
-from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
+from quantize import CODES, INT4, INT8, QuantizedLinear, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
@@ -211,10 +212,8 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
     from the inputs in the model before."""
     model, seen = tiny(), []
-    monkeypatch.setattr(quantize, "CHUNK", 64)  # several chunks
-    plain = quantize.gptq
-    monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or
-                        plain(w, hessian, *how))
+    monkeypatch.setattr("gptq.CHUNK", 64)  # several chunks
+    monkeypatch.setattr("gptq.gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or gptq(w, hessian, *how))
     tokens = torch.randint(2048, (5, 32))
 
     def inputs(modules) -> list[Tensor]:
@@ -226,7 +225,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 
     model.setup(32)
     before = inputs(map(model.get_submodule, quantize.find_linears(model, head=False)))
-    quantize_model(model, INT4, 128, False, act_order=True, calibration=tokens)
+    gptq_model(model, INT4, 128, False, True, False, tokens)
     after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
     for (hessian, drift), y, x in zip(seen, before, after):
