@@ -17,8 +17,9 @@ from generate import load
 from helpers import (CPU, F32, ROOT, absent, change_tensors, ended, error, make, one_line, random_head, random_model,
                      refusal, rewrite, run, speculator)
 from model import Transformer
+from policies import Fixed
 from sampling import Sampling
-from speculative import Fixed, Speculator
+from speculative import Speculator
 
 HEADS = ROOT / "tests" / "eagle"
 PLAIN = Sampling(temperature=1.0)

@@ -20,10 +20,11 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 # What each file may import of this repository: always files of the lines above its own, so there is no circle.
 MAY_IMPORT = dict(
     model="",
+    policies="",
     sampling="",
     checkpoint="model",
     completion="checkpoint",
-    speculative="model sampling",
+    speculative="policies sampling",
     eagle="checkpoint model speculative",
     quantize="checkpoint model",
     gptq="checkpoint model quantize",
