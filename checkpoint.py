@@ -363,8 +363,8 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
     return Rope(frequencies, scale, original, *long, q_growth=growth)
 
 
-# Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the frequencies, of LongRoPE
-# two sets.
+# Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the frequencies; LongRoPE's
+# are two sets.
 
 
 def default_rope(plain: Tensor, rope: dict) -> tuple:

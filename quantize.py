@@ -218,18 +218,24 @@ def join_experts(linears: Iterable[nn.Module], _="") -> QuantizedExperts:
     kinds = {is_quantized(layer) and (layer.codes, layer.scales.shape) for layer in linears}
     if len(kinds) > 1 or False in kinds:
         raise UserError("the experts of a layer are quantized in several ways; want one for all")
+    return merge(linears, QuantizedExperts, torch.stack)
 
-    def stack(name: str, get: Callable) -> Tensor | None:
+
+def merge(linears: list[QuantizedLinear], kind: type, join: Callable) -> QuantizedLinear:
+    """One layer in the place of several with the same codes and as many groups. join: torch.stack, or torch.cat for
+    layers whose groups are the same."""
+
+    def joined(name: str, get: Callable) -> Tensor | None:
         if all(getattr(linear, name) is None for linear in linears):
             return None
-        return torch.stack([get(linear) for linear in linears])
+        return join([get(linear) for linear in linears])
 
-    qweight = stack("qweight", attrgetter("qweight"))
-    scales = stack("scales", attrgetter("scales"))
-    zeros = stack("zeros", zeros_of)
-    bias = stack("bias", attrgetter("bias"))
-    g_idx = stack("g_idx", QuantizedLinear.groups)
-    return QuantizedExperts(qweight, scales, zeros, linears[0].codes, bias, g_idx)
+    tensors = {name: joined(name, attrgetter(name)) for name in ("qweight", "scales", "bias")}
+    g_idx = linears[0].g_idx
+    if join is torch.stack:
+        g_idx = joined("g_idx", QuantizedLinear.groups)
+    zeros = joined("zeros", zeros_of)
+    return kind(**tensors, zeros=zeros, codes=linears[0].codes, g_idx=g_idx)
 
 
 def is_quantized(layer: nn.Module) -> bool:

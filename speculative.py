@@ -140,6 +140,9 @@ class DraftModel(Drafter):
 
     engine: its generate.Engine. vocabulary [draft's V]: the target's token for each of the draft's, if they differ."""
 
+    AHEAD = 0  # so many tokens behind a slot's own must be known before it is read
+    READ_TOKENS = 1024  # at a time, over all rows
+
     def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
@@ -160,48 +163,61 @@ class DraftModel(Drafter):
             self.unread += 1 + max(map(len, prompts))
         else:
             self.prompts, self.samples = prompts, samples
-            self.unread = 0
+            self.unread = self.AHEAD
 
     def catch_up(self, text, last, reach):
+        slots, room = self.engine.slots(reach), self.max_seq_len - self.AHEAD
         if self.prompts:
-            short = [
-                [min(token, self.last_token) for token in prompt[: self.max_seq_len]]
-                for prompt in self.prompts
-            ]
-            self.engine.prefill(short, 0, self.samples)
+            self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
             # A power of two, so that there are few shapes.
-            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len)
-            at = (last - width).clamp(0, self.max_seq_len - width)[:, None]
+            width = min(max(32, 1 << self.unread.bit_length()), room)
+            at = (last - width).clamp(0, room - width)[:, None]
             at = at + torch.arange(width, device=last.device)
-            for chunk in at.split(max(32, 1024 // len(at)), dim=1):
-                tokens = text.gather(1, chunk).clamp(max=self.last_token)
-                self.engine.model(
-                    tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last)
-                )
+            for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
+                self.read(text, last, chunk, slots)
             self.unread = 0
 
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the draft's model can read."""
+        return tokens.clamp(max=self.last_token)
+
+    def read_prompts(self, text, slots):
+        """Puts self.prompts into the cache, each for its samples."""
+        short = [
+            [min(token, self.last_token) for token in prompt[: self.max_seq_len]]
+            for prompt in self.prompts
+        ]
+        self.engine.prefill(short, 0, self.samples)
+
+    def read(self, text, last, at, slots):
+        """Puts what stands at [B, any] of the text into the cache."""
+        tokens = self.known(text.gather(1, at))
+        self.engine.model(tokens, at, slots, last=torch.zeros_like(last))
+
+    def start(self, text, last, k, slots):
+        """Where the last token that was read stands [B, 1], and the logits after it."""
+        # Two tokens are read: after a step that kept all its drafts, the cache lacks the last of them.
+        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
+        at = at + torch.arange(2, device=last.device)
+        tokens = self.known(text.gather(1, at))
+        return at[:, -1:], self.engine.forward(tokens, at, slots)
+
     def propose(self, text, last, k, reach):
-        engine, slots = self.engine, self.engine.slots(reach)
-        # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
-        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(
-            2, device=last.device
-        )
-        tokens = text.gather(1, at)
+        slots = self.engine.slots(reach)
+        at, logits = self.start(text, last, k, slots)
         drafted, distributions = [], []
-        for _ in range(k):
-            logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
+        for i in range(k):
+            if i:
+                tokens = self.known(drafted[-1][:, None])
+                logits = self.engine.forward(tokens, at + i, slots)
             token, q = self.draw(logits)
             drafted.append(token)
             distributions.append(q)
-            tokens, at = token[:, None], at[:, -1:] + 1
         distributions.append(torch.zeros_like(q))
-        return (
-            torch.stack(drafted, 1),
-            torch.stack(distributions, 1),
-            torch.where(last + k < self.max_seq_len, k, 0),
-        )
+        proposed = torch.where(last + k < self.max_seq_len, k, 0)
+        return torch.stack(drafted, 1), torch.stack(distributions, 1), proposed
 
     def draw(self, logits: Tensor):
         """The draft's logits [B, T, any] -> a token [B] after the last column and its distribution [B, V], in the
