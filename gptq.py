@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from checkpoint import UserError
 from model import Transformer, gated, visible
 from quantize import (
+    CODES,
     Codes,
     QuantizedLinear,
     encode,
@@ -116,16 +117,16 @@ def gptq(
 @torch.no_grad()
 def gptq_model(
     model: Transformer,
-    codes: Codes,
+    quantize: str,
     group_size: int,
     sym: bool,
-    act_order: bool,
-    head: bool,
     tokens: Tensor,
+    act_order: bool = False,
+    head: bool = False,
     progress: bool = False,
 ):
     """As quantize.round_model(), but by GPTQ, with calibration tokens [S, T]."""
-    few = 0
+    codes, few = CODES[quantize], 0
     with separate_matrices(model, group_size, head) as names:
         bar = progress_bar(calibrate(model, tokens, head), names, progress)
         for name, hessian, drift in bar:

@@ -27,7 +27,7 @@ from generate import Engine, generate
 from generate import load as load_vetted
 from gptq import gptq_model
 from model import Config, LayerConfig, Rope, Transformer
-from quantize import CODES, QuantizedLinear, check_quantize, round_model
+from quantize import QuantizedLinear, check_quantize, round_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
 from tp import Team
@@ -290,11 +290,11 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
     """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
     source = Checkpoint(directory)
     model = load_model(source, CPU, F32)
+    how = f"int{bits}", group_size, sym
     if act_order:
-        tokens = torch.randint(model.config.vocab_size, (24, 32))
-        gptq_model(model, CODES[f"int{bits}"], group_size, sym, act_order, head, tokens)
+        gptq_model(model, *how, torch.randint(model.config.vocab_size, (24, 32)), act_order, head)
     else:
-        round_model(model, f"int{bits}", group_size, sym, head)
+        round_model(model, *how, head)
     out.mkdir()
     config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
     formats.write_checkpoint(model, source, out, config)

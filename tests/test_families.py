@@ -15,7 +15,7 @@ from gptq import calibrate, gptq_model
 from helpers import (CPU, F32, FAMILIES, GOLDEN, error, load_checkpoint, make, one_line, quantized_layers, run,
                      with_template, write)
 from model import Experts
-from quantize import INT4, find_linears, main, replace_layers, round_model, split_experts
+from quantize import find_linears, main, replace_layers, round_model, split_experts
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -196,7 +196,7 @@ def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(tmp_p
     exact(tokens, torch.arange(32)[None])
     seen = chosen[0].flatten().bincount(minlength=3)
     monkeypatch.setattr("gptq.FEWEST", seen.max().item())
-    gptq_model(models[0], INT4, 32, False, False, False, tokens)
+    gptq_model(models[0], "int4", 32, False, tokens)
     round_model(models[1], "int4", 32, False)
     few = [x for x in range(3) if seen[x] < seen.max()]
     told = f"rounded: {2 * len(few)} matrices of experts that saw fewer than {seen.max()} tokens"

@@ -283,7 +283,7 @@ def test_heuristic_and_bass(policy, kept, expected, limit):
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
-def simulate(matches: Callable, times: dict[int, float] = TIMES) -> tuple[int, float, int]:
+def simulate(matches: Callable, times=TIMES):
     """2,000 tokens of a draft whose tokens match or do not -> the last k, how long they took, by `times`, and the last
     token that followed drafted ones."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0
