@@ -217,11 +217,9 @@ def check_supported(settings: dict, supported: dict) -> None:
     for key, values in supported.items():
         found = settings.get(key, values[0])
         if found not in values:
-            lacking = (
-                f", as its {LACKING[found]} are not here"
-                if key == "model_type" and found in LACKING
-                else ""
-            )
+            lacking = ""
+            if key == "model_type" and found in LACKING:
+                lacking = f", as its {LACKING[found]} are not here"
             raise ValueError(
                 f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}"
             )
@@ -599,36 +597,38 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: bool = False,
-    replace_layers: Callable | None = None,
+    read_layers: Callable | None = None,
     shard=None,
 ) -> Transformer:
     """The model, ready for setup(). Its weights go tensor by tensor from the files to the device.
 
-    replace_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
+    read_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
     ones. shard: this rank's part of the model, a tp.Shard."""
     from tqdm import tqdm
 
     files = checkpoint.files()
     with torch.device("meta"):
         model = shard.model() if shard else checkpoint.make_model()
-    if replace_layers:
-        replace_layers(model, files)
-    places = hf_weights(model.config) if shard else checkpoint.weights
-    wanted = {place.ours for place in places.values()}
-    fp32 = {place.ours for place in places.values() if place.norm and model.config.norm_fp32}
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta and name in wanted:
-            held = torch.float32 if name in fp32 else dtype
-            parameters[name] = torch.empty_like(parameter, device=device, dtype=held)
-    names = [name for name, place in places.items() if place.ours in parameters]
+    if read_layers:
+        read_layers(model, files)
+    table = hf_weights(model.config) if shard else checkpoint.weights
+    held = {
+        weight.ours: torch.float32 if weight.norm and model.config.norm_fp32 else dtype
+        for weight in table.values()
+    }
+    parameters = {
+        name: torch.empty_like(parameter, device=device, dtype=held[name])
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and name in held
+    }
+    names = [name for name, weight in table.items() if weight.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
-        whole, place = checkpoint.weights[name], places[name]
+        whole, weight = checkpoint.weights[name], table[name]
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
-        if place.norm:
+        if weight.norm:
             tensor = tensor.float() + model.config.norm_offset
-        there = place.of(parameters[place.ours])
+        there = weight.of(parameters[weight.ours])
         there.copy_(tensor.reshape(there.shape))
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()

@@ -138,17 +138,14 @@ DEFAULTS = {
         vocab_size=151936,
     ),
 }
+NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 SUPPORTED = {  # as checkpoint.SUPPORTED
     "model_type": tuple(DEFAULTS),
     "speculators_model_type": ("eagle3",),
     "use_aux_hidden_state": (True,),
     "quantization_config": (None,),
-    "norm_before_residual": (False, True),
-    "norm_before_fc": (False, True),
-    "fc_norm": (False, True),
-    "norm_output": (False, True),
+    **dict.fromkeys(NORMS, (False, True)),
 }
-NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 EMBEDDING = "embed_tokens.weight"
 INTEGERS = "I64 I32"  # safetensors' names of types
 # Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t does.

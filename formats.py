@@ -294,7 +294,7 @@ class QuantizedReader:
     dtype: torch.dtype
     shard: object = None
 
-    def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
+    def read_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
         table = hf_weights(self.shard.whole if self.shard else model.config)

@@ -405,8 +405,8 @@ class LLM:
         self.tokenizer.template_options = template_options or {}
         guard.check_model(keywords, self.checkpoint.config)
         self.context = max_seq_length or self.checkpoint.config.context
-        self.settings = formats.read_settings(self.checkpoint)
-        check_quantize(self.checkpoint, self.settings, quantize, group_size)
+        self.quantization = formats.read_settings(self.checkpoint)
+        check_quantize(self.checkpoint, self.quantization, quantize, group_size)
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
             self.draft_checkpoint = guard.open_draft(draft, opened)
@@ -709,7 +709,7 @@ def load(
         group = formats.shared_inputs(settings, group)
     shard = split(checkpoint.config, group) if split else None
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
-    model = load_model(checkpoint, device, dtype, progress, reader and reader.replace_layers, shard)
+    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
     if quantize:
         round_model(model, quantize, group_size, shard=shard)
     if shard:

@@ -111,7 +111,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
         checkpoint=args.checkpoint,
         device=str(device),
         dtype=str(llm.dtype).removeprefix("torch."),
-        quantize=args.quantize or llm.settings.get("name"),
+        quantize=args.quantize or llm.quantization.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
         samples=[sample(completion, args.logprobs) for completion in completions],
