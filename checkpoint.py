@@ -150,7 +150,7 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
     "smollm3": dict(
         rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True, no_rope_layer_interval=4
     ),
-    "olmo3": dict(rope_theta=5e5, sliding_window=4096, sliding_window_pattern=4),
+    "olmo3": dict(rope_theta=5e5, sliding_window=4096),
     "gemma3_text": dict(
         vocab_size=262208,
         hidden_size=2304,
@@ -164,7 +164,6 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
         rope_theta=1e6,
         rope_local_base_freq=1e4,
         sliding_window=4096,
-        sliding_window_pattern=6,
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
@@ -175,7 +174,6 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
             rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
         ),
         sliding_window=128,
-        sliding_window_pattern=2,
         swiglu_limit=7.0,
         swiglu_alpha=1.702,
     ),
@@ -287,10 +285,8 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         layers = dict(
             full_attention=full, sliding_attention=replace(full, window=window, rope=rope)
         )
-        nth = [
-            "sliding_attention" if i % hf["sliding_window_pattern"] else "full_attention"
-            for i in numbers
-        ]
+        every = dict(olmo3=4, gemma3_text=hf.get("sliding_window_pattern", 6), gpt_oss=2)[kind]
+        nth = ["sliding_attention" if i % every else "full_attention" for i in numbers]
         return tuple(layers[of] for of in (hf.get("layer_types") or nth)[:n])
     if kind == "qwen3_moe":
         dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
@@ -354,7 +350,7 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
     original = rope["original_max_position_embeddings"]
     turned = int(head_dim(hf) * rope["partial_rotary_factor"])
     plain = rope["rope_theta"] ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
-    rope["factor"] = rope.get("factor") or hf["max_position_embeddings"] / original
+    rope["stretch"] = rope.get("factor") or hf["max_position_embeddings"] / original
     scale, *tables = STRETCH[rope["rope_type"]](plain, rope)
     frequencies, *long = (tuple(table.tolist()) for table in tables)
     growth = rope.get("llama_4_scaling_beta") or 0.0
@@ -386,7 +382,7 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): frequencies that make beta_fast turns within the original context
     stay, those that make beta_slow are stretched, and a ramp lies between. The scale sharpens attention."""
     original, pairs = rope["original_max_position_embeddings"], len(plain)
-    factor = rope["factor"]
+    factor = rope["stretch"]
 
     def place(turns: float) -> float:
         """The index of the frequency that makes so many turns."""
@@ -410,7 +406,7 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
 
 def longrope(plain: Tensor, rope: dict) -> tuple:
     """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the original context."""
-    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    factor, original = rope["stretch"], rope["original_max_position_embeddings"]
     scale = rope.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -239,8 +239,8 @@ class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
     and read().
 
-    target: the target's generate.Engine; policy: see make_policy(). agree: with several ranks, gives rank 0's value to
-    all, so that they choose the same k."""
+    target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several ranks, gives rank 0's
+    value to all, so that they choose the same k."""
 
     def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
         self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
