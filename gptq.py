@@ -127,8 +127,10 @@ def gptq_model(
 ):
     """As quantize.round_model(), but by GPTQ, with calibration tokens [S, T]."""
     codes, few = CODES[quantize], 0
-    with separate_matrices(model, group_size, head) as names:
-        bar = progress_bar(calibrate(model, tokens, head), names, progress)
+    with (
+        separate_matrices(model, group_size, head) as names,
+        progress_bar(calibrate(model, tokens, head), names, progress) as bar,
+    ):
         for name, hessian, drift in bar:
             linear = model.get_submodule(name)
             if hessian is None:
@@ -176,7 +178,9 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
         outputs = yield from calibrate_pair(model, names, attend, layer.attn_norm, chunks, exact)
         add(outputs, layer.attn_post_norm)
         if layer.config.moe:
-            total = yield from calibrate_experts(model, f"{name}.ffn", layer.ffn_norm, states, original)
+            total = yield from calibrate_experts(
+                model, f"{name}.ffn", layer.ffn_norm, states, original
+            )
             outputs = [layer.ffn(layer.ffn_norm(x)) for x in chunks] + [*total.split(len(exact[0]))]
         else:
             names = f"{name}.ffn.w_gate_up", f"{name}.ffn.w_down"

@@ -426,8 +426,11 @@ def round_model(
     --quantize. shard: the tp.Shard whose part of the model this is."""
     group_size = default_group(quantize, group_size)
     how = CODES[quantize], group_size, quantize == "int8" if sym is None else sym
-    with separate_matrices(model, group_size, head) as names:
-        for name in progress_bar(names, names, progress):
+    with (
+        separate_matrices(model, group_size, head) as names,
+        progress_bar(names, names, progress) as bar,
+    ):
+        for name in bar:
             widest = partial(shard.widest, name) if shard and group_size == -1 else None
             model.set_submodule(name, rounded(model.get_submodule(name), *how, widest))
 
@@ -455,7 +458,8 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    if settings and settings.get("quant_method") != "mxfp4":  # of gpt-oss what has no codes is rounded
+    # Of gpt-oss what has no codes is rounded.
+    if settings and settings.get("quant_method") != "mxfp4":
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )
