@@ -54,11 +54,12 @@ from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint, open_draft)
 from model import Block, Config, Experts, KVCache, LayerConfig, MoE, RMSNorm, Transformer  # noqa: E402
+from policies import make_policy  # noqa: E402
 from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
                       round_model)
 from sampling import Sampling  # noqa: E402
 from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
-from speculative import SLACK, DraftModel, Speculator, make_policy  # noqa: E402
+from speculative import SLACK, DraftModel, Speculator  # noqa: E402
 from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
@@ -247,7 +248,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard, mxfp4)
     if args.quantize:
-        round_model(model, args.quantize, args.group_size, shard)
+        round_model(model, args.quantize, args.group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if args.quantize_head:

@@ -25,8 +25,9 @@ from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weig
 from eagle import EagleDraft, Head, HeadConfig
 from generate import Engine, generate
 from generate import load as load_vetted
+from gptq import gptq_model
 from model import Config, LayerConfig, Rope, Transformer
-from quantize import CODES, QuantizedLinear, check_quantize, quantize_model
+from quantize import QuantizedLinear, check_quantize, round_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
 from tp import Team
@@ -289,8 +290,11 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
     """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
     source = Checkpoint(directory)
     model = load_model(source, CPU, F32)
-    tokens = torch.randint(model.config.vocab_size, (24, 32)) if act_order else None
-    quantize_model(model, CODES[f"int{bits}"], group_size, sym, act_order, head, tokens)
+    how = f"int{bits}", group_size, sym
+    if act_order:
+        gptq_model(model, *how, torch.randint(model.config.vocab_size, (24, 32)), act_order, head)
+    else:
+        round_model(model, *how, head)
     out.mkdir()
     config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
     formats.write_checkpoint(model, source, out, config)

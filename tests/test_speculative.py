@@ -13,8 +13,9 @@ from generate import LLM, Engine
 from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
                      random_head, random_model, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
 from model import Transformer
+from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
-from speculative import DRAFT_LENGTHS, Auto, Bass, DraftModel, Fixed, Heuristic, Speculator, accept, lookup
+from speculative import DraftModel, Speculator, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6, top_p=0.95, min_p=0.08)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -295,7 +296,7 @@ def test_heuristic_and_bass(policy, kept, expected, limit):
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
-def simulate(matches: Callable, times: dict[int, float] = TIMES) -> tuple[int, float, int]:
+def simulate(matches: Callable, times=TIMES):
     """2,000 tokens of a draft whose tokens match or do not -> the last k, how long they took, by `times`, and the last
     token that followed drafted ones."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0
