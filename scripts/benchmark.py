@@ -24,6 +24,7 @@ if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that 
 
 import gc
 import json
+import logging
 import math
 import os
 import statistics
@@ -347,8 +348,7 @@ def llama_cpp_run(what: str, args: Namespace, device: torch.device, dtype: torch
     if what in SHAPES or device.type != "cpu" or args.batch > 1 or args.context or args.temperature:
         raise UserError("--against llama.cpp: want a checkpoint on the CPU, --batch 1, --context 0, --temperature 0")
     import llama_cpp
-    silent = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(silent, None)
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of each matrix that it rounds
     directory = open_checkpoint(what, tokenizer=False)[0].directory
     kind = dict(float32="f32", float16="f16", bfloat16="bf16")[str(dtype).removeprefix("torch.")]
     with tempfile.TemporaryDirectory() as folder:
