@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import BinaryIO
 
@@ -82,23 +83,23 @@ def started(request, tmp_path_factory):
         kept, lock = root / f"{name}.pickle", open(root / f"{name}.lock", "w")
 
         def read():
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_SH)
             return pickle.loads(kept.read_bytes())
 
         def run():
             with lock:
-                kept.write_bytes(pickle.dumps(job()))
+                result = job()
+                kept.write_bytes(pickle.dumps(result))
+            return result
 
-        try:
+        with suppress(BlockingIOError):  # another does it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return read
-        if kept.exists():
-            return read
-        (root / name).mkdir()
-        job = JOBS[name](root / name)
-        done = pool.submit(run)
-        return lambda: done.result() or pickle.loads(kept.read_bytes())
+            if not kept.exists():
+                (root / name).mkdir()
+                job = JOBS[name](root / name)
+                return pool.submit(run).result
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        return read
 
     with ThreadPoolExecutor(1) as pool:
         for item in request.session.items:

@@ -349,9 +349,10 @@ def ended(command: list, typed: str = "", cwd: Path = ROOT, **environment: str) 
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def interrupted(command: list, path="") -> tuple[int, bytes]:
-    """Exit code and stderr of a command that gets Ctrl-C once it has printed something. path: where it looks first."""
-    process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(path)))
+def interrupted(*args, path="") -> tuple[int, bytes]:
+    """Exit code and stderr of a script that gets Ctrl-C once it has printed something. path: where it looks first."""
+    process = subprocess.Popen([sys.executable, *args], stdout=PIPE, stderr=PIPE, cwd=ROOT,
+                               env=os.environ | dict(PYTHONPATH=str(path)))
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]

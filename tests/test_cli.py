@@ -198,15 +198,14 @@ def test_streams_may_be_closed_full_or_read_in_part(redirected, code, out, said)
 
 
 def test_ctrl_c_is_quiet():
-    command = [sys.executable, ROOT / "generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz"]
-    assert interrupted(command) == (130, b"")
+    assert interrupted("generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz") == (130, b"")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "scripts.tune"])
 def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     """A module that sleeps stands for it."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    assert interrupted([sys.executable, ROOT / f"{name.replace('.', '/')}.py"], tmp_path) == (-signal.SIGINT, b"")
+    assert interrupted(f"{name.replace('.', '/')}.py", path=tmp_path) == (-signal.SIGINT, b"")
 
 
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):

@@ -102,6 +102,11 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
     assert "was" not in llm("Once upon a time").text
 
 
+def test_a_seed_repeats_a_text(llm):
+    texts = [llm("One day", temperature=0.9, seed=seed).text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize("prompts, options, said", [
     ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
     ("One day", dict(temperature=200), "200 is not from 0 to 100"), ("One day", dict(top_k="many"), "invalid int"),

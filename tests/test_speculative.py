@@ -133,9 +133,7 @@ def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
     check_greedy(prompts, made)
     made.set_sampling(GREEDY)
     draft = Engine(draft_of("tiny-draft"), made.target.max_seq_len, 1, GREEDY, "fast")
-    before = counters["stats"]["unique_graphs"]
     check_greedy(prompts, Speculator(made.target, DraftModel(draft, made.target.model.config.vocab_size), "2"))
-    assert counters["stats"]["unique_graphs"] > before
 
 
 @pytest.mark.parametrize("name, new_tokens", [("itself", 40), ("smaller", 24), ("prompt-lookup", 24), ("llama2", 24)])
