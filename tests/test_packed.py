@@ -334,6 +334,7 @@ def test_tiles_that_fill_the_gpu_exactly(monkeypatch, waves):
 
 
 COPIED = """
+import sys
 import torch
 from fast.layout import pack, unpack
 torch.manual_seed(0)
@@ -376,6 +377,7 @@ def test_the_layout_alone_loads_no_kernel():
 
 
 WITHOUT_GLUON = """
+import sys
 sys.modules["triton.experimental.gluon"] = None
 import fast.packed_linear as layers
 from fast import optimize
