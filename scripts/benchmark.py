@@ -9,8 +9,6 @@ device, or of a checkpoint.
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4
     python scripts/benchmark.py llama-2-7b --speculate --draft eagle
-    python scripts/benchmark.py checkpoints/tiny --device cpu --temperature 0 \
-        --against llama.cpp --llama-cpp LLAMA.CPP
 
 Each configuration is one JSON object on one line of stdout; the progress bar is
 on stderr. What is compared is measured in the same run: the GPU's read
