@@ -147,7 +147,9 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     ),
 }
 DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
-    "smollm3": dict(rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "smollm3": dict(
+        rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True, no_rope_layer_interval=4
+    ),
     "olmo3": dict(rope_theta=5e5, sliding_window=4096),
     "gemma3_text": dict(
         vocab_size=262208,
@@ -213,11 +215,9 @@ def check_supported(settings: dict, supported: dict) -> None:
     for key, values in supported.items():
         found = settings.get(key, values[0])
         if found not in values:
-            lacking = (
-                f", as its {LACKING[found]} are not here"
-                if key == "model_type" and found in LACKING
-                else ""
-            )
+            lacking = ""
+            if key == "model_type" and found in LACKING:
+                lacking = f", as its {LACKING[found]} are not here"
             raise ValueError(
                 f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}"
             )
@@ -274,35 +274,27 @@ def head_dim(hf: dict) -> int:
 
 def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
-    kind, window = hf["model_type"], hf.get("sliding_window") or None
-    every = dict(
-        olmo3=4,
-        gemma3_text=hf.get("sliding_window_pattern", 6),
-        smollm3=hf.get("no_rope_layer_interval", 4),
-        gpt_oss=2,
-    )
-    # Every nth layer is another.
-    nth = [i % every.get(kind, 1) == 0 for i in range(1, hf["num_hidden_layers"] + 1)]
+    kind, n, window = hf["model_type"], hf["num_hidden_layers"], hf.get("sliding_window") or None
+    numbers = range(1, n + 1)
     full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
     if kind == "smollm3":
-        turned = hf.get("no_rope_layers") or [not last for last in nth]
-        return tuple(full if turn else LayerConfig() for turn in turned[: len(nth)])
+        turned = hf.get("no_rope_layers") or [i % hf["no_rope_layer_interval"] for i in numbers]
+        return tuple(full if turn else LayerConfig() for turn in turned[:n])
     if kind in ("olmo3", "gemma3_text", "gpt_oss"):
-        rope = full.rope if kind == "gpt_oss" else rope_from_hf(hf, sliding=True)
-        sliding = replace(full, window=window, rope=rope)
-        types = hf.get("layer_types") or [
-            "full_attention" if last else "sliding_attention" for last in nth
-        ]
-        return tuple(full if of == "full_attention" else sliding for of in types[: len(nth)])
-    if kind in ("mistral", "ministral3", "phi3", "mixtral"):
-        full = replace(full, window=window)
+        rope = rope_from_hf(hf, sliding=kind != "gpt_oss")
+        layers = dict(
+            full_attention=full, sliding_attention=replace(full, window=window, rope=rope)
+        )
+        every = dict(olmo3=4, gemma3_text=hf.get("sliding_window_pattern", 6), gpt_oss=2)[kind]
+        nth = ["sliding_attention" if i % every else "full_attention" for i in numbers]
+        return tuple(layers[of] for of in (hf.get("layer_types") or nth)[:n])
     if kind == "qwen3_moe":
         dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-        return tuple(
-            replace(full, moe=None) if i - 1 in dense or i % step else full
-            for i in range(1, len(nth) + 1)
-        )
-    return (full,) * hf["num_hidden_layers"]
+        without = replace(full, moe=None)
+        return tuple(without if i - 1 in dense or i % step else full for i in numbers)
+    if kind in ("mistral", "ministral3", "phi3", "mixtral"):
+        full = replace(full, window=window)
+    return (full,) * n
 
 
 def moe_from_hf(hf: dict) -> MoEConfig | None:
@@ -355,41 +347,42 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
 def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
+    original = rope["original_max_position_embeddings"]
     turned = int(head_dim(hf) * rope["partial_rotary_factor"])
     plain = rope["rope_theta"] ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
-    stretched = STRETCH[rope["rope_type"]](plain, rope, hf["max_position_embeddings"])
+    rope["stretch"] = rope.get("factor") or hf["max_position_embeddings"] / original
+    scale, *tables = STRETCH[rope["rope_type"]](plain, rope)
+    frequencies, *long = (tuple(table.tolist()) for table in tables)
     growth = rope.get("llama_4_scaling_beta") or 0.0
-    return replace(stretched, original=rope["original_max_position_embeddings"], q_growth=growth)
+    return Rope(frequencies, scale, original, *long, q_growth=growth)
 
 
-def make_rope(frequencies: Tensor, scale: float = 1.0, long: Tensor | None = None) -> Rope:
-    return Rope(
-        tuple(frequencies.tolist()), scale, long=() if long is None else tuple(long.tolist())
-    )
+# Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the frequencies; LongRoPE's
+# are two sets.
 
 
-def default_rope(plain: Tensor, rope: dict, context: int) -> Rope:
-    return make_rope(plain)
+def default_rope(plain: Tensor, rope: dict) -> tuple:
+    return 1.0, plain
 
 
-def linear_rope(plain: Tensor, rope: dict, context: int) -> Rope:
-    return make_rope(plain / rope["factor"])
+def linear_rope(plain: Tensor, rope: dict) -> tuple:
+    return 1.0, plain / rope["factor"]
 
 
-def llama3_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+def llama3_rope(plain: Tensor, rope: dict) -> tuple:
     """Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     # Full turns within the original context.
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return make_rope(keep * plain + (1 - keep) * plain / rope["factor"])
+    return 1.0, keep * plain + (1 - keep) * plain / rope["factor"]
 
 
-def yarn_rope(plain: Tensor, rope: dict, context: int) -> Rope:
+def yarn_rope(plain: Tensor, rope: dict) -> tuple:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): frequencies that make beta_fast turns within the original context
     stay, those that make beta_slow are stretched, and a ramp lies between. The scale sharpens attention."""
     original, pairs = rope["original_max_position_embeddings"], len(plain)
-    factor = rope.get("factor") or context / original
+    factor = rope["stretch"]
 
     def place(turns: float) -> float:
         """The index of the frequency that makes so many turns."""
@@ -408,19 +401,17 @@ def yarn_rope(plain: Tensor, rope: dict, context: int) -> Rope:
     if scale is None:
         m, m_all = rope.get("mscale"), rope.get("mscale_all_dim")
         scale = temperature(m) / temperature(m_all) if m and m_all else temperature(1)
-    return make_rope(ramp * plain / factor + (1 - ramp) * plain, scale)
+    return scale, ramp * plain / factor + (1 - ramp) * plain
 
 
-def longrope(plain: Tensor, rope: dict, context: int) -> Rope:
+def longrope(plain: Tensor, rope: dict) -> tuple:
     """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the original context."""
-    original = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or context / original
+    factor, original = rope["stretch"], rope["original_max_position_embeddings"]
     scale = rope.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return make_rope(
-        plain / torch.tensor(rope["short_factor"]), scale, plain / torch.tensor(rope["long_factor"])
-    )
+    short, long = (plain / torch.tensor(rope[key]) for key in ("short_factor", "long_factor"))
+    return scale, short, long
 
 
 STRETCH = dict(
@@ -461,96 +452,97 @@ class Weight(NamedTuple):
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
-    """Hugging Face's name of each tensor -> its place. q, k and v are rows of one matrix, gate and up of another.
-
-    It is long because it is the one table of all names: reading, quantizing and sharing among ranks go by it."""
-    D, E, F, V = config.dim, config.head_dim, config.ffn_dim, config.vocab_size
-    q, kv = config.n_head * E, config.n_kv_head * E
-    sizes = {"q": q, "kv": kv, "qkv": q + 2 * kv, "ffn": F, "gate_up": 2 * F, None: D}
-
-    def matrix(ours: str, row: int, rows: str | None, columns: str | None = None):
-        return Weight(ours, row, (sizes[rows], sizes[columns]), rows, columns, quantized=True)
-
-    def norm(ours: str, size: int = D, rows: str | None = None):
-        return Weight(f"{ours}.weight", 0, (size,), rows, norm=True)
-
-    if config.fused_files:
-        of_layer = {"self_attn.qkv_proj.weight": matrix("attn.wqkv.weight", 0, "qkv")}
-        dense = {"mlp.gate_up_proj.weight": matrix("ffn.w_gate_up.weight", 0, "gate_up")}
-    else:
-        of_layer = {
-            "self_attn.q_proj.weight": matrix("attn.wqkv.weight", 0, "q"),
-            "self_attn.k_proj.weight": matrix("attn.wqkv.weight", q, "kv"),
-            "self_attn.v_proj.weight": matrix("attn.wqkv.weight", q + kv, "kv"),
-        }
-        dense = {
-            "mlp.gate_proj.weight": matrix("ffn.w_gate_up.weight", 0, "ffn"),
-            "mlp.up_proj.weight": matrix("ffn.w_gate_up.weight", F, "ffn"),
-        }
-    of_layer["self_attn.o_proj.weight"] = matrix("attn.wo.weight", 0, None, "q")
-    dense["mlp.down_proj.weight"] = matrix("ffn.w_down.weight", 0, None, "ffn")
-    if config.qkv_bias:
-        of_layer |= {
-            "self_attn.q_proj.bias": Weight("attn.wqkv.bias", 0, (q,), "q"),
-            "self_attn.k_proj.bias": Weight("attn.wqkv.bias", q, (kv,), "kv"),
-            "self_attn.v_proj.bias": Weight("attn.wqkv.bias", q + kv, (kv,), "kv"),
-        }
-    if config.o_bias:
-        of_layer["self_attn.o_proj.bias"] = Weight("attn.wo.bias", 0, (D,))
-    if config.sinks:
-        of_layer["self_attn.sinks"] = Weight("attn.sinks", 0, (config.n_head,), "heads")
-    if config.qk_norm:
-        q_size, k_size = ((q, "q"), (kv, "kv")) if config.qk_norm == "whole" else ((E,), (E,))
-        of_layer |= {
-            "self_attn.q_norm.weight": norm("attn.q_norm", *q_size),
-            "self_attn.k_norm.weight": norm("attn.k_norm", *k_size),
-        }
-    if config.pre_norm:
-        name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
-        of_layer |= {
-            "input_layernorm.weight": norm("attn_norm"),
-            f"{name}.weight": norm("ffn_norm"),
-        }
-    if config.post_norm:
-        of_layer |= {
-            "post_attention_layernorm.weight": norm("attn_post_norm"),
-            "post_feedforward_layernorm.weight": norm("ffn_post_norm"),
-        }
+    """Hugging Face's name of each tensor -> its place: the one table of all names. Reading, quantizing and sharing
+    among ranks go by it."""
+    V, D = config.vocab_size, config.dim
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
-        "model.norm.weight": norm("norm"),
+        "model.norm.weight": Weight("norm.weight", 0, (D,), norm=True),
     }
     if not config.tied:
         table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
     for i, layer in enumerate(config.layers):
-        ffn = hf_experts(config, layer.moe) if layer.moe else dense
-        for name, weight in (of_layer | ffn).items():
+        for name, weight in hf_layer(config, layer.moe).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
 
+# A layer's tensors: Hugging Face's name, ours, what its rows and columns are (D and E: each rank has all of them), and
+# the values of Config's fields with which it is there. What is of one tensor of ours stands in its order.
+LAYER = """
+self_attn.q_proj.weight             attn.wqkv.weight       q,D        fused_files=False
+self_attn.k_proj.weight             attn.wqkv.weight       kv,D       fused_files=False
+self_attn.v_proj.weight             attn.wqkv.weight       kv,D       fused_files=False
+self_attn.qkv_proj.weight           attn.wqkv.weight       qkv,D      fused_files=True
+self_attn.q_proj.bias               attn.wqkv.bias         q          qkv_bias=True
+self_attn.k_proj.bias               attn.wqkv.bias         kv         qkv_bias=True
+self_attn.v_proj.bias               attn.wqkv.bias         kv         qkv_bias=True
+self_attn.o_proj.weight             attn.wo.weight         D,q
+self_attn.o_proj.bias               attn.wo.bias           D          o_bias=True
+self_attn.sinks                     attn.sinks             heads      sinks=True
+self_attn.q_norm.weight             attn.q_norm.weight     E          qk_norm=head
+self_attn.k_norm.weight             attn.k_norm.weight     E          qk_norm=head
+self_attn.q_norm.weight             attn.q_norm.weight     q          qk_norm=whole
+self_attn.k_norm.weight             attn.k_norm.weight     kv         qk_norm=whole
+input_layernorm.weight              attn_norm.weight       D          pre_norm=True
+post_attention_layernorm.weight     ffn_norm.weight        D          pre_norm=True post_norm=False
+pre_feedforward_layernorm.weight    ffn_norm.weight        D          pre_norm=True post_norm=True
+post_attention_layernorm.weight     attn_post_norm.weight  D          post_norm=True
+post_feedforward_layernorm.weight   ffn_post_norm.weight   D          post_norm=True
+mlp.gate_proj.weight                ffn.w_gate_up.weight   ffn,D      fused_files=False
+mlp.up_proj.weight                  ffn.w_gate_up.weight   ffn,D      fused_files=False
+mlp.gate_up_proj.weight             ffn.w_gate_up.weight   gate_up,D  fused_files=True
+mlp.down_proj.weight                ffn.w_down.weight      D,ffn
+"""
+
+
 @lru_cache
+def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
+    """hf_weights() of a layer, from LAYER."""
+    E, F = config.head_dim, config.ffn_dim
+    q, kv = config.n_head * E, config.n_kv_head * E
+    sizes = dict(D=config.dim, E=E, heads=config.n_head, q=q, kv=kv, qkv=q + 2 * kv)
+    sizes |= dict(ffn=F, gate_up=2 * F)
+    table = {}
+    for line in LAYER.strip().splitlines():
+        name, ours, axes, *values = line.split()
+        fields = [value.split("=") for value in values]
+        there = all(str(getattr(config, field)) == value for field, value in fields)
+        if there and not (moe and ours.startswith("ffn.")):
+            axes = axes.split(",")
+            shape = tuple(sizes[axis] for axis in axes)
+            shared = [None if axis in "DE" else axis for axis in axes]
+            row = sum(weight.shape[0] for weight in table.values() if weight.ours == ours)
+            is_matrix, is_norm = len(axes) == 2, "norm" in name
+            table[name] = Weight(ours, row, shape, *shared, quantized=is_matrix, norm=is_norm)
+    return table | hf_experts(config, moe) if moe else table
+
+
 def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
-    """hf_weights() of a layer's mixture of experts."""
+    """hf_layer() of a mixture of experts."""
     D, F, X = config.dim, moe.ffn_dim, moe.n_expert
     part, router, *names = config.expert_files.split()
     up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
     down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
     table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
-    for x in range(X if names else 0):
-        table |= {
-            f"experts.{x}.{names[0]}.weight": up(0, (F, D), "expert", expert=x),
-            f"experts.{x}.{names[1]}.weight": up(F, (F, D), "expert", expert=x),
-            f"experts.{x}.{names[2]}.weight": down((D, F), expert=x),
-        }
-    if not names:
-        up_bias, down_bias = (f"ffn.{name}.bias" for name in ("w_gate_up", "w_down"))
+    if names:
+        gate_name, up_name, down_name = names
+        for x in range(X):
+            expert = f"experts.{x}"
+            table |= {
+                f"{expert}.{gate_name}.weight": up(0, (F, D), "expert", expert=x),
+                f"{expert}.{up_name}.weight": up(F, (F, D), "expert", expert=x),
+                f"{expert}.{down_name}.weight": down((D, F), expert=x),
+            }
+    else:  # gpt-oss's, all experts in one tensor
         table |= {
             f"{router}.bias": Weight("ffn.router.bias", 0, (X,)),
             "experts.gate_up_proj": up(0, (X, D, 2 * F), "pairs", experts=True),
-            "experts.gate_up_proj_bias": Weight(up_bias, 0, (X, 2 * F), "pairs", experts=True),
+            "experts.gate_up_proj_bias": Weight(
+                "ffn.w_gate_up.bias", 0, (X, 2 * F), "pairs", experts=True
+            ),
             "experts.down_proj": down((X, F, D), experts=True),
-            "experts.down_proj_bias": Weight(down_bias, 0, (X, D), experts=True),
+            "experts.down_proj_bias": Weight("ffn.w_down.bias", 0, (X, D), experts=True),
         }
     return {f"{part}.{name}": weight for name, weight in table.items()}
 
@@ -601,36 +593,38 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: bool = False,
-    replace_layers: Callable | None = None,
+    read_layers: Callable | None = None,
     shard=None,
 ) -> Transformer:
     """The model, ready for setup(). Its weights go tensor by tensor from the files to the device.
 
-    replace_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
+    read_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
     ones. shard: this rank's part of the model, a tp.Shard."""
     from tqdm import tqdm
 
     files = checkpoint.files()
     with torch.device("meta"):
         model = shard.model() if shard else checkpoint.make_model()
-    if replace_layers:
-        replace_layers(model, files)
-    places = hf_weights(model.config) if shard else checkpoint.weights
-    wanted = {place.ours for place in places.values()}
-    fp32 = {place.ours for place in places.values() if place.norm and model.config.norm_fp32}
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta and name in wanted:
-            held = torch.float32 if name in fp32 else dtype
-            parameters[name] = torch.empty_like(parameter, device=device, dtype=held)
-    names = [name for name, place in places.items() if place.ours in parameters]
+    if read_layers:
+        read_layers(model, files)
+    table = hf_weights(model.config) if shard else checkpoint.weights
+    held = {
+        weight.ours: torch.float32 if weight.norm and model.config.norm_fp32 else dtype
+        for weight in table.values()
+    }
+    parameters = {
+        name: torch.empty_like(parameter, device=device, dtype=held[name])
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and name in held
+    }
+    names = [name for name, weight in table.items() if weight.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
-        whole, place = checkpoint.weights[name], places[name]
+        whole, weight = checkpoint.weights[name], table[name]
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
-        if place.norm:
+        if weight.norm:
             tensor = tensor.float() + model.config.norm_offset
-        there = place.of(parameters[place.ours])
+        there = weight.of(parameters[weight.ours])
         there.copy_(tensor.reshape(there.shape))
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()

@@ -34,8 +34,6 @@ from checkpoint import (
 from model import Block, Config, RMSNorm, Transformer, buffer
 from speculative import DraftModel
 
-READ_TOKENS = 4096  # at a time, over all rows
-
 
 # The head
 
@@ -140,17 +138,14 @@ DEFAULTS = {
         vocab_size=151936,
     ),
 }
+NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 SUPPORTED = {  # as checkpoint.SUPPORTED
     "model_type": tuple(DEFAULTS),
     "speculators_model_type": ("eagle3",),
     "use_aux_hidden_state": (True,),
     "quantization_config": (None,),
-    "norm_before_residual": (False, True),
-    "norm_before_fc": (False, True),
-    "fc_norm": (False, True),
-    "norm_output": (False, True),
+    **dict.fromkeys(NORMS, (False, True)),
 }
-NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 EMBEDDING = "embed_tokens.weight"
 INTEGERS = "I64 I32"  # safetensors' names of types
 # Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t does.
@@ -315,6 +310,9 @@ class EagleDraft(DraftModel):
     engine: the head's generate.Engine; target: the target's, which keeps the features of all slots. So pairs can be
     read late, and again: what was read of drafted tokens gives way to what the target made of those that were kept."""
 
+    AHEAD = 1  # a pair is a token's feature and the next token
+    READ_TOKENS = 4096
+
     def __init__(self, engine, target):
         head = engine.model
         super().__init__(engine, target.model.config.vocab_size, head.vocabulary)
@@ -325,31 +323,15 @@ class EagleDraft(DraftModel):
         if self.vocabulary is not None:
             self.vocabulary = self.vocabulary.to(self.logits.device)
 
-    def begin(self, prompts, start, samples):
-        if start:  # 1: the pair of the last token before them and the first of them
-            self.unread += 1 + max(map(len, prompts))
-        else:
-            self.prompts, self.samples = prompts, samples
-            self.unread = 1  # the pair of the prompt's last token and the first new one
+    def known(self, tokens: Tensor) -> Tensor:
+        return tokens  # its embedding is the target's
 
-    def catch_up(self, text, last, reach):
-        slots = self.engine.slots(reach)
-        if self.prompts:
-            self.read_prompts(text, slots)
-            self.prompts = None
-        if self.unread:
-            # A power of two, so that there are few shapes.
-            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len - 1)
-            at = (last - width).clamp(0, self.max_seq_len - 1 - width)[:, None]
-            at = at + torch.arange(width, device=last.device)
-            for chunk in at.split(max(32, READ_TOKENS // len(at)), dim=1):
-                column = last - 1 - chunk[:, 0]
-                here = (0 <= column) & (column < chunk.shape[1])
-                column = column.clamp(0, chunk.shape[1] - 1)
-                tokens = self.place(text, self.target.model.features, chunk, last)
-                logits = self.engine.model(tokens, chunk, slots, column)[:, None]
-                self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
-            self.unread = 0
+    def read(self, text, last, at, slots):
+        column = last - 1 - at[:, 0]
+        here = (0 <= column) & (column < at.shape[1])
+        tokens = self.place(text, self.target.model.features, at, last)
+        logits = self.engine.model(tokens, at, slots, column.clamp(0, at.shape[1] - 1))[:, None]
+        self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
 
     def read_prompts(self, text, slots):
         """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before it is seen."""
@@ -359,7 +341,8 @@ class EagleDraft(DraftModel):
         width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
         at = torch.arange(width, device=text.device).expand(P, -1)
         last = at.new_full((P,), width)
-        for chunk in at.split(max(32, READ_TOKENS // P // 32 * 32), dim=1) if width else ():
+        size = max(32, self.READ_TOKENS // P // 32 * 32)
+        for chunk in at.split(size, dim=1) if width else ():
             tokens = self.place(text[rows], self.target.model.features[rows], chunk, last)
             model(tokens, chunk, slots, torch.zeros_like(last))
         if samples > 1:
@@ -375,22 +358,8 @@ class EagleDraft(DraftModel):
         head.states[rows, at] = torch.where(before, true, head.states[rows, at])
         return text.gather(1, at + 1)
 
-    def propose(self, text, last, k, reach):
-        engine, slots = self.engine, self.engine.slots(reach)
-        drafted, distributions, logits = [], [], self.logits
-        for i in range(k):
-            if i:
-                at = (last + i - 1)[:, None]
-                logits = engine.forward(token[:, None], at, slots)
-            token, q = self.draw(logits)
-            drafted.append(token)
-            distributions.append(q)
-        distributions.append(torch.zeros_like(q))
-        return (
-            torch.stack(drafted, 1),
-            torch.stack(distributions, 1),
-            torch.full_like(last, k),
-        )
+    def start(self, text, last, k, slots):
+        return last[:, None] - 1, self.logits
 
     def follow(self, text, last, accepted, k, reach):
         at = last[:, None] + torch.arange(k + 1, device=last.device)

@@ -35,7 +35,7 @@ from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_w
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import KVCache, Transformer
 from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, group_of, join_experts,
-                      pack, plain_linear, say_once, unpack, unpack_layers, zeros_of)
+                      merge, pack, plain_linear, say_once, unpack, unpack_layers, zeros_of)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -73,18 +73,7 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
         quantized = isinstance(linear, QuantizedLinear)
         if not quantized or linear.codes != first.codes or not torch.equal(linear.groups(), first.groups()):
             return SeparateLinears(linears)
-    zeros = bias = None
-    if any(linear.zeros is not None for linear in linears):
-        zeros = torch.cat([zeros_of(linear) for linear in linears])
-    if first.bias is not None:
-        bias = torch.cat([linear.bias for linear in linears])
-    return QuantizedLinear(
-        torch.cat([linear.qweight for linear in linears]),
-        torch.cat([linear.scales for linear in linears]),
-        zeros,
-        first.codes,
-        bias,
-        first.g_idx)
+    return merge(linears, QuantizedLinear, torch.cat)
 
 
 # What config.json says
@@ -305,7 +294,7 @@ class QuantizedReader:
     dtype: torch.dtype
     shard: object = None
 
-    def replace_layers(self, model: Transformer, files: dict[str, Path]) -> None:
+    def read_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
         table = hf_weights(self.shard.whole if self.shard else model.config)
@@ -366,11 +355,10 @@ class QuantizedReader:
         if scheme is None:
             return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
-        G = group_of(K, scheme.group if scheme.rows == 1 and codes != NVFP4 else -1)
-        if codes == NVFP4:
-            G = scheme.group
-        if scheme.rows > 1:
-            G = min(scheme.group, K)  # a file's block may be larger than the matrix
+        if scheme.rows > 1 or codes == NVFP4:
+            G = min(scheme.group, group_of(K, -1))  # a file's block may be larger than the matrix
+        else:
+            G = group_of(K, scheme.group)
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
             raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // codes.bits}")
         layer = Layer(self, name, N, K, G, *part, scheme)
@@ -391,13 +379,17 @@ class QuantizedReader:
         part = ()
         if self.shard:
             _, columns, rows = self.shard.part(weight)
-            groups = columns if columns == ALL else slice(columns.start // 32, columns.stop // 32)
-            part = ALL, rows, groups
+            part = ALL, rows, packed(columns, 32)
         blocks = self.read(f"{name}_blocks", [(X, N, C, 16)], "U8", part)
         scales = vet_e8m0(self.read(f"{name}_scales", [(X, N, C)], "U8", part), name)
         if weight.rows == "pairs":
             blocks, scales = (of.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for of in (blocks, scales))
         return QuantizedExperts(blocks.flatten(2).view(torch.int32), scales, None, MXFP4, bias)
+
+
+def packed(codes: slice, per: int) -> slice:
+    """Where these codes are, `per` side by side in an element."""
+    return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
 
 
 def vet_e8m0(scales: Tensor, name: str) -> Tensor:
@@ -433,22 +425,15 @@ class Layer:
         """The rank's part of a tensor. axes: its shape, such as "C N/w"; N/w and K/w are words of codes, along N or K.
         """
         per = 32 // self.bits
-
-        def words(codes: slice) -> slice:
-            return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
-
         known = {
             "N": (self.N, self.rows),
             "K": (self.K, self.columns),
             "C": (self.C, ALL),
-            "N/w": (-(-self.N // per), words(self.rows)),
-            "K/w": (self.K // per, words(self.columns)),
-            "K/2": (self.K // 2, self.halves())}
+            "N/w": (-(-self.N // per), packed(self.rows, per)),
+            "K/w": (self.K // per, packed(self.columns, per)),
+            "K/2": (self.K // 2, packed(self.columns, 2))}
         shape, part = zip(*[known[axis] for axis in axes.split()])
         return self.reader.read(self.name(kind), [shape], dtypes, part)
-
-    def halves(self) -> slice:
-        return self.columns if self.columns == ALL else slice(self.columns.start // 2, self.columns.stop // 2)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.

@@ -34,7 +34,7 @@ import formats
 import guard
 from checkpoint import Checkpoint, UserError, load_model
 from completion import Completion, pieces, rank_completions
-from eagle import EagleDraft, HeadCheckpoint
+from eagle import EagleDraft
 from model import Transformer
 from quantize import check_quantize, default_group, round_head, round_model
 from sampling import LIMITS, Sampling, choose
@@ -126,7 +126,7 @@ class Engine:
         self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.compiled, self.kernels, self.read_bandwidth = mode != "eager", False, None
+        self.compiled, self.kernels = mode != "eager", False
         if self.compiled:
             self.compile(use_fast=mode == "fast")
         self.set_sampling(sampling)
@@ -146,10 +146,9 @@ class Engine:
         # Prefill: the code of one layer serves all lengths and layers.
         for layer in self.model.layers:
             layer.compile(dynamic=True, fullgraph=True)
-        self.decoder, fast = self.model, import_fast()
-        if fast:
-            self.read_bandwidth = fast.read_bandwidth
-        self.fast = fast.optimize(self.model) if fast and use_fast else None
+        self.decoder = self.model
+        fast = import_fast() if use_fast else None
+        self.fast = fast and fast.optimize(self.model)
         if self.fast:
             self.decoder, self.kernels = self.fast.decoder, self.fast.kernels
         self.compiled_decoder = torch.compile(self.decoder, mode="reduce-overhead", fullgraph=True)
@@ -406,16 +405,18 @@ class LLM:
         self.tokenizer.template_options = template_options or {}
         guard.check_model(keywords, self.checkpoint.config)
         self.context = max_seq_length or self.checkpoint.config.context
-        self.settings = formats.read_settings(self.checkpoint)
-        check_quantize(self.checkpoint, self.settings, quantize, group_size)
-        self._sizes = [(self.checkpoint.config, self.settings.get("bits"))]
-        self.draft_checkpoint = self.head = None  # head: what an EAGLE head has of its own
+        self.quantization = formats.read_settings(self.checkpoint)
+        check_quantize(self.checkpoint, self.quantization, quantize, group_size)
+        self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
             self.draft_checkpoint = guard.open_draft(draft, opened)
-            if isinstance(self.draft_checkpoint, HeadCheckpoint):
-                self.head = self.draft_checkpoint.options
-            settings = formats.read_settings(self.draft_checkpoint)
-            self._sizes.append((self.draft_checkpoint.counted(), settings.get("bits")))
+        # What an EAGLE head has of its own.
+        self.head = getattr(self.draft_checkpoint, "options", None)
+        self._sizes = [
+            (checkpoint.counted(), formats.read_settings(checkpoint).get("bits"))
+            for checkpoint in (self.checkpoint, self.draft_checkpoint)
+            if checkpoint
+        ]
         self.model = self.draft_model = self.engine = self.speculator = self._running = None
         # Room: tokens of a prompt and its completion.
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
@@ -514,7 +515,8 @@ class LLM:
         """Reads the weights, for a cache of so many rows and tokens."""
         options, begun = self.options, time.perf_counter()
         read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
-        with guard.memory_advice(self._check_memory(rows, length)):
+        self.advice = self._check_memory(rows, length)
+        with guard.memory_advice(self.advice):
             self.model = read(
                 self.checkpoint,
                 quantize=options.quantize,
@@ -556,7 +558,9 @@ class LLM:
         self._free_cache(rows, length)
         if self.model is None:
             self._load(rows, length)
-        begun, self.advice = time.perf_counter(), self._check_memory(rows, length)
+        else:
+            self.advice = self._check_memory(rows, length)
+        begun = time.perf_counter()
         with guard.memory_advice(self.advice):
             if self.options.compile:
                 with nullcontext() if self.options.quiet else self.progress():
@@ -705,9 +709,9 @@ def load(
         group = formats.shared_inputs(settings, group)
     shard = split(checkpoint.config, group) if split else None
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
-    model = load_model(checkpoint, device, dtype, progress, reader and reader.replace_layers, shard)
+    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
     if quantize:
-        round_model(model, quantize, group_size, shard)
+        round_model(model, quantize, group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if quantize_head:

@@ -334,12 +334,13 @@ class KVCache(nn.Module):
 
     def read(self, rows, n: int):
         """The first len(rows) rows as far as their first n slots: k, v [B, K, n, E]."""
-        k, v = self.k[: len(rows), :, :n], self.v[: len(rows), :, :n]
-        if self.k_scale is not None:
-            k = (k * self.k_scale[: len(rows), :, :n, None]).to(self.dtype)
-        if self.v_scale is not None:
-            v = (v * self.v_scale[: len(rows), :, :n, None]).to(self.dtype)
-        return k, v
+        found = []
+        for cache, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            x = cache[: len(rows), :, :n]
+            if scales is not None:
+                x = (x * scales[: len(rows), :, :n, None]).to(self.dtype)
+            found.append(x)
+        return found
 
     def copy_rows(self, rows, n: int):
         """The first rows become what `rows` [any] are, as far as their first n slots."""
@@ -460,8 +461,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         y = x.float().unflatten(-1, (-1, len(self.weight)))
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        y = y * torch.rsqrt(self.mean(y.pow(2)) + self.eps)
         return (y.type_as(self.weight) * self.weight).type_as(x).flatten(-2)
+
+    def mean(self, squares):
+        return squares.mean(-1, keepdim=True)
 
 
 class RopeTable(nn.Module):

@@ -1,17 +1,14 @@
 """
-Quantization to int8 and int4: the plain quantized layer, rounding, GPTQ. What reads and writes the files of quantized
-checkpoints is formats.py; the command that makes them:
+Quantization to int8 and int4: the plain quantized layer, and rounding. GPTQ is in gptq.py. What reads and writes the
+files of quantized checkpoints is formats.py; the command that makes them:
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
     python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
 
-GPTQ (Frantar et al. 2022, arXiv 2210.17323) chooses the codes column by column. The columns that are not quantized yet
-make up for each error, as measured on the inputs that a calibration text gives.
-
 A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
 
-Shapes: N outputs, K inputs, C groups of a row (K / G), S sequences of T tokens, D model dim; X experts.
+Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
 
 import signal
@@ -22,6 +19,7 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -31,13 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, hf_weights
-from model import Experts, Transformer, gated, grouped_linear, visible
+from model import Experts, Transformer, grouped_linear
 
 SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
-# Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
-BLOCK = 128
-CHUNK = 8192  # calibration tokens at a time
-FEWEST = 128  # tokens that an expert must have seen for GPTQ; another one is rounded
 
 
 # The plain quantized layer
@@ -224,18 +218,24 @@ def join_experts(linears: Iterable[nn.Module], _="") -> QuantizedExperts:
     kinds = {is_quantized(layer) and (layer.codes, layer.scales.shape) for layer in linears}
     if len(kinds) > 1 or False in kinds:
         raise UserError("the experts of a layer are quantized in several ways; want one for all")
+    return merge(linears, QuantizedExperts, torch.stack)
 
-    def stack(name: str, get: Callable) -> Tensor | None:
+
+def merge(linears: list[QuantizedLinear], kind: type, join: Callable) -> QuantizedLinear:
+    """One layer in the place of several with the same codes and as many groups. join: torch.stack, or torch.cat for
+    layers whose groups are the same."""
+
+    def joined(name: str, get: Callable) -> Tensor | None:
         if all(getattr(linear, name) is None for linear in linears):
             return None
-        return torch.stack([get(linear) for linear in linears])
+        return join([get(linear) for linear in linears])
 
-    qweight = stack("qweight", attrgetter("qweight"))
-    scales = stack("scales", attrgetter("scales"))
-    zeros = stack("zeros", zeros_of)
-    bias = stack("bias", attrgetter("bias"))
-    g_idx = stack("g_idx", QuantizedLinear.groups)
-    return QuantizedExperts(qweight, scales, zeros, linears[0].codes, bias, g_idx)
+    tensors = {name: joined(name, attrgetter(name)) for name in ("qweight", "scales", "bias")}
+    g_idx = linears[0].g_idx
+    if join is torch.stack:
+        g_idx = joined("g_idx", QuantizedLinear.groups)
+    zeros = joined("zeros", zeros_of)
+    return kind(**tensors, zeros=zeros, codes=linears[0].codes, g_idx=g_idx)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -377,100 +377,16 @@ def rounded(linear: nn.Linear, codes: Codes, *how) -> QuantizedLinear:
     return QuantizedLinear(pack(found, codes.bits), scales, zeros, codes, linear.bias)
 
 
-# GPTQ
+def default_group(quantize: str | None, group_size: int | None) -> int:
+    """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
+    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
+@contextmanager
+def separate_matrices(model: Transformer, group_size: int, head: bool) -> Iterator[list[str]]:
+    """The names of the linear layers that quantization replaces one by one; meanwhile each expert has its own.
 
-    L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L, reversed again. So no
-    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
-    damping = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30)
-    failed = True
-    while failed:
-        hessian.diagonal().add_(damping)
-        L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-        damping *= 10
-        if failed:
-            say_once("GPTQ: a Hessian is not positive definite; damped ten times more until it is")
-    eye = torch.eye(len(L), device=L.device)
-    return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
-
-
-def gptq(
-    w: Tensor,
-    hessian: Tensor,
-    codes: Codes,
-    group_size: int,
-    sym: bool,
-    act_order: bool,
-    drift: Tensor | None = None,
-):
-    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
-    fp16, zeros [N, C] or None, g_idx [K] or None, loss.
-
-    drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The weights are first moved
-    so that their outputs for X come nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
-
-    A group's scales are found when the group begins: from weights that make up for the errors so far, and with what an
-    error costs once the columns after it make up for it. Act-order takes the columns by falling diagonal of the
-    Hessian; g_idx then names each input's group. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
-    K = w.shape[1]
-    G = group_of(K, group_size)
-    if not hessian.isfinite().all():
-        raise UserError("the calibration text's activations overflow; `dtype`=float32 holds more")
-    perm = torch.arange(K, device=w.device)
-    if act_order:
-        perm = hessian.diagonal().argsort(descending=True, stable=True)
-    w, hessian = w.float()[:, perm], hessian.float()[perm][:, perm]
-    U = inverse_factor(hessian)
-    if drift is not None:
-        w = w + w @ drift.float()[perm][:, perm] @ U.T @ U
-    diagonal = U.diagonal()
-    # [K, N], so that a column is contiguous; column by column it turns into the errors.
-    rest = w.T.contiguous()
-    found, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
-    for begin in range(0, K, G):
-        group = slice(begin, begin + G)
-        scale, zero = find_scales(rest[group].T, codes, sym, costs=diagonal[group] ** -2)  # [N, 1]
-        scale, zero = scale.squeeze(1), zero.squeeze(1)
-        scales.append(scale)
-        zeros.append(zero)
-        for start in range(begin, begin + G, BLOCK):
-            end = min(start + BLOCK, begin + G)
-            for k in range(start, end):
-                code = encode(rest[k], scale, zero, codes)
-                found[k] = code
-                error = (rest[k] - (code - zero) * scale) / diagonal[k]
-                rest[k + 1 : end].addr_(U[k, k + 1 : end], error, alpha=-1)
-                rest[k] = error
-            rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
-    # As W - Q is errors^T U.
-    loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)
-    zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
-    back = perm.argsort()
-    g_idx = back // G if act_order else None
-    return found[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
-
-
-@torch.no_grad()
-def quantize_model(
-    model: Transformer,
-    codes: Codes,
-    group_size: int,
-    sym: bool,
-    act_order: bool = False,
-    head: bool = False,
-    calibration: Tensor | None = None,
-    progress: bool = False,
-    shard=None,
-):
-    """Replaces each linear layer by a QuantizedLinear: rounded or, with calibration tokens [S, T], by GPTQ.
-
-    shard: the tp.Shard whose part of the model this is. UserError for weights that are not finite and for groups that
-    do not divide a layer."""
-    from tqdm import tqdm
-
+    UserError for weights that are not finite and for groups that do not divide a layer."""
     held = dict(model.named_parameters())
     for name, weight in hf_weights(model.config).items():
         parameter = held.get(weight.ours)
@@ -485,136 +401,38 @@ def quantize_model(
     replace_layers(model, Experts, split_experts)
     for name in names:
         group_of(model.get_submodule(name).in_features, group_size)
-    layers = ((name, None, None) for name in names)
-    if calibration is not None:
-        layers = calibrate(model, calibration, head)
-    how, few = (codes, group_size, sym), 0
-    with tqdm(
-        layers, "quantizing", len(names), unit="matrix", disable=None if progress else True
-    ) as bar:
-        for name, hessian, drift in bar:
-            linear = model.get_submodule(name)
-            few += calibration is not None and hessian is None
-            if hessian is None:
-                widest = partial(shard.widest, name) if shard and group_size == -1 else None
-                model.set_submodule(name, rounded(linear, *how, widest))
-                continue
-            found, scales, zeros, g_idx, loss = gptq(linear.weight, hessian, *how, act_order, drift)
-            bar.set_postfix({name: f"{loss:.1e}"})
-            qweight = pack(found, codes.bits)
-            model.set_submodule(
-                name, QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
-            )
+    yield names
     replace_layers(model, ExpertList, join_experts)
-    if few:
-        say_once(f"rounded: {few} matrices of experts that saw fewer than {FEWEST} tokens")
 
 
-def calibrate(
-    model: Transformer, tokens: Tensor, head: bool
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
-    asks for the next.
+def progress_bar(layers: Iterable, names: list[str], progress: bool):
+    from tqdm import tqdm
 
-    hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
-    in the original model."""
-    T = tokens.shape[1]
-    model.setup(T)
-    size = max(1, CHUNK // T)
-    # [size, T, D] each: the hidden states so far of the quantized model, and of the original
-    states = [model.embed(tokens) * model.embedding_scale for _ in range(2)]
-    chunks, exact = (of.split(size) for of in states)
+    disable = None if progress else True
+    return tqdm(layers, "quantizing", len(names), unit="matrix", disable=disable)
 
-    def calibrate_half(
-        name: str,
-        norm: nn.Module,
-        post_norm: nn.Module,
-        first: str,
-        second: str,
-        others: tuple = (),
+
+@torch.no_grad()
+def round_model(
+    model: Transformer,
+    quantize: str,
+    group_size: int | None = None,
+    sym: bool | None = None,
+    head: bool = False,
+    shard=None,
+    progress: bool = False,
+):
+    """Replaces each linear layer by a QuantizedLinear, rounded to "int8" or "int4". group_size, sym: None for those of
+    --quantize. shard: the tp.Shard whose part of the model this is."""
+    group_size = default_group(quantize, group_size)
+    how = CODES[quantize], group_size, quantize == "int8" if sym is None else sym
+    with (
+        separate_matrices(model, group_size, head) as names,
+        progress_bar(names, names, progress) as bar,
     ):
-        # 1. The inputs of the second matrix in the original: with an identity in its place, the half returns them.
-        half = model.get_submodule(name)
-        linear = getattr(half, second)
-        setattr(half, second, nn.Identity())
-        wanted = [half(norm(x), *others) for x in exact]
-        # 2. Once the first matrix is quantized, the half returns the second one's inputs in the quantized model.
-        yield f"{name}.{first}", *correlations(map(norm, chunks), map(norm, exact))
-        inputs = [half(norm(x), *others) for x in chunks]
-        # 3. The second matrix is quantized, and both models go on.
-        setattr(half, second, linear)
-        for x, y in zip(exact, wanted):
-            x.add_(post_norm(linear(y)), alpha=model.config.residual_scale)
-        yield f"{name}.{second}", *correlations(inputs, wanted)
-        for x, y in zip(chunks, inputs):
-            x.add_(post_norm(getattr(half, second)(y)), alpha=model.config.residual_scale)
-
-    def calibrate_experts(name: str, norm: nn.Module, post_norm: nn.Module):
-        moe = model.get_submodule(name)
-        act = partial(gated, activation=moe.activation, clamp=moe.moe.clamp)
-        found, original = (of.view(-1, model.config.dim) for of in states)
-        weights, experts = moe.route(norm(original))
-        total = torch.zeros_like(original)  # what the original adds
-        for x in range(moe.moe.n_expert):
-            own = (experts == x).any(1).nonzero()[:, 0]  # the original routes these rows here
-            known = correlations if len(own) >= FEWEST else lambda *_: (None, None)
-            inputs, wanted = norm(found[own]), norm(original[own])
-            wanted_down = act(moe.w_gate_up[x](wanted))
-            share = (weights * (experts == x)).sum(1, keepdim=True)[own]
-            total[own] += share * moe.w_down[x](wanted_down)
-            yield f"{name}.w_gate_up.{x}", *known([inputs], [wanted])
-            inputs_down = act(moe.w_gate_up[x](inputs))
-            yield f"{name}.w_down.{x}", *known([inputs_down], [wanted_down])
-        original.add_(post_norm(total), alpha=model.config.residual_scale)
-        for x in chunks:
-            x.add_(post_norm(moe(norm(x))), alpha=model.config.residual_scale)
-
-    positions = torch.arange(T, device=tokens.device)[None]
-    turns = {table.rope: table(positions, 1) for table in model.ropes}
-    for i, layer in enumerate(model.layers):
-        mask = visible(model.slots[:T], positions, layer.config.window)
-        # What a Block takes besides x.
-        others = positions, *turns[layer.config.rope], mask, model.rows
-        yield from calibrate_half(
-            f"layers.{i}.attn", layer.attn_norm, layer.attn_post_norm, "wqkv", "wo", others
-        )
-        if layer.config.moe:
-            yield from calibrate_experts(f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm)
-            continue
-        yield from calibrate_half(
-            f"layers.{i}.ffn", layer.ffn_norm, layer.ffn_post_norm, "w_gate_up", "w_down"
-        )
-    if head:
-        yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
-
-
-def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
-    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
-    hessian = drift = 0
-    for x, y in zip(chunks, exact):
-        x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
-        hessian = hessian + x.T @ x
-        drift = drift + (y - x).T @ x
-    return hessian, drift
-
-
-# What --quantize does
-
-
-def default_group(quantize: str | None, group_size: int | None) -> int:
-    """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
-    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
-
-
-def round_model(model: Transformer, quantize: str, group_size: int | None, shard=None):
-    """ "int8" or "int4", with its defaults."""
-    quantize_model(
-        model,
-        CODES[quantize],
-        default_group(quantize, group_size),
-        sym=quantize == "int8",
-        shard=shard,
-    )
+        for name in bar:
+            widest = partial(shard.widest, name) if shard and group_size == -1 else None
+            model.set_submodule(name, rounded(model.get_submodule(name), *how, widest))
 
 
 def round_head(model: Transformer, quantize: str):
@@ -640,7 +458,8 @@ def check_quantize(
     """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
     if not quantize:
         return
-    if settings and settings.get("quant_method") != "mxfp4":  # of gpt-oss what has no codes is rounded
+    # Of gpt-oss what has no codes is rounded.
+    if settings and settings.get("quant_method") != "mxfp4":
         raise UserError(
             f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
         )

@@ -9,7 +9,7 @@ the tokens that come next overwrite them: see model.py.
 A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. On a GPU the
 host learns a step late what came out. Before that it launches the next step, for which it decides k alone.
 
-Contents: acceptance, the drafts, the policies that choose k, the steps of a ragged batch. EAGLE heads are in eagle.py.
+Contents: acceptance, the drafts, the steps of a ragged batch. policies.py chooses k; EAGLE heads are in eagle.py.
 
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 """
@@ -18,21 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from policies import TIMED_LENGTHS, Auto, draft_lengths, interpolate, make_policy
 from sampling import Sampling, draw, probabilities
 
 # Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight.
 SLACK = 72
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
-DRAFT_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # the values of k that a policy may use
-COMPILED_LENGTHS = 0, 1, 2, 4, 8  # where each costs seconds of compiling
-TIMED_LENGTHS = 0, 2, 8  # where each costs as much as decoding; the others' times lie between
 
 
 # Acceptance
@@ -144,6 +140,9 @@ class DraftModel(Drafter):
 
     engine: its generate.Engine. vocabulary [draft's V]: the target's token for each of the draft's, if they differ."""
 
+    AHEAD = 0  # so many tokens behind a slot's own must be known before it is read
+    READ_TOKENS = 1024  # at a time, over all rows
+
     def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine, self.vocabulary = engine, vocabulary
@@ -164,48 +163,61 @@ class DraftModel(Drafter):
             self.unread += 1 + max(map(len, prompts))
         else:
             self.prompts, self.samples = prompts, samples
-            self.unread = 0
+            self.unread = self.AHEAD
 
     def catch_up(self, text, last, reach):
+        slots, room = self.engine.slots(reach), self.max_seq_len - self.AHEAD
         if self.prompts:
-            short = [
-                [min(token, self.last_token) for token in prompt[: self.max_seq_len]]
-                for prompt in self.prompts
-            ]
-            self.engine.prefill(short, 0, self.samples)
+            self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
             # A power of two, so that there are few shapes.
-            width = min(max(32, 1 << self.unread.bit_length()), self.max_seq_len)
-            at = (last - width).clamp(0, self.max_seq_len - width)[:, None]
+            width = min(max(32, 1 << self.unread.bit_length()), room)
+            at = (last - width).clamp(0, room - width)[:, None]
             at = at + torch.arange(width, device=last.device)
-            for chunk in at.split(max(32, 1024 // len(at)), dim=1):
-                tokens = text.gather(1, chunk).clamp(max=self.last_token)
-                self.engine.model(
-                    tokens, chunk, self.engine.slots(reach), last=torch.zeros_like(last)
-                )
+            for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
+                self.read(text, last, chunk, slots)
             self.unread = 0
 
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the draft's model can read."""
+        return tokens.clamp(max=self.last_token)
+
+    def read_prompts(self, text, slots):
+        """Puts self.prompts into the cache, each for its samples."""
+        short = [
+            [min(token, self.last_token) for token in prompt[: self.max_seq_len]]
+            for prompt in self.prompts
+        ]
+        self.engine.prefill(short, 0, self.samples)
+
+    def read(self, text, last, at, slots):
+        """Puts what stands at [B, any] of the text into the cache."""
+        tokens = self.known(text.gather(1, at))
+        self.engine.model(tokens, at, slots, last=torch.zeros_like(last))
+
+    def start(self, text, last, k, slots):
+        """Where the last token that was read stands [B, 1], and the logits after it."""
+        # Two tokens are read: after a step that kept all its drafts, the cache lacks the last of them.
+        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
+        at = at + torch.arange(2, device=last.device)
+        tokens = self.known(text.gather(1, at))
+        return at[:, -1:], self.engine.forward(tokens, at, slots)
+
     def propose(self, text, last, k, reach):
-        engine, slots = self.engine, self.engine.slots(reach)
-        # The first forward reads two tokens: after a step that kept all its drafts, the cache lacks the last of them.
-        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None] + torch.arange(
-            2, device=last.device
-        )
-        tokens = text.gather(1, at)
+        slots = self.engine.slots(reach)
+        at, logits = self.start(text, last, k, slots)
         drafted, distributions = [], []
-        for _ in range(k):
-            logits = engine.forward(tokens.clamp(max=self.last_token), at, slots)
+        for i in range(k):
+            if i:
+                tokens = self.known(drafted[-1][:, None])
+                logits = self.engine.forward(tokens, at + i, slots)
             token, q = self.draw(logits)
             drafted.append(token)
             distributions.append(q)
-            tokens, at = token[:, None], at[:, -1:] + 1
         distributions.append(torch.zeros_like(q))
-        return (
-            torch.stack(drafted, 1),
-            torch.stack(distributions, 1),
-            torch.where(last + k < self.max_seq_len, k, 0),
-        )
+        proposed = torch.where(last + k < self.max_seq_len, k, 0)
+        return torch.stack(drafted, 1), torch.stack(distributions, 1), proposed
 
     def draw(self, logits: Tensor):
         """The draft's logits [B, T, any] -> a token [B] after the last column and its distribution [B, V], in the
@@ -220,90 +232,6 @@ class DraftModel(Drafter):
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 
 
-# Policies
-
-
-@dataclass
-class Fixed:
-    """How many tokens to draft: always k. The other policies change k from step to step."""
-    k: int = 0
-
-    def update(self, accepted: list[int], k: int, seconds: float):
-        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not ended."""
-
-
-@dataclass
-class Heuristic(Fixed):
-    """That of transformers' assisted generation: 5 at first, 2 more when all match, else 1 less.
-
-    Of a batch the row that accepted most counts."""
-    k: int = 5
-
-    def update(self, accepted, k, seconds):
-        self.k = self.k + 2 if max(accepted) == k else max(1, self.k - 1)
-
-
-@dataclass
-class Bass(Fixed):
-    """arXiv 2404.15778, algorithm 1."""
-    k: int = 7
-    decreased: int = 0
-
-    def update(self, accepted, k, seconds):
-        if max(accepted) == k:
-            self.k, self.decreased = min(self.k + 2, DRAFT_LENGTHS[-1]), 0
-        else:
-            shorter = self.k - ceil(self.k / 10) - self.decreased
-            self.k, self.decreased = max(1, shorter, *accepted), 1
-
-
-class Auto(Fixed):
-    """The k that promises the most tokens a second.
-
-    It estimates how often a token is accepted and how long a step of each k takes. It stops where drafting is slower
-    than not drafting. It retries while the time lost in retries stays a small share of all time."""
-
-    LOSS = 0.02  # that share
-    MEMORY = 0.95  # how much of a step's counts remains after the next step
-
-    def __init__(self, seconds: dict[int, float]):
-        self.seconds = dict(seconds)  # of a step of each k, as the rows are now
-        self.lost = self.elapsed = 0.0
-        self.be_optimistic()
-
-    def be_optimistic(self):
-        self.accepted, self.tried = 1.6, 2.0
-        self.choose()
-
-    def choose(self):
-        rate = min(0.999, self.accepted / self.tried)
-        # 1 + rate + rate ** 2 + ...
-        tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}
-        self.k = max(tokens, key=lambda k: tokens[k] / self.seconds[k])
-
-    def update(self, accepted, k, seconds):
-        usual = self.seconds[k]
-        # A hiccup moves it little.
-        self.seconds[k] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)
-        # What the draft had to catch up on counts, a wait for the reader does not.
-        spent = min(seconds, 10 * usual)
-        self.elapsed += spent
-        if k:  # without drafts nothing is learnt about the draft
-            self.accepted = self.MEMORY * self.accepted + sum(accepted)
-            self.tried = self.MEMORY * self.tried + sum(min(n + 1, k) for n in accepted)
-            gained = 1 + sum(accepted) / len(accepted)
-            self.lost = max(0.0, self.lost + spent - gained * self.seconds[0])
-            self.choose()
-        if self.k == 0 and self.lost < self.LOSS * self.elapsed:
-            self.be_optimistic()
-
-
-def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
-    """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
-    kinds = dict(auto=partial(Auto, seconds), hf=Heuristic, bass=Bass)
-    return kinds[name]() if name in kinds else Fixed(int(name))
-
-
 # The steps
 
 
@@ -311,8 +239,8 @@ class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
     and read().
 
-    target: the target's generate.Engine; policy: see make_policy(). agree: with several ranks, gives rank 0's value to
-    all, so that they choose the same k."""
+    target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several ranks, gives rank 0's
+    value to all, so that they choose the same k."""
 
     def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
         self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
@@ -329,9 +257,7 @@ class Speculator:
         """Captures, compiles and times the steps that the policy may use."""
         target, name = self.target, self.policy_name
         self.captures = target.captures and self.draft.captures
-        lengths = COMPILED_LENGTHS if target.compiled and not self.captures else DRAFT_LENGTHS
-        if name.isdecimal():
-            lengths = 0, int(name)
+        lengths = draft_lengths(name, few=target.compiled and not self.captures)
         if name != "auto" and self.draft.max_seq_len >= target.max_seq_len:
             lengths = lengths[1:]  # there is always room to draft
         lengths = [k for k in lengths if k + 2 <= self.draft.max_seq_len] or [0]
@@ -346,11 +272,7 @@ class Speculator:
                 if self.captures:
                     self.step_of[k] = capture(self.step_of[k], pool)
                 seconds[k] = self.time(self.step_of[k])
-        if seconds:
-            seconds = dict(
-                zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values())))
-            )
-        self.policy = make_policy(name, seconds)
+        self.policy = make_policy(name, interpolate(seconds, lengths))
 
     def time(self, step: Callable) -> float:
         """Seconds: the best of a few runs over texts of two tokens."""

@@ -219,22 +219,19 @@ class ParallelExperts(RowParallelLinear):
     """A MoE, of each expert of which each rank has some units."""
 
 
-class ParallelRMSNorm(nn.Module):
+class ParallelRMSNorm(RMSNorm):
     """RMSNorm over the heads of all ranks, of which each has some: x [..., N / R] -> [..., N / R].
 
     Where ranks share kv heads, all heads count as often."""
 
     def __init__(self, norm: RMSNorm):
-        super().__init__()
-        self.norm = norm
+        nn.Module.__init__(self)
+        self.weight, self.eps = norm.weight, norm.eps
         size = torch.tensor([float(len(norm.weight))], device=norm.weight.device)
         self.elements = all_reduce(size).item()
 
-    def forward(self, x):
-        y = x.float()
-        mean = all_reduce(y.pow(2).sum(-1, keepdim=True)) / self.elements
-        y = y * torch.rsqrt(mean + self.norm.eps)
-        return (y.type_as(self.norm.weight) * self.norm.weight).type_as(x)
+    def mean(self, squares):
+        return all_reduce(squares.sum(-1, keepdim=True)) / self.elements
 
 
 class ColumnParallelLinear(nn.Module):

@@ -16,7 +16,7 @@ from threading import Event, Thread
 import torch
 
 from completion import Completion
-from generate import LLM
+from generate import LLM, import_fast
 from guard import GIB
 
 CONTROLS = {*range(32), *range(127, 160)} - set(b"\n\t")
@@ -111,7 +111,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
         checkpoint=args.checkpoint,
         device=str(device),
         dtype=str(llm.dtype).removeprefix("torch."),
-        quantize=args.quantize or llm.settings.get("name"),
+        quantize=args.quantize or llm.quantization.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
         samples=[sample(completion, args.logprobs) for completion in completions],
@@ -144,10 +144,10 @@ def per_token(completions: list[Completion]) -> dict:
 
 def utilization(llm: LLM, rate: float, weights: int) -> float | None:
     """The share of the read bandwidth: None without --compile or fast/, below 1 GiB of weights and off CUDA."""
-    read_bandwidth = llm.engine.read_bandwidth
-    if not read_bandwidth or llm.device.type != "cuda" or weights < GIB:
+    fast = import_fast() if llm.options.compile else None
+    if not fast or llm.device.type != "cuda" or weights < GIB:
         return None
-    read_rate = read_bandwidth(llm.model)
+    read_rate = fast.read_bandwidth(llm.model)
     return rate / read_rate if read_rate else None
 
 

@@ -21,8 +21,9 @@ from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, write_checkpoint
+from gptq import gptq_model
 from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
-from quantize import INT4, INT8, quantize_model
+from quantize import round_model
 
 
 HOW = dict(
@@ -98,8 +99,7 @@ def size_of(checkpoint: Checkpoint) -> str:
 
 def main():
     args = parse_args()
-    how = dict(group_size=args.group_size, sym=args.sym, act_order=args.act_order, head=args.head)
-    quantization_config = CONFIGS[args.format](args.bits, **how)
+    quantization_config = CONFIGS[args.format](args.bits, args.group_size, args.sym, args.act_order, args.head)
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
@@ -113,7 +113,11 @@ def main():
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
-            quantize_model(model, INT4 if args.bits == 4 else INT8, **how, calibration=tokens, progress=True)
+            how = f"int{args.bits}", args.group_size, args.sym
+            if args.gptq:
+                gptq_model(model, *how, tokens, args.act_order, args.head, progress=True)
+            else:
+                round_model(model, *how, args.head, progress=True)
         made.mkdir()
         write_checkpoint(model, source, made, quantization_config)
     print(f"{args.out}: {size_of(Checkpoint(args.out))} of weights, {size_of(source)} before\n"

@@ -124,7 +124,10 @@ class CpuQuantizedLinear(nn.Module):
         if self.packed is not None:
             return int4_product(x.bfloat16(), self.packed, self.group, self.pairs)[:, :self.N]
         codes, C = self.numbers(), self.scales.shape[1]
-        rows = x.view(-1, C, self.K // C).float().unbind()  # [C, K / C] each; what is read of the codes serves all rows
+        # as_strided() has Inductor write x to memory. Otherwise what makes x, a norm for example, is fused into the
+        # loop and computed anew for each output: 960 x 576 weights in int8 then take 161 us, not 103 (2 Xeon cores).
+        rows = x.float().contiguous().as_strided(x.shape, (self.K, 1)).view(-1, C, self.K // C)
+        rows = rows.unbind()  # [C, K / C] each; what is read of the codes serves all rows
         return torch.stack([((codes * row).sum(-1) * self.scales - self.offsets * row.sum(-1)).sum(-1) for row in rows])
 
 

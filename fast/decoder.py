@@ -42,7 +42,7 @@ from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
 OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute",
-             "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "unpack_experts", "grouped_linear")
+             "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "mixture", "grouped_linear")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
 # account.

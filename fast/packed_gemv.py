@@ -47,9 +47,6 @@ from fast.layout import Packed
 SOURCE = Path(__file__).with_name("gemv.cu")
 MOST_WARPS = 16, 8, 4  # of a program, less where shared memory is small
 MOST_STAGES = 8
-# Slots of the ring that are under way at once, before the products begin and then. All of them would delay the loads
-# of x by 6 us, as these wait behind the copies (H200).
-NARROW, WIDE = 1, 2
 
 
 def check(library: ctypes.CDLL, code: int, log: str = "") -> None:
@@ -188,5 +185,5 @@ def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | N
            min(-(-tiles // sizes["TEAMS"]), properties.multi_processor_count),
            (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes,
            [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, out.shape[1], tiles,
-            eps, NARROW, WIDE])
+            eps])
     return out

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that 
 
 import gc
 import json
+import logging
 import math
 import os
 import statistics
@@ -54,15 +55,18 @@ from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint, open_draft)
 from model import Block, Config, Experts, KVCache, LayerConfig, MoE, RMSNorm, Transformer  # noqa: E402
+from policies import make_policy  # noqa: E402
 from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
                       round_model)
 from sampling import Sampling  # noqa: E402
 from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
-from speculative import SLACK, DraftModel, Speculator, make_policy  # noqa: E402
+from speculative import SLACK, DraftModel, Speculator  # noqa: E402
 from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
+
+CONVERTER = "convert_hf_to_gguf.py"
 
 
 def random_model(config: Config, device: torch.device, dtype: torch.dtype, shard: Shard | None = None,
@@ -192,19 +196,23 @@ def parse_args() -> Namespace:
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
-    add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run; with "
-        "--speculate transformers' assisted generation, if that is installed")
+    add("--against", default="", metavar="LIST", help="eager, cublas (as --no-kernels), or both, in the same run; of a "
+        "checkpoint on the CPU llama.cpp, in turns; with --speculate transformers' assisted generation")
+    add("--llama-cpp", type=Path, metavar="DIR", help="llama.cpp's source, whose converter --against llama.cpp runs")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
     add_keywords(parser, QUANTIZATION)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
     add_keywords(parser, DEVICE)
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
-    known = ["transformers"] if args.speculate else ["eager", "cublas"]
+    known = ["transformers"] if args.speculate else ["eager", "cublas", "llama.cpp"]
     if unknown := set(args.against.split(",")) - {"", *known}:
         parser.error(f"--against {','.join(sorted(unknown))}: want {' or '.join(known)}, in a list with commas")
-    if "transformers" in args.against and not find_spec("transformers"):
-        parser.error("--against transformers: it is not installed; pip install transformers")
+    for name, module, package in (("transformers",) * 3, ("llama.cpp", "llama_cpp", "llama-cpp-python")):
+        if name in args.against and not find_spec(module):
+            parser.error(f"--against {name}: it is not installed; pip install {package}")
+    if "llama.cpp" in args.against and not (args.llama_cpp and (args.llama_cpp / CONVERTER).exists()):
+        parser.error(f"--against llama.cpp: want --llama-cpp DIR, a clone of llama.cpp with its {CONVERTER}")
     for name in ("draft_tokens", "draft"):
         if getattr(args, name) and not args.speculate:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} goes with --speculate")
@@ -247,7 +255,7 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = random_model(config, device, dtype, shard, mxfp4)
     if args.quantize:
-        round_model(model, args.quantize, args.group_size, shard)
+        round_model(model, args.quantize, args.group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if args.quantize_head:
@@ -333,6 +341,44 @@ def share_of_experts(engine: Engine, steps: list[list[int]]) -> float:
     return torch.stack(chosen).mean().item()
 
 
+def llama_cpp_run(what: str, args: Namespace, device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
+    """llama.cpp with the weights of a checkpoint, converted by its own code, and our number of threads -> a run as
+    one_run()'s, which returns the seconds a step."""
+    if what in SHAPES or device.type != "cpu" or args.batch > 1 or args.context or args.temperature:
+        raise UserError("--against llama.cpp: want a checkpoint on the CPU, --batch 1, --context 0, --temperature 0")
+    import llama_cpp
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of each matrix that it rounds
+    directory = open_checkpoint(what, tokenizer=False)[0].directory
+    kind = dict(float32="f32", float16="f16", bfloat16="bf16")[str(dtype).removeprefix("torch.")]
+    with tempfile.TemporaryDirectory() as folder:
+        path, rounded = Path(folder, "model.gguf"), Path(folder, "rounded.gguf")
+        convert = sys.executable, args.llama_cpp / CONVERTER, directory, "--outfile", path, "--outtype", kind
+        done = subprocess.run(convert, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"--against llama.cpp: {CONVERTER}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+        if args.quantize:
+            params = llama_cpp.llama_model_quantize_default_params()
+            kind = dict(int8="Q8_0", int4="Q4_0")[args.quantize]
+            params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+            if llama_cpp.llama_model_quantize(bytes(path), bytes(rounded), params):
+                raise UserError(f"--against llama.cpp: it cannot round {what} to {kind}")
+            path = rounded
+        threads = torch.get_num_threads()
+        model = llama_cpp.Llama(str(path), n_ctx=args.prompt_length + args.new_tokens, n_threads=threads,
+                                n_threads_batch=threads, use_mmap=False, verbose=False)
+
+    def run() -> float:
+        prompt = torch.randint(model.n_vocab(), (args.prompt_length,)).tolist()
+        tokens = model.generate(prompt, temp=0)
+        next(tokens)
+        begun = time.perf_counter()
+        for _ in range(args.new_tokens - 1):
+            next(tokens)
+        return (time.perf_counter() - begun) / (args.new_tokens - 1)
+
+    return run
+
+
 def in_processes(what: str, args: Namespace, *more: str, env: dict | None = None) -> str:
     """What this script prints for `what`, run anew, by torchrun if there are ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
@@ -414,11 +460,21 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
     embedding = model.embed.weight.nbytes if getattr(model.head, "weight", None) is not model.embed.weight else 0
     experts = sum(weight.nbytes for layer in model.layers if layer.config.moe
                   for name, weight in layer.ffn.named_parameters() if "router" not in name)
-    runs, made = [], []
+    others = args.against.split(",") if args.against else []
+    runs, made, theirs = [], [], []
+    if "llama.cpp" in others:
+        others.remove("llama.cpp")
+        llama_cpp = llama_cpp_run(what, args, device, dtype)
+        llama_cpp()  # warms up
+    else:
+        llama_cpp = None
     for _ in range(args.runs):
         made.clear()
         runs.append(one_run(engine, args, made))
         bar.update()
+        if llama_cpp:  # in turns: a CPU that others use is faster at one time than at another
+            theirs.append(llama_cpp())
+            bar.update()
     peak = torch.cuda.max_memory_allocated(device) if cuda else None
     share = share_of_experts(engine, made) if moe else None
     fast = import_fast()
@@ -442,7 +498,10 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         matrix_tflops=peak_rate and peak_rate / 1e12, share_of_matrix=peak_rate and operations / first / peak_rate,
         weights_bytes=weights, share_of_experts=share, cache_bytes=cache, compile_cold_s=None, compile_warm_s=None,
         peak_memory_bytes=peak, against={})
-    for name in filter(None, args.against.split(",")):
+    if llama_cpp:
+        seconds = statistics.median(theirs)
+        result["against"]["llama.cpp"] = dict(tokens_per_s=1 / seconds, ratio=seconds / step)
+    for name in others:
         model = engine = None  # their memory is needed
         mode = "compile" if name == "cublas" else "eager"
         engine = ready(build(what, args, device, dtype, team), args, team, mode)

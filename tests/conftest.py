@@ -1,9 +1,12 @@
+import fcntl
 import importlib
 import io
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import BinaryIO
 
@@ -12,6 +15,8 @@ import pytest
 os.environ |= dict(
     OMP_WAIT_POLICY="passive",  # a thread that spins takes the core from what runs beside it, ten times as long
     TORCHINDUCTOR_VEC_ISA_OK="1")  # Inductor compiles four programs to find out, 7 s
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they share the cores
+    os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // int(workers)))
 import torch  # noqa: E402
 
 from cli.errors import report_errors  # noqa: E402
@@ -21,8 +26,20 @@ from tp import Shard  # noqa: E402
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 
 
+def pytest_configure(config):
+    """pytest -n gives a worker one test after the other: of several in a row the first would hold up the rest."""
+    config.option.maxschedchunk = 1
+
+
+def alone(item) -> bool:
+    """Whether no other GPU test may run beside it."""
+    return any(mark.kwargs.get("alone") for mark in item.iter_markers("gpu"))
+
+
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where there is a GPU; elsewhere they count as deselected, and a line says so."""
+    """GPU tests run where there is a GPU; elsewhere they count as deselected, and a line says so. Those that wait for
+    all others come first, so that one worker has them and no other test behind them."""
+    items.sort(key=alone, reverse=True)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
         items[:] = [item for item in items if item not in gpu]
@@ -56,29 +73,50 @@ def fresh_compiler():
 
 @pytest.fixture(scope="session", autouse=True)
 def started(request, tmp_path_factory):
-    """See helpers.beside(): one of the jobs after the other, from the first test on, as most tests use one core."""
+    """See helpers.beside(): one of the jobs after the other, from the first test on. Of pytest's workers (-n) one does
+    a job, and the others read what it gave."""
+    root, several = tmp_path_factory.getbasetemp(), hasattr(request.config, "workerinput")
+    root = root.parent if several else root
+
     @cache
-    def start(name: str):
-        return pool.submit(JOBS[name](tmp_path_factory.mktemp(name)))
+    def start(name: str) -> Callable:
+        kept, lock = root / f"{name}.pickle", open(root / f"{name}.lock", "w")
+
+        def read():
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            return pickle.loads(kept.read_bytes())
+
+        def run():
+            with lock:
+                result = job()
+                kept.write_bytes(pickle.dumps(result))
+            return result
+
+        with suppress(BlockingIOError):  # another does it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not kept.exists():
+                (root / name).mkdir()
+                job = JOBS[name](root / name)
+                return pool.submit(run).result
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        return read
 
     with ThreadPoolExecutor(1) as pool:
-        if not hasattr(request.config, "workerinput"):  # pytest -n uses all cores
-            for item in request.session.items:
-                [*map(start, JOBS.keys() & item.fixturenames)]
-        yield lambda name: start(name).result()
-        pool.shutdown(cancel_futures=True)
+        for item in request.session.items:
+            [*map(start, JOBS.keys() & item.fixturenames)]
+        yield lambda name: start(name)()
+        pool.shutdown(cancel_futures=not several)  # which another worker may want
 
 
 @pytest.fixture(autouse=True)
 def others_wait(request, tmp_path_factory):
     """pytest -n runs several tests at once. A GPU test marked gpu(alone=True) measures times: it waits for those that
     run, and the next ones wait for it."""
-    if not (marker := request.node.get_closest_marker("gpu")):
+    if not request.node.get_closest_marker("gpu"):
         yield
         return
-    import fcntl  # not on Windows
     with open(tmp_path_factory.getbasetemp().parent / "gpu-tests", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if marker.kwargs.get("alone") else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX if alone(request.node) else fcntl.LOCK_SH)
         yield  # closing the file ends the lock
 
 

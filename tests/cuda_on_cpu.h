@@ -131,8 +131,7 @@ extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned
 // -> whether the programs stayed within their shared memory
 extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned short* x, const unsigned char* codes,
                     const unsigned* scales, const long long* perm, const unsigned short* norm, const unsigned short* bias,
-                    const unsigned short* residual, unsigned short* out, int n_out, int tiles, float eps, int narrow,
-                    int wide) {
+                    const unsigned short* residual, unsigned short* out, int n_out, int tiles, float eps) {
   bool inside = true;
   for (int b = 0; b < programs; b++) {
     Program p;
@@ -149,7 +148,7 @@ extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned 
         gridDim.x = programs;
         program = &p;
         shared = memory;
-        gemv(x, codes, scales, perm, norm, bias, residual, out, n_out, tiles, eps, narrow, wide);
+        gemv(x, codes, scales, perm, norm, bias, residual, out, n_out, tiles, eps);
       });
     for (auto& thread : started) thread.join();
     inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });

@@ -25,8 +25,9 @@ from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weig
 from eagle import EagleDraft, Head, HeadConfig
 from generate import Engine, generate
 from generate import load as load_vetted
+from gptq import gptq_model
 from model import Config, LayerConfig, Rope, Transformer
-from quantize import CODES, QuantizedLinear, check_quantize, quantize_model
+from quantize import QuantizedLinear, check_quantize, round_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
 from tp import Team
@@ -289,8 +290,11 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
     """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
     source = Checkpoint(directory)
     model = load_model(source, CPU, F32)
-    tokens = torch.randint(model.config.vocab_size, (24, 32)) if act_order else None
-    quantize_model(model, CODES[f"int{bits}"], group_size, sym, act_order, head, tokens)
+    how = f"int{bits}", group_size, sym
+    if act_order:
+        gptq_model(model, *how, torch.randint(model.config.vocab_size, (24, 32)), act_order, head)
+    else:
+        round_model(model, *how, head)
     out.mkdir()
     config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
     formats.write_checkpoint(model, source, out, config)
@@ -334,21 +338,21 @@ def torchrun(*args, ranks: int = 2) -> list[str]:
     return [sys.executable, *map(str, (*command, *args))]
 
 
-def ended(command: list, seconds: float, typed: str = "", cwd: Path = ROOT,
-          **environment: str) -> subprocess.CompletedProcess:
-    """A command that is over, in any case after so many seconds, and all that it started with it."""
+def ended(command: list, typed: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """A command that is over, and all that it started with it; so is one that hangs."""
     process = subprocess.Popen([*map(str, command)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd,
                                env=ENVIRONMENT | dict(OMP_NUM_THREADS="1") | environment)
     try:
-        out, errors = process.communicate(typed, timeout=seconds)
+        out, errors = process.communicate(typed, timeout=550)
     finally:
         process.terminate()  # which torchrun passes on
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def interrupted(command: list, path="") -> tuple[int, bytes]:
-    """Exit code and stderr of a command that gets Ctrl-C once it has printed something. path: where it looks first."""
-    process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(path)))
+def interrupted(*args, path="") -> tuple[int, bytes]:
+    """Exit code and stderr of a script that gets Ctrl-C once it has printed something. path: where it looks first."""
+    process = subprocess.Popen([sys.executable, *args], stdout=PIPE, stderr=PIPE, cwd=ROOT,
+                               env=os.environ | dict(PYTHONPATH=str(path)))
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]
@@ -365,9 +369,9 @@ def beside(job: Callable):
     return pytest.fixture(scope="session", name=job.__name__)(lambda started: started(job.__name__))
 
 
-def subprocess_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Python code in a process of its own, which finds no module of this repository but those in cwd."""
-    return ended([sys.executable, "-c", code], 120, cwd=cwd, PYTHONPATH="")
+def python(*args, **more) -> subprocess.CompletedProcess:
+    """A script or code (-c) in a process of its own. With cwd and PYTHONPATH="" it finds no other module of ours."""
+    return ended([sys.executable, *args], **more)
 
 
 def one_line(result: tuple[int, str, str]) -> str:

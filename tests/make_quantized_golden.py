@@ -192,7 +192,7 @@ def observe(w: Tensor, args, **more) -> tuple[Tensor, Tensor]:
     return calculate_qparams(low, high, args, **more)
 
 
-def compressed_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, **config):
+def compressed_tensors(model: nn.Module, dtype: torch.dtype = F32, **config):
     """The package puts its parameters into the model, compresses it, and decompresses each layer."""
     from compressed_tensors.compressors import BaseCompressor, ModelCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -276,7 +276,7 @@ def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
             continue
         made = Fp8Quantize(quantizer).convert({f"{name}.weight": linear.weight.detach()})
         tensors |= made
-        weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), torch.float32)
+        weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), F32)
     return tensors, weights, json.loads(config.to_json_string())
 
 
@@ -293,7 +293,7 @@ def mxfp4(model: nn.Module):
             blocks = torch.randint(256, (X, N, K // 32, 16), dtype=torch.uint8)
             scales = torch.randint(120, 126, (X, N, K // 32), dtype=torch.uint8)
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=F32)
     return tensors, weights, dict(quant_method="mxfp4", modules_to_not_convert=[
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"])
 

@@ -2,11 +2,12 @@
 import json
 import sys
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from helpers import ROOT, absent, ended, error, one_line, tiny, tiny_head
+from helpers import ROOT, absent, error, one_line, python, tiny, tiny_head
 from model import Config, LayerConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -30,7 +31,7 @@ def benchmark(call, monkeypatch):
 def test_quantized_weights_are_what_is_counted():
     """As a process of its own."""
     options = "--device cpu --no-compile --quantize int8 --runs 1 --new-tokens 3".split()
-    done = ended([sys.executable, "scripts/benchmark.py", "checkpoints/tiny", *options], 120)
+    done = python("scripts/benchmark.py", "checkpoints/tiny", *options)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert line["quantize"] == "int8" and 3967744 < line["weights_bytes"] < 2 * 3967744
@@ -46,6 +47,36 @@ def test_a_line_says_what_was_measured(benchmark):
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["read_gb_per_s"] is line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
+
+
+@pytest.mark.parametrize("options, kind, error", [
+    ("", None, ""), ("--quantize int8", "Q8_0", ""), ("--quantize int4", "Q4_0", ""), ("", None, "no converter"),
+    ("--temperature 1", None, "--temperature 0")])
+def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, kind, error):
+    """A stand-in for its module, and one for its converter: both write down what they are given."""
+    monkeypatch.chdir(ROOT)
+    fails = f"sys.exit({error!r})" if error == "no converter" else "open(sys.argv[3], 'w').write(' '.join(sys.argv))"
+    (tmp_path / "convert_hf_to_gguf.py").write_text(f"import sys\n{fails}")
+    module = MagicMock()
+    module.llama_model_quantize.return_value = 0
+    module.Llama.return_value.n_vocab.return_value = 2048
+    module.Llama.return_value.generate.side_effect = lambda prompt, temp: iter(range(6))
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setitem(main.__globals__, "find_spec", lambda name: name)
+    line = "checkpoints/tiny --device cpu --no-compile --runs 3 --new-tokens 6 --against llama.cpp --temperature 0"
+    code, out, err = call("benchmark.py", main, *line.split(), "--llama-cpp", tmp_path, *options.split())
+    if error:
+        assert code == 2 and error in err.splitlines()[-1]
+        return
+    found = json.loads(out)
+    theirs = found["against"]["llama.cpp"]
+    assert theirs["ratio"] == pytest.approx(found["tokens_per_s"] / theirs["tokens_per_s"])
+    assert module.Llama.return_value.generate.call_count == 1 + 3  # one warms up
+    [path], settings = module.Llama.call_args
+    assert settings["n_threads"] == torch.get_num_threads() and (path.endswith("rounded.gguf")) is bool(kind)
+    if kind:
+        ftype = module.llama_model_quantize.call_args[0][2].ftype
+        assert ftype is getattr(module, f"LLAMA_FTYPE_MOSTLY_{kind}")
 
 
 def test_of_experts_those_that_were_chosen_are_counted(call, monkeypatch):
@@ -82,6 +113,7 @@ def test_random_mxfp4_experts_are_as_large_as_published_ones():
     ("smollm2-135m --draft-tokens 6", "--draft-tokens 6 --speculate"),
     ("smollm2-135m --draft eagle", "--draft eagle --speculate"),
     ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
+    ("checkpoints/tiny --against llama.cpp", "llama.cpp pip install llama-cpp-python"),
     ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
     ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
     ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),

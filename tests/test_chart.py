@@ -1,12 +1,11 @@
 """The charts are true: the committed lines draw the committed files, and say what BENCHMARKS.md says."""
 import json
 import re
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
-from helpers import ROOT, ended
+from helpers import ROOT, python
 from scripts import chart
 
 RESULTS = ROOT / "assets" / "results.jsonl"
@@ -64,7 +63,7 @@ def test_other_engines_figures_stand_in_their_section_beside_their_names(line):
 
 
 def test_the_committed_lines_draw_the_committed_charts(tmp_path):
-    done = ended([sys.executable, "scripts/chart.py", RESULTS, "--out", tmp_path], 60)
+    done = python("scripts/chart.py", RESULTS, "--out", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     drawn, committed = ({path.name: path.read_bytes() for path in folder.glob("*.svg")}
                         for folder in (tmp_path, RESULTS.parent))

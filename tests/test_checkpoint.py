@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from safetensors import safe_open
 
 from checkpoint import UserError, config_from_hf, hf_weights
 from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
-from helpers import LLAMA, ROOT, absent, ended, open_tokenizer, put, refusal, with_json, with_model
+from helpers import LLAMA, ROOT, absent, open_tokenizer, put, python, refusal, with_json, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 
@@ -121,7 +120,7 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
                "before = status('VmRSS')\n"
                "model = load_model(checkpoint, torch.device('cpu'), torch.float32)\n"
                "print(status('VmHWM') - before)")
-    grown = int(ended([sys.executable, "-c", program], 60).stdout) / 1024
+    grown = int(python("-c", program).stdout) / 1024
     shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
     assert sum(shards) < grown < sum(shards) + max(shards) + 25
 
@@ -362,7 +361,7 @@ def download(home: Path, hub: ThreadingHTTPServer, *names: str) -> dict[str, tup
     environment = {key: "" for key in os.environ if key.upper().startswith(("HF_", "HUGGING"))}
     environment |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(home), NO_PROXY="127.0.0.1",
                         HF_HUB_DISABLE_XET="1", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'scripts'}")
-    done = ended([sys.executable, "-c", ONE_BY_ONE, *names], 60, cwd=home, **environment)
+    done = python("-c", ONE_BY_ONE, *names, cwd=home, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

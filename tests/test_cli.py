@@ -25,7 +25,7 @@ import quantize
 from checkpoint import Checkpoint, Tokenizer
 from cli.options import Parser
 from cli.output import format_report, progress, show, speculation
-from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, tiny,
+from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python, tiny,
                      with_template)
 from scripts import train_tiny
 
@@ -51,7 +51,7 @@ def result_of(cli):
 
 def test_no_arguments_tell_a_story_that_ends():
     """As a process of its own: the story on stdout, all else on stderr."""
-    done = ended([sys.executable, ROOT / "generate.py", "--seed", "1"], 60, cwd="/")
+    done = python(ROOT / "generate.py", "--seed", "1", cwd="/")
     assert done.returncode == 0
     assert done.stdout.startswith("Once upon a time") and done.stdout.endswith("\n") and len(done.stdout) > 200
     assert "decode tokens/s" in done.stderr and len(done.stderr.strip().splitlines()) == 2
@@ -192,21 +192,20 @@ def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     ("| head -c 10; exit ${PIPESTATUS[0]}", 141, "Once upon ", "")])
 def test_streams_may_be_closed_full_or_read_in_part(redirected, code, out, said):
     command = f"{sys.executable} {ROOT}/generate.py --max-new-tokens 99 --stop zzz {redirected}"
-    done = ended(["bash", "-c", command], 60)
+    done = ended(["bash", "-c", command])
     assert (done.returncode, done.stdout[:10]) == (code, out)
     assert said in done.stderr and "Error" not in done.stderr and (code == 0 or done.stderr == said)
 
 
 def test_ctrl_c_is_quiet():
-    command = [sys.executable, ROOT / "generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz"]
-    assert interrupted(command) == (130, b"")
+    assert interrupted("generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz") == (130, b"")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "scripts.tune"])
 def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     """A module that sleeps stands for it."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    assert interrupted([sys.executable, ROOT / f"{name.replace('.', '/')}.py"], tmp_path) == (-signal.SIGINT, b"")
+    assert interrupted(f"{name.replace('.', '/')}.py", path=tmp_path) == (-signal.SIGINT, b"")
 
 
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):

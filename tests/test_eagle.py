@@ -1,7 +1,6 @@
 """EAGLE-3 heads: their logits are those of others, and a drafted token depends on the text alone."""
 import re
 import shutil
-import sys
 from collections import Counter
 
 import pytest
@@ -14,11 +13,12 @@ import guard
 from checkpoint import Checkpoint
 from eagle import Head, HeadCheckpoint, find_places
 from generate import load
-from helpers import (CPU, F32, ROOT, absent, change_tensors, ended, error, make, one_line, random_head, random_model,
+from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
                      refusal, rewrite, run, speculator)
 from model import Transformer
+from policies import Fixed
 from sampling import Sampling
-from speculative import Fixed, Speculator
+from speculative import Speculator
 
 HEADS = ROOT / "tests" / "eagle"
 PLAIN = Sampling(temperature=1.0)
@@ -137,7 +137,7 @@ def test_a_draft_goes_by_the_text_alone(policy, texts, samples):
 def test_so_it_does_behind_a_prompt_that_is_read_in_pieces(monkeypatch):
     """Of the target 16 tokens at a time, of the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
-    monkeypatch.setattr("eagle.READ_TOKENS", 32)
+    monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
     made = watched(random_model(1), "3", 2)
     run(made, LONG, 20)
     assert made.checked[3] > 10
@@ -147,7 +147,7 @@ def test_so_it_does_behind_a_prompt_that_is_read_in_pieces(monkeypatch):
 def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
     """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind a part of the text,
     which only a row alone can have."""
-    monkeypatch.setattr("eagle.READ_TOKENS", 32)
+    monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
     made = watched(random_model(1), "auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5, 70) for k in [0] * pause + [4, 2]]
     made.policy = Fixed(0)
@@ -201,7 +201,7 @@ def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, target, tmp_
     said = one_line(call("generate.py", generate.main, "--draft", directory))
     assert "pickle" in said
     command = re.search('python -c "(.*)"$', said.strip())[1]
-    assert ended([sys.executable, "-c", command], 60, cwd=directory).returncode == 0
+    assert python("-c", command, cwd=directory).returncode == 0
     assert load_file(directory / "model.safetensors").keys() == held.keys()
     assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", directory))
 

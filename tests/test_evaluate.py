@@ -1,7 +1,6 @@
 """scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs it."""
 import json
 import math
-import sys
 import unicodedata
 from argparse import Namespace
 from pathlib import Path
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, ended, one_line, open_tokenizer, put, subprocess_python
+from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, one_line, open_tokenizer, put, python
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -159,8 +158,8 @@ def measured(call, monkeypatch):
 def test_the_json_line_says_what_was_measured(tmp_path, measured):
     text = tmp_path / "story.txt"
     text.write_bytes(STORY.encode())
-    done = ended([sys.executable, "scripts/evaluate.py", "--checkpoint", TINY, "--text", text, "--context", 16,
-                  "--stride", 5, "--device", "cpu"], 120)
+    done = python("scripts/evaluate.py", "--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5,
+                  "--device", "cpu")
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     ids = open_tokenizer(TINY).encode_text(STORY)
@@ -228,7 +227,7 @@ sys.argv = ["evaluate.py", "--checkpoint", {str(TINY)!r}, "--text", {str(TEXT)!r
             "--compare", {str(TINY) + ":int8"!r}, "--device", "cpu"]
 evaluate.run(evaluate.main)
 """
-    done = subprocess_python(program, ROOT)
+    done = python("-c", program)
     assert done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr, done.stderr
 
 

@@ -97,5 +97,7 @@ def test_experts_and_their_twin(device, case):
         out = fused.decode(x, norm, 1e-5, residual)
         assert error(out, ref) < 6e-3
         assert not fused.semaphores.any()
+        whole = residual + fused(nn.functional.rms_norm(x, norm.shape, norm, 1e-5)[None])[0]
+        assert error(whole, ref) < 8e-3
         alone = torch.cat([fused.decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]) for i in range(min(rows, 3))])
         assert error(alone, ref[:3]) < 6e-3

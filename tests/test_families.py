@@ -11,10 +11,11 @@ import guard
 from checkpoint import Checkpoint, config_from_hf, count_parameters, load_model
 from cli.options import generate_args
 from generate import LLM, Engine
+from gptq import calibrate, gptq_model
 from helpers import (CPU, F32, FAMILIES, GOLDEN, error, load_checkpoint, make, one_line, quantized_layers, run,
                      with_template, write)
 from model import Experts
-from quantize import INT4, calibrate, find_linears, main, quantize_model, replace_layers, split_experts
+from quantize import find_linears, main, replace_layers, round_model, split_experts
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -194,9 +195,9 @@ def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(tmp_p
     exact.layers[0].ffn.router.register_forward_hook(lambda _, inputs, logits: chosen.append(logits.topk(2)[1]))
     exact(tokens, torch.arange(32)[None])
     seen = chosen[0].flatten().bincount(minlength=3)
-    monkeypatch.setattr("quantize.FEWEST", seen.max().item())
-    for model, calibration in zip(models, (tokens, None)):
-        quantize_model(model, INT4, 32, False, calibration=calibration)
+    monkeypatch.setattr("gptq.FEWEST", seen.max().item())
+    gptq_model(models[0], "int4", 32, False, tokens)
+    round_model(models[1], "int4", 32, False)
     few = [x for x in range(3) if seen[x] < seen.max()]
     told = f"rounded: {2 * len(few)} matrices of experts that saw fewer than {seen.max()} tokens"
     assert told in capsys.readouterr().err and few

@@ -174,14 +174,11 @@ def test_scales_keep_their_files_precision(tmp_path):
     assert (theirs.dtype, ours.dtype) == (torch.bfloat16, torch.float16) and ours.float().equal(theirs.float())
 
 
-def test_e4m3_is_read_by_bits():
+def test_e4m3_e2m1_and_e8m0_are_read_by_bits():
+    """All 16 numbers of OCP's table; 2 ** -127 is no normal number."""
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes.view(torch.float8_e4m3fn).float()
     assert from_e4m3(codes)[numbers == numbers].equal(numbers[numbers == numbers])
-
-
-def test_e2m1_and_e8m0_are_read_by_bits():
-    """All 16 numbers of OCP's table; 2 ** -127 is no normal number."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     assert from_e2m1(torch.arange(16, dtype=torch.uint8)).equal(torch.cat([numbers, -numbers]))
     scales = torch.arange(255, dtype=torch.uint8)

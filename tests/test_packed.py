@@ -4,7 +4,6 @@ All are compared with float64's products of weights that exact_weights() makes o
 import ctypes
 import shutil
 import subprocess
-import sys
 from argparse import Namespace
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from fast.layout import (KINDS, Packed, from_mma_order, group_inputs, pack, pack
                          unpack_scales, untile)
 from fast.packed_gemv import macros_for, sizes_for
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
-from helpers import DEVICES, ROOT, ended, error, exact_linear
+from helpers import DEVICES, ROOT, error, exact_linear, python
 from quantize import CODES, Codes, QuantizedLinear, say_once
 from quantize import pack as pack_codes
 
@@ -279,7 +278,7 @@ def gemv_on_cpu(directory, x: Tensor, packed: Packed, *more: Tensor | None) -> T
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
     run = ctypes.CDLL(directory / "gemv.so").run
-    assert run(2, threads, shared_bytes, *pointers, out.shape[1], len(packed.qweight), ctypes.c_float(1e-5), 1, 2)
+    assert run(2, threads, shared_bytes, *pointers, out.shape[1], len(packed.qweight), ctypes.c_float(1e-5))
     return out
 
 
@@ -402,14 +401,14 @@ def test_the_int4_kernel_is_three_files(device, tmp_path):
     for name in ("layout.py", "packed_gemv.py", "gemv.cu"):
         shutil.copy(ROOT / "fast" / name, tmp_path / "fast")
     (tmp_path / "try.py").write_text(COPIED)
-    done = ended([sys.executable, "try.py", device], 300, cwd=tmp_path, PYTHONPATH="")
+    done = python("try.py", device, cwd=tmp_path, PYTHONPATH="")
     loaded = "fast fast.layout" if device == "cpu" else "fast fast.layout fast.packed_gemv"
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
 
 
 def test_the_layout_alone_loads_no_kernel():
     program = "import sys, fast.layout; print(*sorted(name for name in sys.modules if name.startswith('fast')))"
-    done = ended([sys.executable, "-c", program], 60)
+    done = python("-c", program)
     assert done.stdout.split() == ["fast", "fast.layout"], done.stderr
 
 

@@ -19,10 +19,11 @@ import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
+from gptq import gptq, gptq_model
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
                      put, quantized_layers, refusal, tiny, write)
 from model import Transformer
-from quantize import CODES, INT4, INT8, QuantizedLinear, gptq, quantize_model, round_to_nearest
+from quantize import CODES, INT4, INT8, QuantizedLinear, round_to_nearest
 from tp import Shard
 
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj." for part in "qkv")
@@ -128,8 +129,8 @@ def test_scales_are_chosen_by_what_each_weights_error_costs():
     assert (by_cost <= alike).all() and by_cost.sum() < 0.9 * alike.sum()
 
 
-def correlated(K: int, rank: int = 24) -> Tensor:
-    x = torch.randn(500, rank) @ torch.randn(rank, K) + 0.3 * torch.randn(500, K)
+def correlated(K: int):
+    x = torch.randn(500, 24) @ torch.randn(24, K) + 0.3 * torch.randn(500, K)
     return x * (1 + 3 * torch.rand(K))
 
 
@@ -211,13 +212,11 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
     from the inputs in the model before."""
     model, seen = tiny(), []
-    monkeypatch.setattr(quantize, "CHUNK", 64)  # several chunks
-    plain = quantize.gptq
-    monkeypatch.setattr(quantize, "gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or
-                        plain(w, hessian, *how))
+    monkeypatch.setattr("gptq.CHUNK", 64)  # several chunks
+    monkeypatch.setattr("gptq.gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or gptq(w, hessian, *how))
     tokens = torch.randint(2048, (5, 32))
 
-    def inputs(modules) -> list[Tensor]:
+    def inputs(modules):
         found = []
         for module in modules:
             module.register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, 1)))
@@ -226,7 +225,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 
     model.setup(32)
     before = inputs(map(model.get_submodule, quantize.find_linears(model, head=False)))
-    quantize_model(model, INT4, 128, False, act_order=True, calibration=tokens)
+    gptq_model(model, "int4", 128, False, tokens, True)
     after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
     for (hessian, drift), y, x in zip(seen, before, after):

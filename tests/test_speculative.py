@@ -1,7 +1,7 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from generate import LLM, Engine
 from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
                      random_head, random_model, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
 from model import Transformer
+from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
-from speculative import DRAFT_LENGTHS, Auto, Bass, DraftModel, Fixed, Heuristic, Speculator, accept, lookup
+from speculative import DraftModel, Speculator, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6, top_p=0.95, min_p=0.08)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -107,21 +108,32 @@ def same_greedy(prompts: list[list[int]], rows: list[list[int]]) -> None:
     same_but_for_ties(model, prompts, expected, rows, 1e-4)
 
 
-@pytest.mark.parametrize("name, policy, mode", [
-    *(("tiny-draft", n, "eager") for n in ("1", "4", "7", "auto", "hf", "bass")),
-    *(("prompt-lookup", n, "eager") for n in ("4", "auto", "bass")), ("tiny-draft", "2", "fast"),
-    *(("tiny-eagle", n, "eager") for n in ("4", "auto", "bass")), ("tiny-eagle", "2", "fast")])
-def test_greedy_speculation_is_greedy_decoding(prompts, name, policy, mode):
+def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
     """Up to the last token of the context; compiled, no graph more than those made up front, with any sampling."""
-    made = speculator(tiny(), 40 + 60, draft_of(name), policy, mode=mode)
     made.target.warm_up(1, made)
     graphs, counts = counters["stats"]["unique_graphs"], made.counts
     assert not any(counts.values())  # what compilation ran is no result
     [row] = run(made, prompts[:1], 60)
     same_greedy(prompts[:1], [row])
-    assert policy == "auto" or 0 < counts["accepted"] < counts["drafted"]
+    assert made.policy_name == "auto" or 0 < counts["accepted"] < counts["drafted"]
     made.set_sampling(CUT)
     assert len(row) == len(run(made, prompts[:1], 60)[0]) and counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("name, policy", [
+    *product(["tiny-draft"], ["1", "4", "7", "auto", "hf", "bass"]), *product(["prompt-lookup"], ["4", "auto", "bass"]),
+    *product(["tiny-eagle"], ["4", "auto", "bass"])])
+def test_greedy_speculation_is_greedy_decoding(prompts, name, policy):
+    check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of(name), policy))
+
+
+def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
+    """A head, then a model that drafts for the same target, which is compiled once."""
+    made = speculator(tiny(), 40 + 60, draft_of("tiny-eagle"), "2", mode="fast")
+    check_greedy(prompts, made)
+    made.set_sampling(GREEDY)
+    draft = Engine(draft_of("tiny-draft"), made.target.max_seq_len, 1, GREEDY, "fast")
+    check_greedy(prompts, Speculator(made.target, DraftModel(draft, made.target.model.config.vocab_size), "2"))
 
 
 @pytest.mark.parametrize("name, new_tokens", [("itself", 40), ("smaller", 24), ("prompt-lookup", 24), ("llama2", 24)])
@@ -282,7 +294,7 @@ def test_heuristic_and_bass(policy, kept, expected, limit):
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
-def simulate(matches: Callable, times: dict[int, float] = TIMES) -> tuple[int, float, int]:
+def simulate(matches: Callable, times=TIMES):
     """2,000 tokens of a draft whose tokens match or do not -> the last k, how long they took, by `times`, and the last
     token that followed drafted ones."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0

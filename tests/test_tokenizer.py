@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Checkpoint, Tokenizer
 from guard import template_process
-from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, ended, open_tokenizer, put, refusal, rewrite,
+from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, refusal, rewrite,
                      with_json, with_model)
 
 SETTINGS = "tokenizer_config.json"
@@ -471,7 +470,7 @@ def test_a_limit_of_cpu_time_that_is_set_already_stays():
                "print(guard.render('hi', {}))\n"
                "pid = guard.template_process(guard.os.getpid()).pid\n"
                "print(open(f'/proc/{pid}/limits').read())")
-    done = ended([sys.executable, "-c", program], 60)
+    done = python("-c", program)
     assert done.stdout.startswith("hi\n") and re.search(r"Max cpu time +3 +60 ", done.stdout), done
 
 

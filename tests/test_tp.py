@@ -2,6 +2,7 @@
 Tensor parallelism: two ranks give what one gives. torchrun starts a pair once for many cases (tp_worker.py), and once
 for each thing that the command is to do.
 """
+import fcntl
 import json
 import os
 import shutil
@@ -24,8 +25,8 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, refusal,
-                     same_but_for_ties, told, torchrun, write)
+from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, python,
+                     refusal, same_but_for_ties, told, torchrun, write)
 from model import Config
 from test_formats import unfold
 from tp import Shard, Team, cut, draft_splitter, join
@@ -94,13 +95,13 @@ GPU_CASES["capacity"] = "capacity", {}
 ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
-def run_ranks(directory: Path, kind: str, cases: dict, seconds: float = 120, ranks: int = 2) -> list[dict]:
+def run_ranks(directory: Path, kind: str, cases: dict, ranks: int = 2) -> list[dict]:
     """What each rank gave for each case."""
     directory.mkdir(exist_ok=True)
     (directory / "cases.json").write_text(json.dumps(cases))
     worker = ROOT / "tests" / "tp_worker.py"
     command = torchrun(worker, kind, directory / "cases.json", directory / "out", ranks=ranks)
-    done = ended(command, seconds, PYTHONPATH=str(ROOT))
+    done = ended(command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     return results(directory, ranks)
 
@@ -327,7 +328,7 @@ def commands(directory: Path) -> Callable:
         text=torchrun(program, *TEXT, ranks=1), json=torchrun(program, *SPECULATED), chat=torchrun(program, *CHAT),
         mistake=torchrun(program, "--checkpoint", "no/such/dir", "--prompt", "One day"),
         unreadable=torchrun(wrapper, *TEXT))
-    return lambda: {name: ended([*command, "--device", "cpu"], 60, TYPED) for name, command in started.items()}
+    return lambda: {name: ended([*command, "--device", "cpu"], TYPED) for name, command in started.items()}
 
 
 @pytest.fixture
@@ -381,8 +382,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
     program = "from cli.ranks import run; run(lambda: {}['a bug'])"
-    done = ended([sys.executable, "-c", program], 60, PYTHONPATH=str(ROOT), WORLD_SIZE="2", RANK="1",
-                 TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    done = python("-c", program, WORLD_SIZE="2", RANK="1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "KeyError: 'a bug'"
 
@@ -466,7 +466,6 @@ def test_the_terminals_ctrl_c_ends_all_ranks(endless):
 def on_gpus(tmp_path_factory) -> Callable:
     """Of a case of GPU_CASES its arguments and what each rank gave: two ranks for PAIRED, else all GPUs of the host. Of
     pytest's workers (-n) the first starts the ranks: with a pair from each they took longer than all other tests."""
-    import fcntl  # not on Windows
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     directory = tmp_path_factory.getbasetemp().parent / f"ranks-{run}"
     cases, groups = placed(GPU_CASES, directory), {"pair": 2, "all": torch.cuda.device_count()}
@@ -479,7 +478,7 @@ def on_gpus(tmp_path_factory) -> Callable:
             write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])  # a rank has parts of its groups
             for group, ranks in groups.items():
                 chosen = {name: case for name, case in cases.items() if (name in PAIRED) == (group == "pair")}
-                run_ranks(directory / group, "cuda", chosen, 550, ranks)
+                run_ranks(directory / group, "cuda", chosen, ranks)
     given = {group: results(directory / group, ranks) for group, ranks in groups.items()}
     return lambda name: (cases[name][1], of_each(given["pair" if name in PAIRED else "all"], name))
 

@@ -1,0 +1,247 @@
+"""
+GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that are chosen column by column, for the inputs that a calibration
+text gives. The columns that are not quantized yet make up for each error.
+
+    python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
+
+Shapes: as in quantize.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import UserError
+from model import Transformer, gated, visible
+from quantize import (
+    CODES,
+    Codes,
+    QuantizedLinear,
+    encode,
+    find_scales,
+    group_of,
+    pack,
+    progress_bar,
+    rounded,
+    say_once,
+    separate_matrices,
+)
+
+# Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
+BLOCK = 128
+CHUNK = 8192  # calibration tokens at a time
+FEWEST = 128  # tokens that an expert must have seen; another one is rounded
+
+
+# A matrix
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
+
+    L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L, reversed again. So no
+    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
+    damping = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30)
+    failed = True
+    while failed:
+        hessian.diagonal().add_(damping)
+        L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+        damping *= 10
+        if failed:
+            say_once("GPTQ: a Hessian is not positive definite; damped ten times more until it is")
+    eye = torch.eye(len(L), device=L.device)
+    return torch.linalg.solve_triangular(L, eye, upper=False).flip(0, 1)
+
+
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    codes: Codes,
+    group_size: int,
+    sym: bool,
+    act_order: bool,
+    drift: Tensor | None = None,
+):
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
+    fp16, zeros [N, C] or None, g_idx [K] or None, loss.
+
+    drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The weights are first moved
+    so that their outputs for X come nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
+
+    A group's scales are found when the group begins: from weights that make up for the errors so far, and with what an
+    error costs once the columns after it make up for it. Act-order takes the columns by falling diagonal of the
+    Hessian; g_idx then names each input's group. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
+    K = w.shape[1]
+    G = group_of(K, group_size)
+    if not hessian.isfinite().all():
+        raise UserError("the calibration text's activations overflow; `dtype`=float32 holds more")
+    perm = torch.arange(K, device=w.device)
+    if act_order:
+        perm = hessian.diagonal().argsort(descending=True, stable=True)
+    w, hessian = w.float()[:, perm], hessian.float()[perm][:, perm]
+    U = inverse_factor(hessian)
+    if drift is not None:
+        w = w + w @ drift.float()[perm][:, perm] @ U.T @ U
+    diagonal = U.diagonal()
+    # [K, N], so that a column is contiguous; column by column it turns into the errors.
+    rest = w.T.contiguous()
+    found, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
+    for begin in range(0, K, G):
+        group = slice(begin, begin + G)
+        scale, zero = find_scales(rest[group].T, codes, sym, costs=diagonal[group] ** -2)  # [N, 1]
+        scale, zero = scale.squeeze(1), zero.squeeze(1)
+        scales.append(scale)
+        zeros.append(zero)
+        for start in range(begin, begin + G, BLOCK):
+            end = min(start + BLOCK, begin + G)
+            for k in range(start, end):
+                code = encode(rest[k], scale, zero, codes)
+                found[k] = code
+                error = (rest[k] - (code - zero) * scale) / diagonal[k]
+                rest[k + 1 : end].addr_(U[k, k + 1 : end], error, alpha=-1)
+                rest[k] = error
+            rest[end:].addmm_(U[start:end, end:].T, rest[start:end], alpha=-1)
+    # As W - Q is errors^T U.
+    loss = rest.square().sum() / ((w @ hessian) * w).sum().clamp(min=1e-30)
+    zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
+    back = perm.argsort()
+    g_idx = back // G if act_order else None
+    return found[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
+
+
+# A model
+
+
+@torch.no_grad()
+def gptq_model(
+    model: Transformer,
+    quantize: str,
+    group_size: int,
+    sym: bool,
+    tokens: Tensor,
+    act_order: bool = False,
+    head: bool = False,
+    progress: bool = False,
+):
+    """As quantize.round_model(), but by GPTQ, with calibration tokens [S, T]."""
+    codes, few = CODES[quantize], 0
+    with (
+        separate_matrices(model, group_size, head) as names,
+        progress_bar(calibrate(model, tokens, head), names, progress) as bar,
+    ):
+        for name, hessian, drift in bar:
+            linear = model.get_submodule(name)
+            if hessian is None:
+                few += 1
+                model.set_submodule(name, rounded(linear, codes, group_size, sym))
+                continue
+            found, scales, zeros, g_idx, loss = gptq(
+                linear.weight, hessian, codes, group_size, sym, act_order, drift
+            )
+            qweight = pack(found, codes.bits)
+            layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
+            model.set_submodule(name, layer)
+            bar.set_postfix({name: f"{loss:.1e}"})
+    if few:
+        say_once(f"rounded: {few} matrices of experts that saw fewer than {FEWEST} tokens")
+
+
+def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]:
+    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
+    asks for the next.
+
+    hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
+    in the original model. Both are None for an expert that few tokens reach."""
+    T = tokens.shape[1]
+    model.setup(T)
+    # [S, T, D]: the hidden states so far of the quantized model, and of the original; then their chunks.
+    states, original = (model.embed(tokens) * model.embedding_scale for _ in range(2))
+    chunks, exact = (of.split(max(1, CHUNK // T)) for of in (states, original))
+
+    def add(outputs: Iterable[Tensor], post_norm: nn.Module):
+        for x, y in zip((*chunks, *exact), outputs):
+            x.add_(post_norm(y), alpha=model.config.residual_scale)
+
+    positions = torch.arange(T, device=tokens.device)[None]
+    turns = {table.rope: table(positions, 1) for table in model.ropes}
+    for i, layer in enumerate(model.layers):
+        name = f"layers.{i}"
+        mask = visible(model.slots[:T], positions, layer.config.window)
+        where = positions, *turns[layer.config.rope], mask, model.rows
+
+        def attend(qkv: Tensor):
+            return layer.attn.attend(qkv, *where)
+
+        names = f"{name}.attn.wqkv", f"{name}.attn.wo"
+        outputs = yield from calibrate_pair(model, names, attend, layer.attn_norm, chunks, exact)
+        add(outputs, layer.attn_post_norm)
+        if layer.config.moe:
+            total = yield from calibrate_experts(
+                model, f"{name}.ffn", layer.ffn_norm, states, original
+            )
+            outputs = [layer.ffn(layer.ffn_norm(x)) for x in chunks] + [*total.split(len(exact[0]))]
+        else:
+            names = f"{name}.ffn.w_gate_up", f"{name}.ffn.w_down"
+            act = partial(gated, activation=layer.ffn.activation)
+            outputs = yield from calibrate_pair(model, names, act, layer.ffn_norm, chunks, exact)
+        add(outputs, layer.ffn_post_norm)
+    if head:
+        yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
+
+
+def calibrate_pair(
+    model: Transformer,
+    names: tuple[str, str],
+    between: Callable,
+    norm: nn.Module,
+    states: Sequence[Tensor],
+    original: Sequence[Tensor],
+    fewest: int = 0,
+):
+    """Two matrices, one behind the other, and the function between them. Returns what they give for the normed states
+    and, with the original matrices, for the original states."""
+    first, second = names
+    known = sum(x.shape[:-1].numel() for x in original) >= fewest
+    layer = model.get_submodule  # the caller puts quantized ones into the model
+    wanted = [between(layer(first)(norm(x))) for x in original]
+    outputs = [layer(second)(x) for x in wanted]
+
+    def found(inputs: Iterable[Tensor], exact: Iterable[Tensor]):
+        return correlations(inputs, exact) if known else (None, None)
+
+    yield first, *found(map(norm, states), map(norm, original))
+    inputs = [between(layer(first)(norm(x))) for x in states]
+    yield second, *found(inputs, wanted)
+    return [layer(second)(x) for x in inputs] + outputs
+
+
+def calibrate_experts(
+    model: Transformer, name: str, norm: nn.Module, states: Tensor, original: Tensor
+):
+    """The pairs of a mixture of experts, each for the rows that the original routes there. Returns what the original
+    gives for its states [S, T, D]."""
+    moe = model.get_submodule(name)
+    act = partial(gated, activation=moe.activation, clamp=moe.moe.clamp)
+    rows, exact = states.flatten(0, 1), original.flatten(0, 1)
+    weights, experts = moe.route(norm(exact))
+    total = torch.zeros_like(exact)
+    for x in range(moe.moe.n_expert):
+        own = (experts == x).any(1).nonzero()[:, 0]
+        names = f"{name}.w_gate_up.{x}", f"{name}.w_down.{x}"
+        _, output = yield from calibrate_pair(
+            model, names, act, norm, [rows[own]], [exact[own]], FEWEST
+        )
+        total[own] += (weights * (experts == x)).sum(1, keepdim=True)[own] * output
+    return total.view_as(original)
+
+
+def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
+    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
+    hessian = drift = 0
+    for x, y in zip(chunks, exact):
+        x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
+        hessian = hessian + x.T @ x
+        drift = drift + (y - x).T @ x
+    return hessian, drift

@@ -1,0 +1,113 @@
+"""
+How many tokens to draft: the policies that choose k from step to step.
+
+policy.k is what the next step may draft. The Speculator takes the largest k that it has a step for, and calls update().
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
+import numpy
+
+DRAFT_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # the values of k that a policy may use
+COMPILED_LENGTHS = 0, 1, 2, 4, 8  # where each costs seconds of compiling
+TIMED_LENGTHS = 0, 2, 8  # where each costs as much as decoding; the others' times lie between
+
+
+@dataclass
+class Fixed:
+    """How many tokens to draft: always k. The other policies change k from step to step."""
+
+    k: int = 0
+
+    def update(self, accepted: list[int], k: int, seconds: float):
+        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not ended."""
+
+
+@dataclass
+class Heuristic(Fixed):
+    """That of transformers' assisted generation: 5 at first, 2 more when all match, else 1 less.
+
+    Of a batch the row that accepted most counts."""
+
+    k: int = 5
+
+    def update(self, accepted, k, seconds):
+        self.k = self.k + 2 if max(accepted) == k else max(1, self.k - 1)
+
+
+@dataclass
+class Bass(Fixed):
+    """arXiv 2404.15778, algorithm 1."""
+
+    k: int = 7
+    decreased: int = 0
+
+    def update(self, accepted, k, seconds):
+        if max(accepted) == k:
+            self.k, self.decreased = min(self.k + 2, DRAFT_LENGTHS[-1]), 0
+        else:
+            shorter = self.k - ceil(self.k / 10) - self.decreased
+            self.k, self.decreased = max(1, shorter, *accepted), 1
+
+
+class Auto(Fixed):
+    """The k that promises the most tokens a second.
+
+    It estimates how often a token is accepted and how long a step of each k takes. It stops where drafting is slower
+    than not drafting. It retries while the time lost in retries stays a small share of all time."""
+
+    LOSS = 0.02  # that share
+    MEMORY = 0.95  # how much of a step's counts remains after the next step
+
+    def __init__(self, seconds: dict[int, float]):
+        self.seconds = dict(seconds)  # of a step of each k, as the rows are now
+        self.lost = self.elapsed = 0.0
+        self.be_optimistic()
+
+    def be_optimistic(self):
+        self.accepted, self.tried = 1.6, 2.0
+        self.choose()
+
+    def choose(self):
+        rate = min(0.999, self.accepted / self.tried)
+        # 1 + rate + rate ** 2 + ...
+        tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}
+        self.k = max(tokens, key=lambda k: tokens[k] / self.seconds[k])
+
+    def update(self, accepted, k, seconds):
+        usual = self.seconds[k]
+        # A hiccup moves it little.
+        self.seconds[k] += 0.1 * (min(max(seconds, usual / 2), 2 * usual) - usual)
+        # What the draft had to catch up on counts, a wait for the reader does not.
+        spent = min(seconds, 10 * usual)
+        self.elapsed += spent
+        if k:  # without drafts nothing is learnt about the draft
+            self.accepted = self.MEMORY * self.accepted + sum(accepted)
+            self.tried = self.MEMORY * self.tried + sum(min(n + 1, k) for n in accepted)
+            gained = 1 + sum(accepted) / len(accepted)
+            self.lost = max(0.0, self.lost + spent - gained * self.seconds[0])
+            self.choose()
+        if self.k == 0 and self.lost < self.LOSS * self.elapsed:
+            self.be_optimistic()
+
+
+def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
+    """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
+    kinds = dict(auto=partial(Auto, seconds), hf=Heuristic, bass=Bass)
+    return kinds[name]() if name in kinds else Fixed(int(name))
+
+
+def draft_lengths(name: str, few: bool) -> tuple[int, ...]:
+    """The values of k that the policy may use."""
+    if name.isdecimal():
+        return 0, int(name)
+    return COMPILED_LENGTHS if few else DRAFT_LENGTHS
+
+
+def interpolate(seconds: dict[int, float], lengths: list[int]) -> dict[int, float]:
+    """The seconds of a step of each length, from those of some. {} without any."""
+    if not seconds:
+        return {}
+    return dict(zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values()))))
