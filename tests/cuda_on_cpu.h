@@ -126,7 +126,7 @@ inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1
 }
 
 extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned*, const long long*, const unsigned short*,
-                     const unsigned short*, const unsigned short*, unsigned short*, int, int, float, int, int);
+                     const unsigned short*, const unsigned short*, unsigned short*, int, int, float);
 
 // -> whether the programs stayed within their shared memory
 extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned short* x, const unsigned char* codes,
