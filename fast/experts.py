@@ -30,7 +30,8 @@ from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wa
                          tl, triton)
 from fast.layout import KINDS, Packed
 from fast.linear import plain_linear
-from fast.packed_linear import dequantize, pack_layer, plain_weights
+from fast.packed_gemv import Experts, gemv
+from fast.packed_linear import dequantize, pack_layer, plain_weights, takes_gemv
 from model import gated, grouped_linear
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
@@ -185,8 +186,8 @@ def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residua
     c = tl.arange(0, BM)
     m = tl.program_id(2) * BM + c
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # after it: gemv.cu's down reads `active` at once
     count = tl.load(active)
     if nth >= count:
         return
@@ -283,9 +284,12 @@ def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_
     M, K = x.shape[-2:]
     X, A = weights.shape[1], len(active) - 1
     packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
+    x, experts = x.contiguous(), Experts(active, weights, limit, alpha)
+    if M == 1 and packed and takes_gemv(packed, x.device, experts):
+        return gemv(x, packed, bias=bias, residual=residual, experts=experts)
     choice = rule(packed.bits if packed else 16, M)
     sizes = sizes_for(choice, M, K, packed)
-    x, columns = x.contiguous(), N // 2 if gate else N
+    columns = N // 2 if gate else N
     tiles, tiles_m = triton.cdiv(N, sizes.block_n), triton.cdiv(M, sizes.block_m)
     if gate:
         tiles = triton.cdiv(columns, sizes.block_n // 2)

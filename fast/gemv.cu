@@ -1,17 +1,21 @@
 // The product of one row of x with packed weights, from a ring in shared memory and with exact integer sums.
-// packed_gemv.py has the words, and the macros that this is compiled with: BITS, E4M3, BF16, K, GROUP (0: one a row),
-// PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, WIDTH, TEAMS, STAGES.
+// packed_gemv.py has the words, and the macros that this is compiled with: BITS, E4M3, E2M1, BF16, K, GROUP (0: one a
+// row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 constexpr int BLOCK = 512 / BITS, UNIT = 2 * BLOCK;  // inputs of a block, 1 KiB of 16 rows, and of a warp's two
-constexpr int BLOCKS = (K + BLOCK - 1) / BLOCK, UNITS = (BLOCKS + 1) / 2, STEPS = (UNITS + WIDTH - 1) / WIDTH;
+constexpr int BLOCKS = (K + BLOCK - 1) / BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;  // of a row of w
+constexpr bool SUMMED = EXPERTS && !GATED;  // experts, each with an x of its own
+constexpr int UNITS = ROW_UNITS * (SUMMED ? EXPERTS : 1), STEPS = (UNITS + WIDTH - 1) / WIDTH;
 constexpr int WARPS = WIDTH * TEAMS, WORDS = BITS == 4 || E4M3 ? 8 : 4;  // of x, that a lane has of a unit
 constexpr bool GROUPED = GROUP > 0, STAGED = GROUPED && !SHARED_ROWS;  // scales come through the ring
 constexpr int PER_CHUNK = GROUP > BLOCK ? GROUP / BLOCK : 1;  // blocks that share their groups
 constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
-constexpr int CHUNK_BYTES = 64 * PARTS, STAGE_CHUNKS = STAGED ? 2 * WIDTH / PER_CHUNK + (PER_CHUNK > 1) : 0;
+constexpr bool BYTE_SCALES = E2M1 && !FLOAT_SCALES;
+constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * PARTS, UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
+constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
 constexpr int CODES = WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
 constexpr int SETS = PARTS;  // pairs of groups in a unit, whose sums are apart
 
@@ -22,6 +26,7 @@ struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and
   float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
   float squares[WIDTH], offsets[WIDTH];
   u64 full[STAGES], empty[STAGES];
+  int experts[EXPERTS + 1];
   volatile int busy;
 };
 
@@ -59,11 +64,12 @@ __device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64*
 }
 __device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
                                      int scale_bytes, u64* b, int lane) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(address(b)),
-               "r"(bytes + scale_bytes) : "memory");
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared.b64 [%0], %1;" ::"r"(address(b)), "r"(bytes + scale_bytes)
+               : "memory");
   copy(slot, codes, bytes, b);
   if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
 }
+__device__ __forceinline__ void fed(u64* b) { arrive(b); }
 __device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;"); }
 __device__ __forceinline__ void next_kernel_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -78,6 +84,8 @@ __device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, v
                                      int scale_bytes, u64* b, int lane) {
   copy(slot, codes, bytes, lane);
   copy(slot_scales, scales, scale_bytes, lane);
+}
+__device__ __forceinline__ void fed(u64* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(b)) : "memory");
 }
 __device__ __forceinline__ void barriers_are_ready() {}
@@ -106,6 +114,12 @@ __device__ __forceinline__ u32 two_halves(float low, float high) {
   u32 bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
+}
+
+__device__ __forceinline__ u32 pick(u32 low, u32 high, u32 selectors) {
+  u32 bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+  return bytes;
 }
 
 __device__ __forceinline__ void imma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -166,6 +180,8 @@ struct Operands {
   }
 };
 
+__device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNITS : unit; }
+
 // A lane's numbers of this warp's units: of a quarter of a block, those in its column of the product.
 struct Inputs {
   static constexpr int N = BITS == 4 ? 8 : 4;
@@ -177,13 +193,14 @@ struct Inputs {
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
-        const int k = (s * WIDTH + wl) * UNIT + (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2;
+        const int unit = s * WIDTH + wl;
+        const int k = in_row(unit) * UNIT + (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2;
         u32 both = 0;
         if (PERM || K % 2) {
           if (k < K) both = x[PERM ? perm[k] : k];
           if (k + 1 < K) both |= (u32)x[PERM ? perm[k + 1] : k + 1] << 16;
-        } else if (k < K) {
-          both = *(const u32*)(x + k);
+        } else if (k < K && unit < UNITS) {
+          both = *(const u32*)(x + (SUMMED ? unit / ROW_UNITS * K : 0) + k);
         }
         of[s][i] = both;
         of[s][i + 1] = both >> 16;
@@ -235,8 +252,8 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
 #pragma unroll
       for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
         const int i = (j & 1) * 4 + (j >> 1);
-        high[j] = __float2int_rn(v[s][i + 2] * scale);
-        low[j] = 16 * __float2int_rn(v[s][i] * scale) - high[j];
+        high[j] = __float2int_rn(v[s][E2M1 ? 2 * j : i + 2] * scale);
+        low[j] = E2M1 ? __float2int_rn(v[s][2 * j + 1] * scale) : 16 * __float2int_rn(v[s][i] * scale) - high[j];
       }
 #pragma unroll
       for (int kind = 0; kind < 2; kind++) {
@@ -262,7 +279,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
 #pragma unroll
     for (int m = 0; m < 4; m++) {
       if constexpr (BITS == 4) {
-        imma(c4, both, o.b[m][0][0], o.b[m][1][0]);
+        imma(c4, E2M1 ? ones : both, o.b[m][0][0], o.b[m][1][0]);
         imma(c4, ones, o.b[m][0][1], o.b[m][1][1]);
       } else {
         imma(c4, ones, o.b[m][0][0], o.b[m][1][0]);
@@ -276,7 +293,8 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
     }
   }
   __syncwarp();
-  float unit = __uint_as_float((exponent - (E4M3 ? 13 : BITS == 4 ? 29 : 25)) << 23);  // 1 / scale, int4: / 16
+  // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2
+  float unit = __uint_as_float((exponent - (E4M3 ? 13 : E2M1 ? 26 : BITS == 4 ? 29 : 25)) << 23);
   if (lane & 1) unit *= E4M3 ? 0 : 65536;  // of the digits in this lane's columns; of halves all columns are equal
   if (!GROUPED) {
     offset *= unit;
@@ -293,10 +311,26 @@ __device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
   second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
 }
 
+// Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the zero point. Where a
+// code's sign is set, the first table gives eight times the highest bit of a byte, 0, and where it is not, the second.
+__device__ __forceinline__ u32 to_bytes(u32 codes) {
+  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
+}
+
 // What a lane sums up of four words of 16 rows, and the number that two columns of it make.
 struct Integers {
   typedef int Type;
   static __device__ __forceinline__ void add(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
+    if constexpr (E2M1) {
+#pragma unroll
+      for (int kind = 0; kind < 2; kind++) {
+        u32 bytes[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
+        imma(c, bytes, b[0][kind], b[1][kind]);
+      }
+      return;
+    }
     imma(c, a, b[0][0], b[1][0]);
     if constexpr (BITS == 4) {
       const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu, a[3] & 0x0f0f0f0fu};
@@ -322,31 +356,58 @@ template <bool> struct Choice { typedef Integers Type; };
 template <> struct Choice<true> { typedef Halves Type; };
 typedef Choice<E4M3>::Type Sum;
 
-// Scale and zero point of a word of scales_and_zeros.
-__device__ __forceinline__ void group_of(u32 word, float& scale, float& zero) {
+// Scale and zero point, the i-th of scales_and_zeros here.
+__device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
+  zero = E4M3 ? 0 : E2M1 ? 16 : 1 << (BITS - 1);
+  if (BYTE_SCALES) {
+    const u32 exponent = ((const unsigned char*)here)[i];
+    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
+    return;
+  }
+  const u32 word = ((const u32*)here)[i];
   if (FLOAT_SCALES) {
     scale = __uint_as_float(word);
-    zero = E4M3 ? 0 : 1 << (BITS - 1);
   } else {
     scale = half_to_float(word & 0xFFFF);
     zero = (float)(word >> 16);
   }
 }
 
+// Where the rows of w of a tile of the launch are, and which of its experts has them.
+__device__ __forceinline__ int nth_of(int tile, int unit, int tiles) {
+  return SUMMED ? unit / ROW_UNITS : EXPERTS ? tile / tiles : 0;
+}
+__device__ __forceinline__ long long place_of(const Team& t, int tile, int unit, int tiles) {
+  if (!EXPERTS) return tile;
+  return (long long)t.experts[nth_of(tile, unit, tiles)] * tiles + (SUMMED ? tile : tile % tiles);
+}
+
+// The units of a stage that are of one expert's row, from the one that holds unit w of the stage on.
+struct Run {
+  int begin, first_block, chunk;  // its first unit, block of the row, and place among the slot's scales
+  __device__ Run(int s, int w) {
+    const int unit = in_row(s * WIDTH + w);
+    begin = SUMMED && unit < w ? w - unit : 0;
+    first_block = 2 * (unit - (w - begin));
+    chunk = begin * UNIT_CHUNKS + (PER_CHUNK > 1 && begin > 0);
+  }
+};
+
 // 16 rows of a tile times this warp's inputs -> partial.
-__device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const u32* scales, long long tile,
-                                              float unit, float* partial) {
+__device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const void* scales, int tile,
+                                              int tiles, float unit, float* partial) {
   const int row = lane >> 2, column = lane & 3, half = column >> 1;  // of a product's columns
   float y0 = 0, y1 = 0;
   Sum::Type c[4] = {0, 0, 0, 0};
 #pragma unroll 1
   for (int s = 0; s < STEPS; s++) {
-    const int u = s * WIDTH + wl;
-    u32 shared[2] = {0, 0};
-    if (SHARED_ROWS && 2 * u + half < BLOCKS) {
-      const u32* words = scales + (tile * CHUNKS + (2 * u + half) / PER_CHUNK) * 2;
-      shared[0] = words[0];
-      shared[1] = words[1];
+    const int u = s * WIDTH + wl, unit_block = 2 * in_row(u);
+    const Run run(s, wl);
+    float shared[2] = {0, 0};
+    if (SHARED_ROWS && u < UNITS && unit_block + half < BLOCKS) {
+      const long long chunk = place_of(t, tile, u, tiles) * CHUNKS + (unit_block + half) / PER_CHUNK;
+      shared[0] = ((const float*)scales)[2 * chunk];
+      shared[1] = ((const float*)scales)[2 * chunk + 1];
     }
     wait(&t.full[place.slot], place.parity);
     if (u < UNITS) {
@@ -361,17 +422,18 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
                           m & 1 ? low.w : low.y, m & 1 ? high.w : high.y};
         Sum::add(c, a, o.b[m]);
         if (GROUPED && (m + 1) % (4 / SETS) == 0) {
-          const int set = m / (4 / SETS), block = 2 * u + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
+          const int set = m / (4 / SETS);
+          const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
           const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
           if (block < BLOCKS) {
-            const int chunk = block / PER_CHUNK - s * 2 * WIDTH / PER_CHUNK;
-            const u32* words = (const u32*)(stage + CODES) + chunk * 16 * PARTS;
+            const int chunk = run.chunk + block / PER_CHUNK - run.first_block / PER_CHUNK;
             const float offset = E4M3 ? 0 : t.sums[u][set][column];
-            float scale, zero;
-            group_of(SHARED_ROWS ? shared[0] : words[row * PARTS + part], scale, zero);
-            y0 += scale * (Sum::value(c[0], c[1]) - zero * offset);
-            group_of(SHARED_ROWS ? shared[1] : words[(row + 8) * PARTS + part], scale, zero);
-            y1 += scale * (Sum::value(c[2], c[3]) - zero * offset);
+            float scale[2] = {shared[0], shared[1]}, zero = 0;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              if (!SHARED_ROWS) group_of(stage + CODES, (chunk * 16 + row + 8 * i) * PARTS + part, scale[i], zero);
+              (i ? y1 : y0) += scale[i] * (Sum::value(c[2 * i], c[2 * i + 1]) - zero * offset);
+            }
           }
           c[0] = c[1] = c[2] = c[3] = 0;
         }
@@ -394,32 +456,49 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
   if (column < 2) partial[row + 8 * column] = mine;
 }
 
+// model.gated()
+__device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
+  if (GATED == 3) {
+    gate = fminf(gate, limit);
+    return gate / (1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
+  }
+  const float z = GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return gate / (1 + __expf(-z)) * up;
+}
+
 extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
-gemv(const u16* x, const unsigned char* codes, const u32* scales, const long long* perm, const u16* norm, const u16* bias,
-     const u16* residual, u16* out, int n_out, int tiles, float eps) {
+gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, const long long* perm, const u16* norm,
+     const u16* bias, const u16* residual, const int* active, const float* weights, u16* out, int n_out, int tiles,
+     float eps, float limit, float alpha) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp < WARPS ? warp / WIDTH : warp - WARPS, wl = warp % WIDTH;
   Team& t = ((Team*)shared_memory())[team];
+  // route() makes `active`, then come gate and up. The kernel of down starts when these have waited for route().
+  if (EXPERTS && GATED) wait_for_kernel_before();
   next_kernel_may_start();
-  if (warp >= WARPS && lane == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      init(&t.full[i], FEEDERS);
-      init(&t.empty[i], WIDTH);
+  if (warp >= WARPS) {
+    if (lane == 0) {
+      for (int i = 0; i < STAGES; i++) {
+        init(&t.full[i], FEEDERS);
+        init(&t.empty[i], WIDTH);
+      }
+      t.busy = 0;
+      barriers_are_ready();
     }
-    t.busy = 0;
-    barriers_are_ready();
+    // volatile: the cache may have what was there before.
+    if (lane < EXPERTS) t.experts[lane] = ((const volatile int*)active)[1 + lane];
   }
   __syncthreads();
   const int first = team * gridDim.x + blockIdx.x, step = TEAMS * gridDim.x;
+  const int all = tiles * (EXPERTS && GATED ? EXPERTS : 1);
 
   if (warp >= WARPS) {  // the producer
     if (lane >= FEEDERS) return;
     Place place, back;
     place.parity = 1;
     int flying = 0;
-    for (long long tile = first; tile < tiles; tile += step)
+    for (int tile = first; tile < all; tile += step)
       for (int s = 0; s < STEPS; s++) {
-        const int block = s * 2 * WIDTH, blocks = min(2 * WIDTH, BLOCKS - block);
         wait(&t.empty[place.slot], place.parity);
         // A queue of copies delays the loads of x. With 1 slot under way before the products and 2 then a layer of 7B
         // takes 33.8 us, with 1 and 4 it takes 34.7 (int4, H200).
@@ -429,34 +508,49 @@ gemv(const u16* x, const unsigned char* codes, const u32* scales, const long lon
           flying--;
         }
         flying++;
-        const int chunk = block / PER_CHUNK, chunks = STAGED ? (block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
         unsigned char* slot = t.ring[place.slot];
-        feed(slot, codes + (tile * BLOCKS + block) * 1024, blocks * 1024, slot + CODES,
-             (const unsigned char*)scales + (tile * CHUNKS + chunk) * CHUNK_BYTES, chunks * CHUNK_BYTES,
-             &t.full[place.slot], lane);
+        for (int w = 0; w < WIDTH && s * WIDTH + w < UNITS;) {
+          const Run run(s, w);
+          const int units = min(ROW_UNITS - run.first_block / 2, WIDTH - w);
+          const int blocks = min(2 * units, BLOCKS - run.first_block);
+          const long long rows = place_of(t, tile, s * WIDTH + w, tiles);
+          const int chunk = run.first_block / PER_CHUNK;
+          const int chunks = STAGED ? (run.first_block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
+          feed(slot + w * 2048, codes + (rows * BLOCKS + run.first_block) * 1024, blocks * 1024,
+               slot + CODES + run.chunk * CHUNK_BYTES, scales + (rows * CHUNKS + chunk) * CHUNK_BYTES,
+               chunks * CHUNK_BYTES, &t.full[place.slot], lane);
+          w += units;
+        }
+        fed(&t.full[place.slot]);
         place.next();
       }
     return;
   }
 
-  const Inputs weights(NORM, norm, perm, wl, lane);
+  const Inputs norm_weights(NORM, norm, perm, wl, lane);
   wait_for_kernel_before();
-  const float unit = prepare(t, wl, lane, Inputs(true, x, perm, wl, lane), weights);
+  const float unit = prepare(t, wl, lane, Inputs(true, x, perm, wl, lane), norm_weights);
   if (wl == 0 && lane == 0) t.busy = 1;
   Place place;
   const int r = lane & 15;
-  for (long long begin = first; begin < tiles; begin += WIDTH * step) {
-    const long long mine = begin + wl * step;  // the tile that this warp stores
-    const int n = mine * (GATED ? 8 : 16) + r;
-    const bool stores = mine < tiles && n < n_out && lane < (GATED ? 8 : 16);
+  for (int begin = first; begin < all; begin += WIDTH * step) {
+    const int mine = begin + wl * step;  // the tile that this warp stores
+    const int nth = nth_of(mine, 0, tiles), row_block = EXPERTS && GATED ? mine % tiles : mine;
+    const int n = GATED ? row_block * 8 + (r & 7) : row_block * 16 + r;  // of the outputs
+    const int row = n + (GATED && r >= 8 ? n_out : 0);  // of w
+    const bool there = mine < all && n < n_out;
     float extra = 0, scale = 1, zero = 0;
-    if (stores && BIAS) extra += number(bias[n]);
-    if (stores && RESIDUAL) extra += number(residual[n]);
-    if (!GROUPED && mine < tiles) group_of(scales[mine * 16 + r], scale, zero);
-    for (int j = 0; j < WIDTH && begin + j * step < tiles; j++)
-      multiply_tile(t, place, wl, lane, scales, begin + j * step, unit, t.partial[wl][j]);
+    if (there && RESIDUAL) extra += number(residual[n]);
+    if (there && BIAS)
+      for (int i = SUMMED ? 0 : nth; i < (SUMMED ? EXPERTS : nth + 1); i++) {
+        const int expert = EXPERTS ? t.experts[i] : 0;
+        extra += number(bias[expert * (GATED ? 2 : 1) * n_out + row]) * (SUMMED ? weights[expert] : 1);
+      }
+    if (!GROUPED && mine < all) group_of(scales, place_of(t, mine, 0, tiles) * 16 + r, scale, zero);
+    for (int j = 0; j < WIDTH && begin + j * step < all; j++)
+      multiply_tile(t, place, wl, lane, scales, begin + j * step, tiles, unit, t.partial[wl][j]);
     meet(team);
-    if (mine < tiles) {
+    if (mine < all) {
       float y = 0;
       for (int w = lane >> 4; w < WIDTH; w += 2) y += t.partial[w][wl][r];
       y += __shfl_xor_sync(~0u, y, 16);
@@ -470,12 +564,12 @@ gemv(const u16* x, const unsigned char* codes, const u32* scales, const long lon
         for (int w = 0; w < WIDTH; w++) squares += t.squares[w];
         y *= rsqrtf(squares / K + eps);
       }
+      y += extra;
       if (GATED) {
-        const float up = __shfl_down_sync(~0u, y, 8);
-        const float z = GATED == 2 ? 1.5957691216057308f * (y + 0.044715f * y * y * y) : y;
-        y = y / (1 + __expf(-z)) * up;
+        y = gated(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
+        if (EXPERTS) y *= weights[t.experts[nth]];
       }
-      if (stores) out[n] = rounded(y + extra);
+      if (there && lane < (GATED ? 8 : 16)) out[(EXPERTS && GATED ? nth * n_out : 0) + n] = rounded(y);
     }
     meet(team);  // `partial` is free again
   }

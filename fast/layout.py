@@ -53,10 +53,10 @@ A group may be smaller than a block (int4 in groups of 32 or 64); a block then h
 
 Where the scales are fp32, they take the whole word, and scales_and_zeros is fp32: zero points are 8 or 128 then.
 FP8's blocks of 128 x 128 weights give neighbouring rows the same scales, which would be 3% of all bytes. Where a row
-has several groups, and in every row block the first 8 rows share their scales and so do the last 8, these stand there
-once:
+has several groups of one block or more, and in every row block the first 8 rows share their scales and so do the last
+8, these stand there once:
 
-    scales_and_zeros fp32 [row blocks, C / parts, 2, parts]
+    scales_and_zeros fp32 [row blocks, C, 2, 1]
 
 e4m3 has fp32 scales always, and no zero points. Its scales are stored 2 ** 8 times as large, because what the kernels
 make of a code is 2 ** -8 times the number.
@@ -176,7 +176,7 @@ def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gat
         words = scales.view(torch.int16).int() & 0xFFFF | zeros << 16
     tiles = tile(F.pad(words, (0, -C % parts)), parts, gated)
     shared = tiles[:, :, ::8]
-    if words.dtype == torch.float32 and C > 1 and torch.equal(tiles, shared.repeat_interleave(8, 2)):
+    if words.dtype == torch.float32 and C > parts == 1 and torch.equal(tiles, shared.repeat_interleave(8, 2)):
         return shared.contiguous()
     return tiles
 

@@ -38,6 +38,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,13 +114,14 @@ def kernel(device: int, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
     return function
 
 
-def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list) -> None:
-    """Tensors are pointers, None is a null pointer."""
-    def in_c(value):
-        if value is None or isinstance(value, Tensor):
-            return ctypes.c_void_p(None if value is None else value.data_ptr())
-        return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+def in_c(value: Tensor | float | int | None):
+    """A tensor is a pointer, None a null pointer."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
+
+def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list) -> None:
     values = list(map(in_c, arguments))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     overlaps = torch.cuda.get_device_capability()[0] >= 9
@@ -141,49 +143,85 @@ def why_no_gemv(device: torch.device) -> str | None:
         return str(error)
 
 
-def sizes_for(packed: Packed, memory: int) -> tuple[dict, int] | None:
+class Experts(NamedTuple):
+    """What a row of x does with the experts of a mixture (fast/experts.py), whose Packed has them all.
+
+    active int32 [1 + n]: n, and the numbers of the experts. weights fp32 [1, X] of all experts. limit, alpha: of
+    gated = 3, MoEConfig.clamp's."""
+    active: Tensor
+    weights: Tensor
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+def group_in_kernel(packed: Packed, experts: Experts | None) -> int:
+    """GROUP. The sum over experts has scales for each, even of codes with one scale a row."""
+    if not packed.per_channel:
+        return packed.group_size
+    return 0 if experts is None or packed.gated else -(-packed.K // packed.block) * packed.block
+
+
+def sizes_for(packed: Packed, memory: int, experts: Experts | None = None) -> tuple[dict, int] | None:
     """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it.
     A team's warps have the same number of units, or one less."""
-    units = -(-packed.K // (2 * packed.block))
-    words, parts = 4 if packed.kind == "int8" else 8, packed.parts
-    staged = 0 if packed.per_channel or packed.scales_and_zeros.shape[2] == 2 else 64 * parts  # bytes of a chunk
-    per_chunk = max(1, packed.group_size // packed.block)
+    n = 0 if experts is None else len(experts.active) - 1
+    units = -(-packed.K // (2 * packed.block)) * (1 if packed.gated else max(n, 1))
+    words, parts, group = 4 if packed.kind == "int8" else 8, packed.parts, group_in_kernel(packed, experts)
+    scales = packed.scales_and_zeros
+    staged = 16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0  # bytes of a chunk
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))
         teams = max(1, most // width)
-        fixed = units * (128 * words + 16 * parts) + width * (64 * width + 8) + 16 * MOST_STAGES + 4
-        stage = width * 2048 + (2 * width // per_chunk + (per_chunk > 1)) * staged
+        fixed = units * (128 * words + 16 * parts) + width * (64 * width + 8) + 16 * MOST_STAGES + 4 * (n + 2)
+        stage = width * 2048 + (width + 1 if group > packed.block else 2 * width) * staged
         stages = min(MOST_STAGES, (memory // teams - fixed - 128) // stage)
         if stages >= 2:
             return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)
     return None
 
 
-def macros_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> dict:
+def macros_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+               experts: Experts | None = None) -> dict:
     """What gemv.cu is compiled for, but for its sizes."""
     scales = packed.scales_and_zeros
     return dict(
-        BITS=packed.bits, E4M3=packed.kind == "fp8", BF16=x.dtype == torch.bfloat16, K=packed.K,
-        GROUP=0 if packed.per_channel else packed.group_size, PARTS=packed.parts, SHARED_ROWS=scales.shape[2] == 2,
+        BITS=packed.bits, E4M3=packed.kind == "fp8", E2M1=packed.kind == "mxfp4", BF16=x.dtype == torch.bfloat16,
+        K=packed.K, GROUP=group_in_kernel(packed, experts), PARTS=packed.parts, SHARED_ROWS=scales.shape[2] == 2,
         FLOAT_SCALES=scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None, BIAS=bias is not None,
-        RESIDUAL=residual is not None, PERM=packed.perm is not None)
+        RESIDUAL=residual is not None, PERM=packed.perm is not None,
+        EXPERTS=0 if experts is None else len(experts.active) - 1)
+
+
+OUT = 9  # its place among the arguments
+
+
+def arguments_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+                  eps: float, experts: Experts | None = None) -> tuple[list, int]:
+    """-> those of gemv.cu, and how many tiles there are to multiply."""
+    active, weights, limit, alpha = experts or Experts(None, None)
+    out, tiles = packed.new_output(x[0] if x.dim() == 3 else x), len(packed.qweight)
+    tiles = items = tiles if experts is None else tiles // weights.shape[1]
+    if experts is not None and packed.gated:
+        n = len(active) - 1
+        out, items = out.new_empty(n, *out.shape), tiles * n
+    return [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, active, weights, out,
+            out.shape[-1], tiles, eps, limit, alpha], items
 
 
 def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
-         residual: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+         residual: Tensor | None = None, eps: float = 1e-5, experts: Experts | None = None) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
 
     x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up [1, N / 2], without
-    bias and residual."""
+    residual. With experts bias is [X, N], and what x is and comes is expert_linear()'s (fast/experts.py)."""
     properties = torch.cuda.get_device_properties(x.device)
-    found = sizes_for(packed, properties.shared_memory_per_block_optin)
-    if not packed.fits_kernels or packed.kind == "mxfp4" or not found:
+    found = sizes_for(packed, properties.shared_memory_per_block_optin, experts)
+    if not packed.fits_kernels or not found:
         raise ValueError(f"{packed.kind} in groups of {packed.group_size}, K = {packed.K}: want packed_gemm.py")
     sizes, shared_bytes = found
-    out, tiles = packed.new_output(x), len(packed.qweight)
-    launch(kernel(x.device.index, shared_bytes, **macros_for(x, packed, norm, bias, residual), **sizes),
-           min(-(-tiles // sizes["TEAMS"]), properties.multi_processor_count),
-           (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes,
-           [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, out, out.shape[1], tiles,
-            eps])
-    return out
+    macros = macros_for(x, packed, norm, bias, residual, experts)
+    arguments, items = arguments_for(x, packed, norm, bias, residual, eps, experts)
+    launch(kernel(x.device.index, shared_bytes, **macros, **sizes),
+           min(-(-items // sizes["TEAMS"]), properties.multi_processor_count),
+           (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes, arguments)
+    return arguments[OUT]

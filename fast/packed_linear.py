@@ -16,7 +16,7 @@ from torch import Tensor, library, nn
 from fast.common import constexpr, gpu, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, group_inputs, pack_words, to_mma_order, unpack
 from fast.linear import plain_linear, rms_norm
-from fast.packed_gemv import gemv, sizes_for, why_no_gemv
+from fast.packed_gemv import Experts, gemv, sizes_for, why_no_gemv
 from fast.tuning import kernel_for
 from quantize import CODES, QuantizedLinear, say_once
 from quantize import unpack as codes_of
@@ -29,17 +29,21 @@ if triton:
 REPACKED_ROWS = 1024
 
 
+def takes_gemv(w: Packed, device: torch.device, experts: Experts | None = None) -> bool:
+    """Whether gemv() multiplies one row."""
+    if reason := why_no_gemv(device):
+        say_once(f"one row of x is multiplied as several are, which is slower: {reason}")
+        return False
+    return sizes_for(w, gpu(device).shared_memory_per_block_optin, experts) is not None
+
+
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
     """The kernel for M rows of x, and its sizes: gemv() for one row, else kernel_for()'s choice. Where gemv() cannot
     be, one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
-    if M == 1 and w.kind != "mxfp4":
-        if not (reason := why_no_gemv(device)):
-            if sizes_for(w, gpu(device).shared_memory_per_block_optin):
-                return {"kernel": "gemv"}
-        else:
-            say_once(f"one row of x is multiplied as several are, which is slower: {reason}")
+    if M == 1 and takes_gemv(w, device):
+        return {"kernel": "gemv"}
     format = f"int{w.bits}" + (f"-{w.group_size}" if w.parts > 1 else "")
     return kernel_for(format, w.N, w.K, max(M, 2), device)
 

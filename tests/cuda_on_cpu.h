@@ -52,6 +52,15 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   return y;
 }
 
+inline unsigned pick(unsigned low, unsigned high, unsigned selectors) {  // prmt
+  unsigned y = 0;
+  for (int i = 0; i < 4; i++) {
+    unsigned selector = selectors >> 4 * i & 15, byte = __byte_perm(low, high, selector) & 255;
+    y |= (selector & 8 ? byte & 128 ? 255 : 0 : byte) << 8 * i;
+  }
+  return y;
+}
+
 // mbarriers: a barrier's eight bytes in shared memory are a pointer to one of these
 struct Mbarrier { int count, missing, bytes = 0, phase = 0; std::mutex mutex; std::condition_variable changed; };
 inline void arrive(unsigned long long* b, int bytes = 0, int threads = 1) {
@@ -82,10 +91,11 @@ inline void copy(void* to, const void* from, int bytes, unsigned long long* b) {
 }
 inline void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales, int scale_bytes,
                  unsigned long long* b, int) {
-  arrive(b, bytes + scale_bytes);
+  arrive(b, bytes + scale_bytes, 0);
   copy(slot, codes, bytes, b);
   if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
 }
+inline void fed(unsigned long long* b) { arrive(b); }
 inline void barriers_are_ready() {}
 inline void next_kernel_may_start() {}
 inline void wait_for_kernel_before() {}
@@ -125,13 +135,15 @@ inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1
   });
 }
 
-extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned*, const long long*, const unsigned short*,
-                     const unsigned short*, const unsigned short*, unsigned short*, int, int, float);
+extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned char*, const long long*,
+                     const unsigned short*, const unsigned short*, const unsigned short*, const int*, const float*,
+                     unsigned short*, int, int, float, float, float);
 
 // -> whether the programs stayed within their shared memory
 extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned short* x, const unsigned char* codes,
-                    const unsigned* scales, const long long* perm, const unsigned short* norm, const unsigned short* bias,
-                    const unsigned short* residual, unsigned short* out, int n_out, int tiles, float eps) {
+                    const unsigned char* scales, const long long* perm, const unsigned short* norm,
+                    const unsigned short* bias, const unsigned short* residual, const int* active, const float* weights,
+                    unsigned short* out, int n_out, int tiles, float eps, float limit, float alpha) {
   bool inside = true;
   for (int b = 0; b < programs; b++) {
     Program p;
@@ -148,7 +160,7 @@ extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned 
         gridDim.x = programs;
         program = &p;
         shared = memory;
-        gemv(x, codes, scales, perm, norm, bias, residual, out, n_out, tiles, eps);
+        gemv(x, codes, scales, perm, norm, bias, residual, active, weights, out, n_out, tiles, eps, limit, alpha);
       });
     for (auto& thread : started) thread.join();
     inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });

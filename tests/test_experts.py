@@ -3,9 +3,13 @@ import pytest
 import torch
 from torch import nn
 
+import model
+from fast import experts
 from fast.experts import FusedMoE
+from fast.packed_gemv import Experts
+from gemv_on_cpu import gemv_on_cpu
 from helpers import error
-from model import Config, Experts, LayerConfig, MoE, MoEConfig
+from model import Config, LayerConfig, MoE, MoEConfig
 from quantize import CODES, QuantizedExperts, pack
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -22,7 +26,7 @@ def random_experts(X, N, K, kind, group, bias, zeros, device) -> tuple[nn.Module
     """-> the layer, and its weights in float64 [X, N, K]."""
     b = torch.randn(X, N, device=device, dtype=BF16) if bias else None
     if kind == "16-bit":
-        layer = Experts(X, N, K, bias).to(device, BF16)
+        layer = model.Experts(X, N, K, bias).to(device, BF16)
         layer.weight.data = torch.randn(X, N, K, device=device, dtype=BF16) / K ** 0.5
         layer.bias = None if b is None else nn.Parameter(b)
         return layer, layer.weight.double()
@@ -71,12 +75,8 @@ def exact(x, norm, moe, gate_up, down, residual):
     return out, last[:, 0] - order[:, of.n_chosen]
 
 
-@pytest.mark.parametrize("device, case", [
-    *(("cpu", case) for case in CASES), *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES + LARGE)],
-    ids=str)
-@torch.no_grad()
-def test_experts_and_their_twin(device, case):
-    D, F, X, n, kind, group, more = case
+def random_mixture(D, F, X, n, kind, group, more, device):
+    """-> the module, its norm's weight, and its experts' weights in float64."""
     clamp, gelu = (1.5, 1.702) if "clamp" in more else None, "gelu" in more
     config = MoEConfig(X, n, F, "all" not in more, bool(clamp), clamp)
     with torch.device(device):
@@ -85,6 +85,16 @@ def test_experts_and_their_twin(device, case):
         norm = (torch.rand(D) + 0.5).to(BF16)
     moe.w_gate_up, gate_up = random_experts(X, 2 * F, D, kind, group, bool(clamp), "zeros" in more, device)
     moe.w_down, down = random_experts(X, D, F, kind, min(group, F), bool(clamp), "zeros" in more, device)
+    return moe, norm, gate_up, down
+
+
+@pytest.mark.parametrize("device, case", [
+    *(("cpu", case) for case in CASES), *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES + LARGE)],
+    ids=str)
+@torch.no_grad()
+def test_experts_and_their_twin(device, case):
+    D = case[0]
+    moe, norm, gate_up, down = random_mixture(*case, device)
     fused = FusedMoE(moe)
     for rows in (1, 3, 16, 100):
         x, residual = (torch.randn(2 * rows + 8, D, device=device, dtype=BF16) for _ in range(2))
@@ -101,3 +111,19 @@ def test_experts_and_their_twin(device, case):
         assert error(whole, ref) < 8e-3
         alone = torch.cat([fused.decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]) for i in range(min(rows, 3))])
         assert error(alone, ref[:3]) < 6e-3
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[4] != "16-bit"], ids=str)
+@torch.no_grad()
+def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
+    def on_cpu(x, weights, active, w, scales, shifts, semaphores, N, kind, group, bias=None, residual=None, gate=0,
+               limit=0.0, alpha=0.0):
+        packed = experts.as_experts(w, scales, shifts, semaphores, N, x.shape[-1], kind, group, gate)
+        return gemv_on_cpu(tmp_path, x, packed, None, bias, residual, Experts(active, weights, limit, alpha))
+
+    monkeypatch.setattr(experts, "expert_linear", on_cpu)
+    moe, norm, gate_up, down = random_mixture(*case, "cpu")
+    x, residual = (torch.randn(40, case[0], dtype=BF16) for _ in range(2))
+    ref, ahead = exact(x, norm, moe, gate_up, down, residual)
+    i = ahead.argmax()
+    assert error(FusedMoE(moe).decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]), ref[i:i + 1]) < 6e-3

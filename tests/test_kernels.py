@@ -203,9 +203,11 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 
 gemv = fast.packed_gemv
-for kind in "int4", "int8", "fp8":
-    w = fast.layout.pack(torch.zeros(16, 4096, dtype=torch.uint8), torch.ones(16, 32), kind=kind)
-    macros = gemv.macros_for(ones, w, ones, None, None) | gemv.sizes_for(w, 101376)[0]
+for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], None)), ("fp8", 32, None), (
+        "mxfp4", 128, gemv.Experts(ones[:5], None)):
+    scales = torch.ones(16, C).to(torch.uint8 if kind == "mxfp4" else torch.float32)
+    w = fast.layout.pack(torch.zeros(16, 4096, dtype=torch.uint8), scales, kind=kind)
+    macros = gemv.macros_for(ones, w, ones, None, None, experts) | gemv.sizes_for(w, 101376, experts)[0]
     defined = [f"-D{name}={int(value)}" for name, value in macros.items()]
     for capability in 80, 89:
         gemv.compile_cuda(gemv.SOURCE.read_text(), [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defined])

@@ -1,9 +1,7 @@
 """Quantized layers of the speed layer: the layout, the CPU's layer, the kernels and their twins.
 
 All are compared with float64's products of weights that exact_weights() makes of codes, scales and zero points."""
-import ctypes
 import shutil
-import subprocess
 from argparse import Namespace
 from typing import NamedTuple
 
@@ -14,10 +12,10 @@ from torch import Tensor
 from fast import packed_linear
 from fast.common import triton
 from fast.cpu import CpuQuantizedLinear
-from fast.layout import (KINDS, Packed, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
+from fast.layout import (KINDS, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
                          unpack_scales, untile)
-from fast.packed_gemv import macros_for, sizes_for
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
+from gemv_on_cpu import gemv_on_cpu
 from helpers import DEVICES, ROOT, error, exact_linear, python
 from quantize import CODES, Codes, QuantizedLinear, say_once
 from quantize import pack as pack_codes
@@ -129,8 +127,8 @@ def test_tiles(gated, N):
 def test_scales_that_rows_share_stand_there_once(N, gated):
     scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
     for rows in (2, 16):
-        packed = pack_scales(scales, None, 0, 2, gated)
-        assert packed.shape == ((N + 15) // 16, 3, rows, 2)
+        packed = pack_scales(scales, None, 0, 1, gated)
+        assert packed.shape == ((N + 15) // 16, 5, rows, 1)
         assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
         scales[N - 1, 4] += 1  # then they share none
 
@@ -264,31 +262,14 @@ def test_the_twin_is_the_product(shape):
     check_rows(packed.fused(x, norm, residual, packed.gated), ref, 1e-5)
 
 
-def gemv_on_cpu(directory, x: Tensor, packed: Packed, *more: Tensor | None) -> Tensor:
-    """gemv.cu's out, of two programs whose threads are threads of the CPU. more: norm, bias and residual."""
-    sizes, shared_bytes = sizes_for(packed, 60_000)
-    macros = macros_for(x, packed, *more) | sizes
-    built = subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-DCUDA_ON_CPU", "-x", "c++",
-         *(f"-D{name}={int(value)}" for name, value in macros.items()), "-include", ROOT / "tests" / "cuda_on_cpu.h",
-         ROOT / "fast" / "gemv.cu", "-o", directory / "gemv.so"], capture_output=True, text=True)
-    assert not built.returncode, built.stderr
-    out = torch.full_like(packed.new_output(x), torch.nan)
-    tensors = x, packed.qweight, packed.scales_and_zeros, packed.perm, *more, out
-    pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
-    threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
-    run = ctypes.CDLL(directory / "gemv.so").run
-    assert run(2, threads, shared_bytes, *pointers, out.shape[1], len(packed.qweight), ctypes.c_float(1e-5))
-    return out
-
-
 @pytest.mark.parametrize("dtype, shape", [
     (torch.bfloat16, (48, 1280, "int4", 10, "zeros norm")),
     (torch.float16, (74, 288, "int4", 9, "zeros order norm gated")),
     (torch.float16, (80, 256, "int4", 4, "zeros norm bias")), (torch.float16, (35, 97, "int4", 1, "residual")),
     (torch.float16, (100, 640, "int8", 1, "wide norm gated")),
     (torch.bfloat16, (61, 512, "int8", 16, "zeros residual")), (torch.float16, (56, 640, "fp8", 10, "residual")),
-    (torch.float16, (48, 384, "fp8", 3, "shared norm gated"))], ids=str)
+    (torch.float16, (48, 384, "fp8", 3, "shared norm gated")),
+    (torch.bfloat16, (40, 288, "mxfp4", 9, "order norm bias"))], ids=str)
 def test_gemv_on_a_cpu(tmp_path, dtype, shape):
     """The result is the exact one, rounded once: sums are of integers. FP8's x becomes fp16, rounded after a norm. One
     input is 10,000 times the others, and its weights are 0: 26 bits are enough for these."""
