@@ -19,6 +19,9 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they sh
     os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // int(workers)))
 import torch  # noqa: E402
 
+if (gpus := torch.cuda.device_count()) > 1 and workers:  # each GPU is the first one of some workers
+    first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
 from cli.errors import report_errors  # noqa: E402
 from helpers import JOBS, ROOT  # noqa: E402
 from tp import Shard  # noqa: E402
