@@ -22,11 +22,15 @@ A byte of int4 codes is 16 h + l. With xh and xl, the inputs of the two,
 
     16 sum (h xh + l xl)  =  sum (16 h + l) xh  +  sum l (16 xl - xh)
 
-needs the byte as it is and, for the second sum, l alone: one AND for eight weights. int8 needs none. FP8's codes are no
-integers: they become fp16, and so does x, divided by a power of two.
+needs the byte as it is and, for the second sum, l alone: one AND for eight weights. int8 needs none. MXFP4's codes become
+a byte each, by a table: twice the number plus 16. FP8's are no integers: they become fp16, and so does x, divided by a
+power of two.
 
 The sum of x over a group, which a zero point multiplies, comes from the same digits. The norm's factor multiplies what
 a tile's 16 rows give in the end.
+
+The experts that a row of x chose are one weight: gate and up have the experts' tiles one behind the other, each with
+the same x, and down has longer rows, an expert's behind the other's, so that their sum needs no other program.
 
 This file, gemv.cu and layout.py are all that another project needs:
 
