@@ -61,7 +61,7 @@ from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, re
 from sampling import Sampling  # noqa: E402
 from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator  # noqa: E402
-from tp import Shard, Team, all_reduce, join, splitter  # noqa: E402
+from tp import Shard, Team, all_reduce, draft_splitter, join, splitter  # noqa: E402
 
 OPENINGS = [f"{time}, {who}" for who in ("a little girl named Lily", "a big dog", "Tom and his mom", "an old tree")
             for time in ("Once upon a time, there was", "One day", "In the park", "Every night")]
@@ -127,6 +127,21 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
     return wide
 
 
+def part_for(shard: Shard, whole: Transformer) -> Transformer:
+    """The rank's part of a model."""
+    weight = whole.embed.weight
+    with torch.device("meta"):
+        model = shard.model()
+    model = model.to(weight.dtype).to_empty(device=weight.device).requires_grad_(False)
+    ours, theirs = (dict(of.named_parameters()) for of in (model, whole))
+    places = hf_weights(model.config)
+    for name, place in hf_weights(whole.config).items():
+        rows, columns = shard.part(place)
+        tensor = place.of(theirs[place.ours])[rows]
+        places[name].of(ours[place.ours]).copy_(tensor if tensor.dim() == 1 else tensor[:, columns])
+    return model
+
+
 def widen_norm(wide: RMSNorm, tiny: RMSNorm) -> None:
     d, D = len(tiny.weight), len(wide.weight)
     wide.weight[:d] = tiny.weight * (d / D) ** 0.5
@@ -158,7 +173,8 @@ def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
     shape does, and has tiny's function. Of its 32,000 rows of output tiny's tokens are the first, and no other counts:
     see DraftModel.draw()."""
     small, d, D = tiny.config, tiny.config.dim, config.dim
-    whole = replace(target.config, layers=target.config.layers[:1])
+    sizes = dict(n_head=config.n_head, n_kv_head=config.n_kv_head, ffn_dim=config.ffn_dim)  # the target may be a part
+    whole = replace(target.config, layers=target.config.layers[:1], **sizes)
     options = replace(tiny.options, target_dim=D, vocab_size=max(32000, tiny.options.vocab_size))
     with torch.device("meta"):
         wide = Head(whole, options, tiny.vocabulary)
@@ -221,8 +237,6 @@ def parse_args() -> Namespace:
         check_options(dict(draft="prompt-lookup", draft_tokens=tokens))
     if args.group_size and not args.quantize:
         parser.error(f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its own")
-    if args.ranks > 1 and args.speculate:
-        parser.error(f"--ranks {args.ranks}: --speculate measures one GPU")
     if not args.what:
         parser.error(f"no shape and no checkpoint given: want some of {', '.join(SHAPES)}, or a checkpoint")
     return args
@@ -253,14 +267,19 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     if checkpoint:
         return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
-    model = random_model(config, device, dtype, shard, mxfp4)
+    model = finish(random_model(config, device, dtype, shard, mxfp4), args, shard)
+    torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
+    return model
+
+
+def finish(model: Transformer, args: Namespace, shard: Shard | None) -> Transformer:
+    """A shape's model, quantized and shared as the options say."""
     if args.quantize:
         round_model(model, args.quantize, args.group_size, shard=shard)
     if shard:
         shard.parallelize(model)
     if args.quantize_head:
         round_head(model, args.quantize_head)
-    torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
     return model
 
 
@@ -575,25 +594,23 @@ def assisted_tokens_per_s(directories: list[Path], prompt: list[int], dtype: tor
     return statistics.median(rates)
 
 
-def speculation_target(what: str, checkpoint: Checkpoint, args: Namespace, device: torch.device,
-                       dtype: torch.dtype) -> Transformer:
-    """The checkpoint or, of a shape, the bundled model widened to it."""
+def speculation_target(what: str, checkpoint: Checkpoint, args: Namespace, device: torch.device, dtype: torch.dtype,
+                       team: Team) -> Transformer:
+    """The checkpoint or, of a shape, the bundled model widened to it; a rank's part."""
+    split = splitter(team)
     if what not in SHAPES:
-        return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head)
-    tiny = load(checkpoint, torch.device("cpu"), torch.float32)
-    model = widen(tiny, SHAPES[what], device, dtype)
-    if args.quantize:
-        round_model(model, args.quantize, args.group_size)
-    if args.quantize_head:
-        round_head(model, args.quantize_head)
-    return model
+        return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head, split=split)
+    model = widen(load(checkpoint, torch.device("cpu"), torch.float32), SHAPES[what], device, dtype)
+    shard = split(model.config, default_group(args.quantize, args.group_size)) if split else None
+    return finish(part_for(shard, model) if shard else model, args, shard)
 
 
-def make_draft(what: str, checkpoint: Checkpoint, target: Engine, make_engine: Callable) -> DraftModel:
+def make_draft(what: str, checkpoint: Checkpoint, target: Engine, make_engine: Callable, team: Team) -> DraftModel:
     """The bundled draft that --draft names, at its own cost, or the head at that of the shape's."""
     weight = target.model.embed.weight
     if not isinstance(checkpoint, HeadCheckpoint):
-        return DraftModel(make_engine(load(checkpoint, weight.device, weight.dtype)), target.model.config.vocab_size)
+        draft = load(checkpoint, weight.device, weight.dtype, split=draft_splitter(team, checkpoint.config))
+        return DraftModel(make_engine(draft), target.model.config.vocab_size)
     if what in SHAPES:
         head = widen_head(load(checkpoint, torch.device("cpu"), torch.float32), target.model, SHAPES[what])
     else:
@@ -625,7 +642,7 @@ def middle(runs: list[dict], key: str = "mean") -> dict:
     return sorted(runs, key=lambda run: run[key])[len(runs) // 2]
 
 
-def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> Iterator[dict]:
+def speculate(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> Iterator[dict]:
     """A JSON line for each of --draft-tokens: the bundled model with a draft, the target at the shape's cost, against
     plain decoding of the same batch."""
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
@@ -643,7 +660,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
 
     def make_engine(draft: Transformer | None = None, features: tuple[int, ...] = ()) -> Engine:
         """Of the draft, or else of the target."""
-        model = draft or speculation_target(what, checkpoint, args, device, dtype)
+        model = draft or speculation_target(what, checkpoint, args, device, dtype, team)
+        torch.manual_seed(team.agree(torch.seed))
         size = length if eagle else min(length, model.config.context)
         return Engine(model, size, args.batch, sampling, find_mode(args), () if draft else features)
 
@@ -655,6 +673,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
     gc.collect()
     torch._dynamo.reset()
     slow, plains = make_engine(), []
+    if slow.compiled:
+        slow.warm_up(args.batch, alone=team.ranks == 1)
     one_run(slow)  # warms up
     if cuda:  # its memory is needed
         plains, slow = [one_run(slow) for _ in range(args.runs)], None
@@ -662,8 +682,8 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
     torch._dynamo.reset()
     names = args.draft_tokens.split(",")
     fast = make_engine(features=places)
-    draft = make_draft(what, draft_checkpoint, fast, make_engine)
-    speculator = Speculator(fast, draft, names[0] if len(names) == 1 else "auto")
+    draft = make_draft(what, draft_checkpoint, fast, make_engine, team)
+    speculator = Speculator(fast, draft, names[0] if len(names) == 1 else "auto", team.agree)
     if fast.compiled:
         fast.warm_up(args.batch, speculator)
     seconds = speculator.policy.seconds if len(names) > 1 else {}
@@ -679,7 +699,7 @@ def speculate(what: str, args: Namespace, device: torch.device, bar: tqdm) -> It
             speculator.counts = n = Counter(dict.fromkeys(speculator.counts, 0))
             runs.append(one_run(fast, speculator) | n | dict(tokens=1 + n["accepted"] / n["row_steps"]))
             runs[-1]["speed_up"] = (plains[-1] if slow else middle(plains))["mean"] / runs[-1]["mean"]
-        result = setting(what, args, device, dtype) | dict(draft=args.draft or "tiny-draft")
+        result = setting(what, args, device, dtype) | dict(draft=args.draft or "tiny-draft", ranks=team.ranks)
         result |= summarize(name, runs, middle(plains))
         if cuda and name.isdecimal():
             verify, drafts, one = forwards_ms(speculator, int(name), args.batch)
@@ -722,8 +742,9 @@ def main() -> None:
     if args.ranks > 1 and "WORLD_SIZE" not in os.environ:
         for what in args.what:
             times = cold_start(what, args) if args.cold_start else (None, None)
-            line = json.loads(in_processes(what, args))
-            print(json.dumps(line | dict(compile_cold_s=times[0], compile_warm_s=times[1])), flush=True)
+            for line in in_processes(what, args).splitlines():
+                more = dict(compile_cold_s=times[0], compile_warm_s=times[1]) if args.cold_start else {}
+                print(json.dumps(json.loads(line) | more), flush=True)
         return
     name, team = join(args.device)
     device = find_device(name)
@@ -739,7 +760,7 @@ def main() -> None:
             names = len(args.draft_tokens.split(","))
             count = 1 + args.runs * (1 + names if device.type == "cuda" else 2 * names)
             with tqdm(total=count, desc=what, unit="run", disable=None) as bar:
-                for result in speculate(what, args, device, bar):
+                for result in speculate(what, args, device, team, bar):
                     print(json.dumps(result), flush=True)
             continue
         times = cold_start(what, args) if args.cold_start else (None, None)

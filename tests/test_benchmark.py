@@ -9,9 +9,10 @@ import torch
 
 from helpers import ROOT, absent, error, one_line, python, tiny, tiny_head
 from model import Config, LayerConfig
+from tp import Shard
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from benchmark import main, random_model, widen, widen_head  # noqa: E402
+from benchmark import main, part_for, random_model, widen, widen_head  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 
@@ -158,3 +159,27 @@ def test_speculation_is_measured_against_plain_decoding(benchmark, draft):
         assert line["ms_per_token"]["first"] <= line["ms_per_token"]["mean"] <= line["ms_per_token"]["last"]
         assert 0 < line["accepted_of_drafted"] <= line["acceptance"] <= 1 < line["tokens_per_step"]
 
+
+
+@pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
+def test_ranks_speculate_as_one_does(benchmark, draft):
+    options = f"--speculate --draft {draft} --batch 2 --runs 1 --new-tokens 20 --draft-tokens 3,2 --temperature 0"
+    done = python("scripts/benchmark.py", "checkpoints/tiny", "--device", "cpu", "--no-compile", "--ranks", "2",
+                  *options.split())
+    assert done.returncode == 0, done.stderr
+    for line, of_one in zip(map(json.loads, done.stdout.splitlines()), benchmark(options), strict=True):
+        assert (line["ranks"], of_one["ranks"]) == (2, 1)
+        for name in "draft_tokens", "tokens_per_step", "acceptance", "accepted_of_drafted":
+            assert line[name] == of_one[name]
+
+
+def test_parts_of_a_model_are_the_model():
+    layers = (LayerConfig(),) * 2
+    whole = random_model(Config(64, layers, 4, 4, 16, 96, vocab_size=80, context=64), torch.device("cpu"), torch.float32)
+    parts = [part_for(Shard(whole.config, 1, rank, 2), whole) for rank in range(2)]
+    for get, dim in ((lambda of: of.head.weight, 0), (lambda of: of.layers[1].attn.wo.weight, 1),
+                     (lambda of: of.layers[1].ffn.w_down.weight, 1),
+                     (lambda of: of.layers[1].ffn.w_gate_up.weight.unflatten(0, (2, -1)), 1),
+                     (lambda of: of.layers[1].attn.wqkv.weight.unflatten(0, (3, -1)), 1)):
+        assert torch.cat([get(part) for part in parts], dim).equal(get(whole))
+    assert parts[1].embed.weight.equal(whole.embed.weight)
