@@ -175,7 +175,8 @@ def test_ranks_speculate_as_one_does(benchmark, draft):
 
 def test_parts_of_a_model_are_the_model():
     layers = (LayerConfig(),) * 2
-    whole = random_model(Config(64, layers, 4, 4, 16, 96, vocab_size=80, context=64), torch.device("cpu"), torch.float32)
+    config = Config(64, layers, 4, 4, 16, 96, vocab_size=80, context=64)
+    whole = random_model(config, torch.device("cpu"), torch.float32)
     parts = [part_for(Shard(whole.config, 1, rank, 2), whole) for rank in range(2)]
     for get, dim in ((lambda of: of.head.weight, 0), (lambda of: of.layers[1].attn.wo.weight, 1),
                      (lambda of: of.layers[1].ffn.w_down.weight, 1),
