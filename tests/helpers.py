@@ -40,6 +40,8 @@ CHATS = ROOT / "tests" / "chats"
 ENVIRONMENT = dict(os.environ)  # which tests change
 CPU, F32 = torch.device("cpu"), torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+of_each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = Sampling(temperature=0)
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's
 
@@ -115,7 +117,13 @@ def absent(words: str, text: str) -> list[str]:
 # Models
 
 
+def read(model: Callable, tokens: Tensor, **how) -> Tensor:
+    """Logits of texts [B, T] that begin at position 0."""
+    return model(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], **how)
+
+
 def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
+    """A bundled model or another small one, not vetted."""
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
@@ -211,7 +219,7 @@ def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[l
         if differ:
             at = differ[0]
             text = torch.tensor([[*prompt, *row[:at]]])
-            logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
+            logits = read(exact, text)[0, -1]
             gap = logits[row[at]] - logits[other[at]]
             assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
 
@@ -220,7 +228,7 @@ def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int,
     """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
     tokens, logprobs = zip(*pairs)
     text = torch.tensor([[*prompt, *tokens]])
-    logits = model(text, torch.arange(text.shape[1])[None])[0, len(prompt) - 1:-1]
+    logits = read(model, text)[0, len(prompt) - 1:-1]
     expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
     assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 
@@ -235,6 +243,10 @@ LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_l
 
 def put(path: Path, content) -> None:
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
@@ -278,7 +290,7 @@ def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)
     config = SHAPE | dict(model_type=kind) | changes
-    (directory / "config.json").write_text(json.dumps(config))
+    put(directory / "config.json", config)
     weights = {name: (torch.randn(weight.shape) / 8).bfloat16()
                for name, weight in hf_weights(config_from_hf(config)).items()}
     save_file(weights, directory / "model.safetensors")
@@ -304,8 +316,8 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
 def change(directory: Path, config: dict = {}, **tensors) -> None:
     """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
     change_tensors(directory, **tensors)
-    whole = json.loads((directory / "config.json").read_text())
-    rewrite(directory / "config.json", quantization_config=whole["quantization_config"] | config)
+    held = read_json(directory / "config.json")["quantization_config"]
+    rewrite(directory / "config.json", quantization_config=held | config)
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:
@@ -409,6 +421,13 @@ def with_template(directory: Path, source: Path = TINY) -> Path:
     return directory
 
 
+def make_endless(directory: Path) -> None:
+    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
+    shutil.copytree(TINY, directory)
+    rewrite(directory / "config.json", max_position_embeddings=2 ** 14, eos_token_id=None)
+    rewrite(directory / "generation_config.json", eos_token_id=None)
+
+
 def rewrite(path: Path, **changes) -> None:
     """Keys of a JSON file."""
-    put(path, json.loads(path.read_text()) | changes)
+    put(path, read_json(path) | changes)

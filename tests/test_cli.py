@@ -25,8 +25,8 @@ import quantize
 from checkpoint import Checkpoint, Tokenizer
 from cli.options import Parser
 from cli.output import format_report, progress, show, speculation
-from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python, tiny,
-                     with_template)
+from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python, read_json,
+                     tiny, with_template)
 from scripts import train_tiny
 
 COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))
@@ -94,7 +94,7 @@ def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
     (tmp_path / "trace.json").write_text("old")
     cli(f"--max-new-tokens 3 --profile {tmp_path}/trace.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.partial.json"]
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert read_json(tmp_path / "trace.json")["traceEvents"]
     assert (tmp_path / "trace.partial.json").read_text() == "kept"
 
 
@@ -113,7 +113,7 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkey
 def test_a_chat_without_an_answer_has_a_trace_too(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "input", lambda prompt: "/quit")
     code, out, _ = cli(f"--interactive --profile {tmp_path}/trace.json --quiet")
-    assert (code, out) == (0, "") and json.loads((tmp_path / "trace.json").read_text())
+    assert (code, out) == (0, "") and read_json(tmp_path / "trace.json")
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path, monkeypatch):

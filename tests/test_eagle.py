@@ -14,7 +14,7 @@ from checkpoint import Checkpoint
 from eagle import Head, HeadCheckpoint, find_places
 from generate import load
 from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
-                     refusal, rewrite, run, speculator)
+                     read, refusal, rewrite, run, speculator)
 from model import Transformer
 from policies import Fixed
 from sampling import Sampling
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_speculators_package(target, name, places):
     for t in range(pairs - steps + 1):
         head.setup(pairs + 1, 1)
         head.states[0, :t + 1] = head.project(features[:t + 1])
-        first = head(tokens[None, :t + 1], torch.arange(t + 1)[None])[0, -1]
+        first = read(head, tokens[None, :t + 1])[0, -1]
         found = [first] + [head(tokens[None, at:at + 1], torch.tensor([[at]]))[0, 0] for at in range(t + 1, t + steps)]
         # The package lets a drafted token see as far back as its first one does, beyond its window.
         alike = steps if name != "speculators" else max(1, 5 - t)
@@ -110,7 +110,7 @@ def watched(model: Transformer, policy: str, rows: int, room: int = 160, samplin
         for b in (made.last < made.ends).nonzero().flatten().tolist():
             tokens = text[b, :last[b] + 1]
             whole.setup(len(tokens), 1, head.options.places)
-            whole(tokens[None], torch.arange(len(tokens))[None])
+            read(whole, tokens[None])
             logits = drafts(head, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
             expected = torch.zeros(k, 8).index_copy(1, torch.tensor(KNOWN), logits.softmax(-1).float())
             assert torch.allclose(q[b, :k], expected, atol=1e-4), f"row {b} at {last[b]}"

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, one_line, open_tokenizer, put, python
+from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, one_line, open_tokenizer, put, python, read, tiny
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -32,7 +32,7 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
         before = ids[start:at]
         assert min(at, context - stride) <= len(before) <= context
         with torch.no_grad():
-            logits = model(torch.tensor([before]), torch.arange(len(before))[None])[0, -1]
+            logits = read(model, torch.tensor([before]))[0, -1]
         nats -= logits.log_softmax(-1)[ids[at]].item()
         choices.append(logits.argmax().item())
     return nats, choices
@@ -40,7 +40,7 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
 
 def score(directory: Path, ids: list[int], first: int, context: int, stride: int,
           cache: str | None = None) -> tuple[float, list]:
-    model = load_model(Checkpoint(directory), CPU, F32)
+    model = tiny(directory=directory)
     nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, tqdm(disable=True))
     return pytest.approx(nats, rel=1e-5), choices.tolist()
 
@@ -109,7 +109,7 @@ def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_l
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
 def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, size, words):
     tokenizer = checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
-    model = load_model(Checkpoint(GOLDEN / "llama2"), CPU, F32)
+    model = tiny(directory=GOLDEN / "llama2")
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
     llm = Namespace(tokenizer=tokenizer, model=model, _load=lambda *sizes: None, device=CPU, dtype=F32)

@@ -14,8 +14,8 @@ from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plai
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
-from helpers import (DEVICES, F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, rope_of, run, same_but_for_ties,
-                     tiny)
+from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
+                     rope_of, run, same_but_for_ties, tiny)
 from model import Config, KVCache, LayerConfig, Transformer
 from quantize import NVFP4, QuantizedExperts, QuantizedLinear
 from sampling import Sampling, choose
@@ -66,12 +66,12 @@ def test_the_decoder_of_a_cpu_has_the_same_weights():
 def test_optimize_on_a_cpu_replaces_quantized_layers_and_keeps_the_functions():
     model = load_checkpoint(TINY, quantize="int8")
     model.setup(20, 1)
-    tokens, positions = torch.randint(model.config.vocab_size, (1, 3)), torch.arange(3)[None]
-    ref = model(tokens, positions)
+    tokens = torch.randint(model.config.vocab_size, (1, 3))
+    ref = read(model, tokens)
     fast = optimize(model)
     assert not any(isinstance(module, QuantizedLinear) for module in [*model.modules(), *fast.decoder.modules()])
     assert not fast.kernels and not any((fast.settings, fast.choose, fast.propose, fast.accept))
-    assert error(fast.decoder(tokens, positions), ref) < 1e-5
+    assert error(read(fast.decoder, tokens), ref) < 1e-5
     assert optimize(tiny().to("meta")) is None
 
 
@@ -219,8 +219,8 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
     """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once, ragged."""
     device, B = plain.embed.weight.device, len(plain.rows)
     prompt = torch.randint(plain.config.vocab_size, (B, T), device=device)
-    last, positions = torch.tensor([T - 1, 2, T // 2], device=device)[:B], torch.arange(T, device=device)[None]
-    ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots, last)
+    last = torch.tensor([T - 1, 2, T // 2], device=device)[:B]
+    ref, out = read(plain, prompt, last=last), read(fast, prompt, slots=fast.slots, last=last)
     order = [1, 0, 2][:B]
     for model in (plain, fast):
         model.arrange_rows(order, T)
@@ -235,8 +235,8 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
         assert error(out, ref) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir()))
+@on_each_device
+@of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
     """Over a dirty cache."""
@@ -250,7 +250,7 @@ def test_fast_decoder_equals_the_model(family, device):
     compare(plain, fast, install_kernels(fast), tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("kind", ["int8", "int8-values"])
 @torch.no_grad()
 def test_fast_decoder_with_a_cache_in_int8(kind, device):
@@ -263,7 +263,7 @@ def test_fast_decoder_with_a_cache_in_int8(kind, device):
         compare(plain, fast, decoder, 2 * tolerance, T)  # a code may be the next one
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @torch.no_grad()
 def test_each_layer_has_its_own_window_and_rope(device):
     dtype, tolerance = PRECISION[device]
@@ -284,7 +284,7 @@ def test_each_layer_has_its_own_window_and_rope(device):
     compare(plain, fast, install_kernels(fast), 2 * tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @torch.no_grad()
 def test_hidden_states_are_kept_where_they_are_asked_for(device):
     """Those of prefill and of decode."""
@@ -298,7 +298,7 @@ def test_hidden_states_are_kept_where_they_are_asked_for(device):
     assert error(fast.features, plain.features) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("options", [{}, dict(norm_before_residual=True, norm_output=True)], ids=["plain", "norms"])
 @torch.no_grad()
 def test_an_eagle_head_has_its_kernels(options, device):
@@ -319,7 +319,7 @@ def test_an_eagle_head_has_its_kernels(options, device):
     assert error(fast.states, plain.states) < 2 * tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("quantize, group_size, head", [
     ("int8", None, None), ("int4", 64, "int8"), ("int4", None, "int4")])
 @torch.no_grad()

@@ -2,7 +2,6 @@
 Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
 """
 import fcntl
-import json
 import signal
 from argparse import Namespace
 from functools import partial
@@ -21,7 +20,7 @@ from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
 from gptq import gptq, gptq_model
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
-                     put, quantized_layers, refusal, tiny, write)
+                     put, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
 from model import Transformer
 from quantize import CODES, INT4, INT8, QuantizedLinear, round_to_nearest
 from tp import Shard
@@ -63,7 +62,7 @@ def parts_of(name: str) -> dict[str, None]:
 def logits_of(model: Transformer) -> Tensor:
     """Of 40 tokens."""
     model.setup(40)
-    return model(torch.arange(20, 60)[None], torch.arange(40)[None])
+    return read(model, torch.arange(20, 60)[None])
 
 
 def dense(module: QuantizedLinear) -> Tensor:
@@ -220,7 +219,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
         found = []
         for module in modules:
             module.register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, 1)))
-        model(tokens, torch.arange(32)[None])
+        read(model, tokens)
         return list(found)
 
     model.setup(32)
@@ -292,9 +291,9 @@ def test_a_file_made_by_hand_loads(tmp_path, made, form, offset, bits):
     change(tmp_path / "out", dict(checkpoint_format=form), **held)
     if not form:
         change(tmp_path / "out", **{name: None for name in held if name.endswith("g_idx")})
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        del config["quantization_config"]["checkpoint_format"]
-        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        settings = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+        del settings["checkpoint_format"]
+        rewrite(tmp_path / "out" / "config.json", quantization_config=settings)
     wqkv = load_checkpoint(tmp_path / "out").layers[1].attn.wqkv
     assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, bits, offset) for part in (Q, K, V)]))
 
@@ -316,11 +315,10 @@ def test_some_of_q_k_and_v_may_be_left_as_they_were_or_have_groups_of_their_own(
         w = theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
         torch.testing.assert_close(layer(x), x @ w.T + held[name + "bias"])
         torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1), layer(x))
-    tokens, positions = torch.randint(64, (1, 9)), torch.arange(9)[None]
-    model = load_checkpoint(tmp_path / "out")
+    tokens, model = torch.randint(64, (1, 9)), load_checkpoint(tmp_path / "out")
     model.setup(16, 1)
-    plain = model(tokens, positions)
-    torch.testing.assert_close(fast.optimize(model).decoder(tokens, positions), plain)
+    plain = read(model, tokens)
+    torch.testing.assert_close(read(fast.optimize(model).decoder, tokens), plain)
 
 
 def test_modules_left_as_they_were_load_as_they_are(tmp_path, made):
@@ -393,7 +391,7 @@ def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, comm
 
     def logprobs(model: Transformer) -> Tensor:
         model.setup(400)
-        return model(tokens, torch.arange(400)[None])[0].log_softmax(-1)
+        return read(model, tokens)[0].log_softmax(-1)
 
     losses, exact = [], logprobs(tiny())
     calibration = ["--gptq", "--act-order", "--calibration", text, "--calibration-tokens", 2048]
@@ -405,8 +403,7 @@ def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, comm
         found = logprobs(load_checkpoint(tmp_path / out))
         losses.append(torch.nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean"))
     assert losses[1] < 0.7 * losses[0]
-    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
-    assert config["quantization_config"] == dict(
+    assert read_json(tmp_path / "gptq" / "config.json")["quantization_config"] == dict(
         bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq",
         checkpoint_format="gptq_v2")
     assert names(tmp_path) == ["gptq", "in", "rounded", "text"]

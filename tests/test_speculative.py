@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM, Engine
-from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
-                     random_head, random_model, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
+from helpers import (DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint, of_each_family,
+                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
@@ -64,7 +64,7 @@ def exact(sampling: Sampling) -> Tensor:
     model, prompt = random_model(1), torch.tensor(PROMPT)
     model.setup(len(PROMPT) + 3)
     tokens = torch.cat([prompt.expand(512, -1), torch.cartesian_prod(*[torch.arange(8)] * 3)], dim=1)
-    p = probabilities(model(tokens, torch.arange(tokens.shape[1])[None])[:, len(PROMPT) - 1:], sampling)
+    p = probabilities(read(model, tokens)[:, len(PROMPT) - 1:], sampling)
     p = p.double().view(8, 8, 8, 4, 8)
     return torch.einsum("a,ab,abc,abcd->bcd", p[0, 0, 0, 0], p[:, 0, 0, 1], p[:, :, 0, 2], p[:, :, :, 3]).flatten()
 
@@ -82,7 +82,7 @@ def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Ten
     return (rows[:, 1:] @ torch.tensor([64, 8, 1])).bincount(minlength=512)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("sampling, name", [
     (PLAIN, "model"), (CUT, "model"), (PLAIN, "prompt-lookup"), (CUT, "prompt-lookup"), (PLAIN, "fewer tokens"),
     (PLAIN, "padded"), (PLAIN, "head"), (CUT, "head")])
@@ -137,7 +137,7 @@ def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
 
 
 @pytest.mark.parametrize("name, new_tokens", [("itself", 40), ("smaller", 24), ("prompt-lookup", 24), ("llama2", 24)])
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each_family
 def test_a_ragged_batch_of_each_family_is_greedy_decoding(family, name, new_tokens):
     """Windows are shorter than the texts. Of LongRoPE's three rows all exceed the original length, or only the first;
     a draft's always do."""

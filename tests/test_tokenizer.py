@@ -20,8 +20,8 @@ from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Checkpoint, Tokenizer
 from guard import template_process
-from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, refusal, rewrite,
-                     with_json, with_model)
+from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, read_json, refusal,
+                     rewrite, with_json, with_model)
 
 SETTINGS = "tokenizer_config.json"
 
@@ -429,7 +429,7 @@ def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transfor
     """See make_chat_golden.py; on its date."""
     in_a_program(monkeypatch, "datetime.now()", "datetime(2026, 2, 1)")
     tokenizer = templated((CHATS / f"{family}.jinja").read_text(encoding="utf-8"))
-    conversations, found = (json.loads((CHATS / f"{of}.json").read_text("utf-8")) for of in ("conversations", family))
+    conversations, found = (read_json(CHATS / f"{of}.json") for of in ("conversations", family))
     for (messages, tokenizer.template_options), wanted in zip(conversations, found, strict=True):
         if "refused" in wanted:
             assert refusal(tokenizer.render, messages).endswith(f": {wanted['refused']}")
