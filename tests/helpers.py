@@ -17,6 +17,7 @@ import tokenizers as hf
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceTrainer
 from torch import Tensor, nn
 
 import formats
@@ -102,10 +103,10 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window, compl
     return out, k_cache, v_cache
 
 
-def refusal(function, *args) -> str:
+def refusal(function, *args, **options) -> str:
     """The message of the UserError that the call raises; each is one line."""
     with pytest.raises(UserError) as caught:
-        function(*args)
+        function(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -209,6 +210,13 @@ def random_head(seed: int, target: Transformer, known: list[int], places: tuple[
 
 
 @torch.no_grad()
+def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
+    """[T, V] of one text."""
+    model.setup(len(tokens))
+    return read(model, tokens[None])[0]
+
+
+@torch.no_grad()
 def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
                       bound: float) -> None:
     """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
@@ -234,6 +242,15 @@ def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int,
 
 
 # Tokenizers
+
+
+def trained(directory: Path, sentences: list[str], settings: dict, **options) -> Tokenizer:
+    """A tokenizer.model of one's own, opened."""
+    SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_prefix=str(directory / "tokenizer"),
+                               model_type="bpe", minloglevel=2, **options)
+    put(directory / "config.json", LLAMA | dict(vocab_size=400, bos_token_id=None, eos_token_id=None))
+    put(directory / "tokenizer_config.json", settings)
+    return open_tokenizer(directory)
 
 
 LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -282,19 +299,22 @@ def with_model(directory: Path, config: dict | None = None, **settings) -> Token
 # Checkpoints
 
 
-SHAPE = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-             vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, hidden_act="silu", eos_token_id=2)
+SHAPE = LLAMA | dict(hidden_size=64, intermediate_size=96, max_position_embeddings=64)
 
 
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)
-    config = SHAPE | dict(model_type=kind) | changes
-    put(directory / "config.json", config)
-    weights = {name: (torch.randn(weight.shape) / 8).bfloat16()
-               for name, weight in hf_weights(config_from_hf(config)).items()}
+    weights = drawn(directory, SHAPE | dict(model_type=kind) | changes)
     save_file(weights, directory / "model.safetensors")
     return weights
+
+
+def drawn(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """config.json, and random tensors that go with it, not saved yet."""
+    put(directory / "config.json", config)
+    weights = hf_weights(config_from_hf(config))
+    return {name: (torch.randn(weight.shape) / 8).to(dtype) for name, weight in weights.items()}
 
 
 def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,

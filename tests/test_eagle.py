@@ -2,6 +2,7 @@
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +34,15 @@ def target(tmp_path_factory) -> Checkpoint:
     return Checkpoint(directory)
 
 
-def open_head(name: str, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
-    checkpoint = guard.open_draft(str(HEADS / name), (target, None))
+def open_head(directory: Path, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
+    checkpoint = guard.open_draft(str(directory), (target, None))
     return checkpoint, load(checkpoint, CPU, F32)
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """A head that a test may change."""
+    return shutil.copytree(HEADS / "authors", tmp_path / "head")
 
 
 @pytest.mark.parametrize("name, places", [
@@ -43,7 +50,7 @@ def open_head(name: str, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
 @torch.no_grad()
 def test_logits_are_those_of_the_speculators_package(target, name, places):
     """Behind each pair, and of four more tokens, each beside the head's own state."""
-    checkpoint, head = open_head(name, target)
+    checkpoint, head = open_head(HEADS / name, target)
     assert checkpoint.options.places == places
     features, tokens, expected = (load_file(HEADS / name / "golden.safetensors")[key]
                                   for key in ("features", "tokens", "logits"))
@@ -184,31 +191,27 @@ def zeros(*shape: int) -> Tensor:
     (dict(norm_output="yes"), {}, "norm_output='yes'"),
     (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config"),
     ({}, dict(more=zeros(1)), "no place for tensor more")])
-def test_a_head_that_does_not_fit_is_refused_in_one_line(target, tmp_path, config, tensors, words):
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    change_tensors(directory, **tensors)
-    rewrite(directory / "config.json", **config)
-    said = refusal(lambda: load(guard.open_draft(str(directory), (target, None)), CPU, F32))
-    assert absent(words, said) == []
+def test_a_head_that_does_not_fit_is_refused_in_one_line(target, copied, config, tensors, words):
+    change_tensors(copied, **tensors)
+    rewrite(copied / "config.json", **config)
+    assert absent(words, refusal(open_head, copied, target)) == []
 
 
-def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, target, tmp_path):
+def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, copied):
     """Which works; and a head is no checkpoint."""
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    held = load_file(directory / "model.safetensors")
-    torch.save(held, directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
-    said = one_line(call("generate.py", generate.main, "--draft", directory))
+    held = load_file(copied / "model.safetensors")
+    torch.save(held, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    said = one_line(call("generate.py", generate.main, "--draft", copied))
     assert "pickle" in said
     command = re.search('python -c "(.*)"$', said.strip())[1]
-    assert python("-c", command, cwd=directory).returncode == 0
-    assert load_file(directory / "model.safetensors").keys() == held.keys()
-    assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", directory))
+    assert python("-c", command, cwd=copied).returncode == 0
+    assert load_file(copied / "model.safetensors").keys() == held.keys()
+    assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", copied))
 
 
-def test_embeddings_are_the_targets_where_a_head_has_none(target, tmp_path):
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    change_tensors(directory, **{"embed_tokens.weight": None})
-    head, whole = load(guard.open_draft(str(directory), (target, None)), CPU, F32), load(target, CPU, F32)
+def test_embeddings_are_the_targets_where_a_head_has_none(target, copied):
+    change_tensors(copied, **{"embed_tokens.weight": None})
+    (_, head), whole = open_head(copied, target), load(target, CPU, F32)
     head.share_embedding(whole)
-    assert head.embed is whole.embed and open_head("authors", target)[1].embed is not whole.embed
+    assert head.embed is whole.embed and open_head(HEADS / "authors", target)[1].embed is not whole.embed

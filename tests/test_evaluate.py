@@ -6,14 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import tokenizers as hf
 import torch
-from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, one_line, open_tokenizer, put, python, read, tiny
+from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, one_line, open_tokenizer, python, read, rewrite, tiny,
+                     trained, with_json)
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -63,25 +62,14 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
     """tokenizer.json, a byte a token, with normalization or with a beginning of sequence; or sentencepiece, with or
     without a space that it puts in front."""
     directory.mkdir()
-    bos = 1 if kind != "bytes" else None
-    put(directory / "config.json", SHAPE | dict(model_type="llama", vocab_size=600, bos_token_id=bos))
     if kind.startswith("bytes"):
-        alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {letter: i for i, letter in enumerate(["<unk>", "<s>", *alphabet])}
-        backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
-        backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = hf.decoders.ByteLevel()
+        with_json(directory, post_process=kind != "bytes")
         if kind == "bytes-nfc":
-            backend.normalizer = hf.normalizers.NFC()
-        if kind != "bytes":
-            backend.add_special_tokens(["<s>"])
-            backend.post_processor = hf.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-        backend.save(str(directory / "tokenizer.json"))
+            rewrite(directory / "tokenizer.json", normalizer=dict(type="NFC"))
     else:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter([STORY] * 20), model_prefix=str(directory / "tokenizer"), vocab_size=330,
-            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=kind == "pieces-space", minloglevel=2, hard_vocab_limit=False)
+        trained(directory, [STORY] * 20, {}, vocab_size=330, byte_fallback=True, normalization_rule_name="identity",
+                remove_extra_whitespaces=False, add_dummy_prefix=kind == "pieces-space", hard_vocab_limit=False)
+        rewrite(directory / "config.json", bos_token_id=1)
     return Tokenizer(Checkpoint(directory))
 
 
@@ -94,7 +82,7 @@ def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_l
         if kind == "bytes":  # no beginning of sequence: the first character is read, not scored
             assert skipped == 1 and first == len(text[0].encode())
         else:
-            assert (first, skipped, ids[0]) == (1, 0, 1)
+            assert (first, skipped, ids[0]) == (1, 0, BOS if kind.startswith("bytes") else 1)
         if kind.startswith("bytes"):  # a token a byte
             scored = text[skipped:]
             told = unicodedata.normalize("NFC", scored) if kind == "bytes-nfc" else scored

@@ -12,7 +12,7 @@ from cli.options import generate_args
 from generate import LLM, Engine
 from gptq import calibrate, gptq_model
 from helpers import (F32, GOLDEN, error, load_checkpoint, make, of_each_family, one_line, put, quantized_layers, read,
-                     read_json, rewrite, run, tiny, with_template, write)
+                     read_json, refusal, rewrite, run, tiny, with_template, write)
 from model import Experts
 from quantize import find_linears, main, replace_layers, round_model, split_experts
 from scripts.shapes import SHAPES, shape
@@ -117,9 +117,7 @@ def test_layers_differ_as_published():
 def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, family, changes, said):
     shutil.copytree(GOLDEN / family, tmp_path / "bad")
     rewrite(tmp_path / "bad" / "config.json", **changes)
-    with pytest.raises(guard.UserError) as caught:
-        guard.open_checkpoint(tmp_path / "bad", tokenizer=False)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert said in refusal(guard.open_checkpoint, tmp_path / "bad", tokenizer=False)
 
 
 @pytest.mark.parametrize("family, kind, prefix", [
@@ -256,15 +254,13 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [[], "mood", {1: 2}, dict(mood={1}), dict(mood=torch.ones(1))])
 def test_options_that_no_template_takes_are_refused(options):
-    with pytest.raises(ValueError, match="^template_options"):
-        LLM(template_options=options)
+    assert refusal(LLM, template_options=options).startswith("template_options")
 
 
 @pytest.mark.parametrize("option", ["mood", "=glad"])
 def test_an_option_without_a_name_or_a_value_is_refused(monkeypatch, option):
     monkeypatch.setattr("sys.argv", ["generate.py", "--template-option", option])
-    with pytest.raises(guard.UserError, match=f"--template-option {option}: want KEY=VALUE"):
-        generate_args("")
+    assert f"--template-option {option}: want KEY=VALUE" in refusal(generate_args, "")
 
 
 def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path):

@@ -1,5 +1,6 @@
 """The modules that fast/ swaps in against those that they replace."""
 from dataclasses import field, make_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_optimize_on_a_cpu_replaces_quantized_layers_and_keeps_the_functions():
 # What fast/ does not know
 
 
+@pytest.fixture
+def model() -> Transformer:
+    """Whose cache has a row of 20 tokens."""
+    model = tiny()
+    model.setup(20, 1)
+    return model
+
+
 def with_field(values, name: str, default, **changes):
     """The same values in a dataclass that has one more field, as after a change of model.py or sampling.py."""
     kind = make_dataclass(type(values).__name__, [(name, object, field(default=default))], bases=(type(values),),
@@ -88,9 +97,7 @@ def with_field(values, name: str, default, **changes):
 @pytest.mark.parametrize("of_a_layer, field, value, told", [
     (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "tap", None, None),
     (True, "tap", (1, 2), "LayerConfig.tap=(1, 2)")])
-def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_layer, field, value, told):
-    model = tiny()
-    model.setup(20, 1)
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, of_a_layer, field, value, told):
     config, [layer, *others] = model.config, model.config.layers
     if of_a_layer:
         model.config = replace(config, layers=(with_field(layer, field, None, **{field: value}), *others))
@@ -101,9 +108,7 @@ def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_
     assert said == (f"plain PyTorch decodes: fast/ does not know {told}\n" if told else "")
 
 
-def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(capsys):
-    model = tiny()
-    model.setup(20, 1)
+def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(model, capsys):
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
     expected = torch.tensor([0.7, 50, 0.9, 0.1])
     assert fast.settings(sampling).equal(expected)
@@ -122,9 +127,7 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
     assert engine.settings.equal(expected)
 
 
-def test_kernels_are_installed_once():
-    model = tiny()
-    model.setup(20, 1)
+def test_kernels_are_installed_once(model):
     install_kernels(model)
     with pytest.raises(ValueError, match="load it again"):
         install_kernels(model)
@@ -201,9 +204,7 @@ def test_mixtures_of_experts_have_kernels_unless_their_codes_have_none(family):
     assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
 
 
-def test_where_no_half_can_be_replaced_none_is(capsys):
-    model = tiny()
-    model.setup(20, 1)
+def test_where_no_half_can_be_replaced_none_is(model, capsys):
     for block in model.layers:
         block.ffn, block.attn.cache = Experts(block.ffn), None
     reasons = ("NoneType in the place of KVCache", "Experts in the place of FeedForward")
@@ -235,18 +236,24 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
         assert error(out, ref) < tolerance
 
 
+def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tuple[Transformer, Transformer, float]:
+    """A model that is set up and another of the same checkpoint, and how far the two may differ."""
+    dtype, tolerance = PRECISION[device]
+    plain, fast = (load_checkpoint(directory, torch.device(device), dtype) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(*sizes, **more)
+    return plain, fast, tolerance
+
+
 @on_each_device
 @of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
     """Over a dirty cache."""
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(GOLDEN / family, torch.device(device), dtype) for _ in range(2))
-    for model in (plain, fast):
-        model.setup(64, 3)
-        for layer in model.layers:
-            layer.attn.cache.k.fill_(3)
-            layer.attn.cache.v.fill_(-2)
+    plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family)
+    for layer in [*plain.layers, *fast.layers]:
+        layer.attn.cache.k.fill_(3)
+        layer.attn.cache.v.fill_(-2)
     compare(plain, fast, install_kernels(fast), tolerance)
 
 
@@ -254,10 +261,7 @@ def test_fast_decoder_equals_the_model(family, device):
 @pytest.mark.parametrize("kind", ["int8", "int8-values"])
 @torch.no_grad()
 def test_fast_decoder_with_a_cache_in_int8(kind, device):
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
-    for model in (plain, fast):
-        model.setup(300, 3, cache=kind)
+    plain, fast, tolerance = load_twice(device, 300, 3, cache=kind)
     decoder = install_kernels(fast)
     for T in (17, 200):
         compare(plain, fast, decoder, 2 * tolerance, T)  # a code may be the next one
@@ -288,11 +292,7 @@ def test_each_layer_has_its_own_window_and_rope(device):
 @torch.no_grad()
 def test_hidden_states_are_kept_where_they_are_asked_for(device):
     """Those of prefill and of decode."""
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
-    n = plain.config.n_layer
-    for model in (plain, fast):
-        model.setup(64, 3, features=(n, 0, 1))
+    plain, fast, tolerance = load_twice(device, 64, 3, features=(5, 0, 1))
     compare(plain, fast, install_kernels(fast), tolerance)
     assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
     assert error(fast.features, plain.features) < tolerance

@@ -15,7 +15,7 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, read, refusal,
+from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, logits_of, make, put, quantized_layers, read, refusal,
                      rewrite, write)
 from model import Config, Transformer
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
@@ -40,12 +40,6 @@ def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor
     save_file({name: tensor.contiguous() for name, tensor in (own | tensors).items() if tensor is not None},
               directory / "model.safetensors")
     return golden
-
-
-@torch.no_grad()
-def logits_of(model, tokens: Tensor) -> Tensor:
-    model.setup(64, 1)
-    return read(model, tokens[None])[0]
 
 
 @pytest.mark.parametrize("setting", CONFIGS)

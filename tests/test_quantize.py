@@ -374,13 +374,13 @@ def test_a_rounded_head_has_codes_of_its_own(tmp_path, tied, kind, group, step):
 def test_a_head_that_cannot_be_rounded_is_refused(tmp_path, made):
     made()
     write(tmp_path / "in", tmp_path / "head", 4, 32, False, head=True)
-    assert "quantize_head=int8" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "head")
+    assert "quantize_head=int8" in refusal(load_checkpoint, tmp_path / "head", quantize_head="int8")
     make(tmp_path / "40", hidden_size=40)
-    assert "multiple of 32" in refusal(partial(load_checkpoint, quantize_head="int4"), tmp_path / "40")
+    assert "multiple of 32" in refusal(load_checkpoint, tmp_path / "40", quantize_head="int4")
     weights = make(tmp_path / "nan", tie_word_embeddings=True)
     weights["model.embed_tokens.weight"][3, 5] = float("nan")
     save_file(weights, tmp_path / "nan" / "model.safetensors")
-    assert "output head" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "nan")
+    assert "output head" in refusal(load_checkpoint, tmp_path / "nan", quantize_head="int8")
 
 
 @torch.no_grad()
@@ -452,7 +452,7 @@ def test_sizes_no_machine_holds_and_weights_that_are_no_numbers_are_refused(tmp_
     weights = make(tmp_path / "in")
     weights[K + "weight"][3, 5] = weight
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    put(tmp_path / "in" / "config.json", SHAPE | dict(model_type="llama") | config)
+    put(tmp_path / "in" / "config.json", SHAPE | config)
     assert words in refusal(command) and names(tmp_path) == ["in"]
 
 

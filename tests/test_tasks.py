@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from generate import LLM
-from helpers import DRAFT, TINY, read
+from helpers import DRAFT, TINY, logits_of
 from scripts import evaluate
 
 OPENINGS = ["One day", "Tom and Sue went to the park and", "A dog", "Once upon a time there was a big red ball"]
@@ -38,10 +38,7 @@ def harness(monkeypatch):
 
 def plain_score(llm: LLM, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """By one forward of the whole, in float64."""
-    llm.model.setup(600, 1)
-    tokens = torch.tensor([[*context, *continuation]])
-    with torch.no_grad():
-        logits = read(llm.model, tokens)[0, len(context) - 1:-1].double()
+    logits = logits_of(llm.model, torch.tensor([*context, *continuation]))[len(context) - 1:-1].double()
     told = torch.tensor(continuation)
     return logits.log_softmax(-1).gather(-1, told[:, None]).sum().item(), bool((logits.argmax(-1) == told).all())
 

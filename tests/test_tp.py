@@ -169,7 +169,7 @@ def test_two_ranks_give_the_tokens_of_one(pair, name):
 
 
 def config_of(**changes) -> Config:
-    return config_from_hf(SHAPE | dict(model_type="llama", hidden_size=128) | changes)
+    return config_from_hf(SHAPE | dict(hidden_size=128) | changes)
 
 
 LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
