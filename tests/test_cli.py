@@ -24,8 +24,8 @@ import generate
 import quantize
 from checkpoint import Checkpoint, Tokenizer
 from cli.output import format_report, progress, show, speculation
-from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python, read_json,
-                     tiny, with_template)
+from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python,
+                     read_json, tiny, with_template)
 from scripts import train_tiny
 
 COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))

@@ -15,8 +15,8 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, logits_of, make, put, quantized_layers, read, refusal,
-                     rewrite, write)
+from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, logits_of, make, put, quantized_layers,
+                     read, refusal, rewrite, write)
 from model import Config, Transformer
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM, Engine
 from helpers import (DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint, of_each_family,
-                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
+                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, steps, tiny,
+                     tiny_head)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
