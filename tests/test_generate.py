@@ -162,9 +162,9 @@ def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
     assert len(shapes) == 32 + 2  # prompts, and steps
 
 
-def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = ()):
+def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]):
     """A completion fed token by token, and what was visible after each."""
-    completion, seen = Completion("", [1], tokenizer, 99, list(stops)), []
+    completion, seen = Completion("", prompt, tokenizer, 99, list(stops)), []
     for token in tokens:
         completion.add(token, -1.0, 0.0)
         seen.append(completion.visible())
@@ -182,9 +182,7 @@ def test_streamed_text_never_splits_a_character(tokenizer):
 
 def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
     prompt, more = tokenizer.encode_text("Once upon"), tokenizer.encode_text("Once upon a time")
-    completion = Completion("", prompt, tokenizer, 9)
-    for token in more[len(prompt):]:
-        completion.add(token, 0.0, 0.0)
+    completion, _ = completion_of(more[len(prompt):], tokenizer, prompt=prompt)
     assert completion.text == " a time"
 
 

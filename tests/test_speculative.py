@@ -212,7 +212,7 @@ def test_a_text_ends_inside_an_accepted_run():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows, monkeypatch):
+def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it."""
     prompts, model = [PROMPT[:10 - b] for b in range(rows)], random_model(1)
     expected = run(Engine(model, 10 + 35, rows, GREEDY), prompts, 35)
