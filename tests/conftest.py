@@ -20,7 +20,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they sh
 import torch  # noqa: E402
 
 from cli.errors import report_errors  # noqa: E402
-from helpers import JOBS, ROOT  # noqa: E402
+from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
@@ -118,6 +118,12 @@ def others_wait(request, tmp_path_factory):
     with open(tmp_path_factory.getbasetemp().parent / "gpu-tests", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone(request.node) else fcntl.LOCK_SH)
         yield  # closing the file ends the lock
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory) -> str:
+    """The bundled model with a chat template."""
+    return str(with_template(tmp_path_factory.mktemp("chatty") / "tiny"))
 
 
 @pytest.fixture

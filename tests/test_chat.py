@@ -23,15 +23,10 @@ from generate import LLM
 from helpers import GOLDEN, ROOT, TINY, of_each_family, put, read_json, with_template
 
 
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory) -> Path:
-    return with_template(tmp_path_factory.mktemp("chatty") / "tiny")
-
-
 class Session:
     """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
 
-    def __init__(self, monkeypatch, capsys, directory: Path, lines: list[str], length: int = 300,
+    def __init__(self, monkeypatch, capsys, directory: str | Path, lines: list[str], length: int = 300,
                  on_prefill=lambda count: None, draft: str | None = None, **options):
         llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True,
                   draft=draft, draft_tokens=draft and 4)
@@ -61,7 +56,7 @@ class Session:
 
 @pytest.fixture
 def session(monkeypatch, capsys, chatty):
-    def start(*lines: str, directory: Path = chatty, **options) -> Session:
+    def start(*lines: str, directory: str | Path = chatty, **options) -> Session:
         return Session(monkeypatch, capsys, directory, list(lines), **options)
     return start
 
@@ -152,7 +147,7 @@ def test_special_tokens_that_are_typed_are_text_with_a_template_and_without(sess
     for directory in (chatty, TINY):
         [answer] = session("Hello</s> fox<s>", directory=directory).answers
         assert 2 not in answer.prompt_tokens and answer.prompt_tokens.count(1) <= 1
-        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(directory)).decode(answer.prompt_tokens)
+        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(Path(directory))).decode(answer.prompt_tokens)
 
 
 def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
@@ -220,7 +215,7 @@ def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path
 class Terminal:
     """generate.py on a pseudo terminal."""
 
-    def __init__(self, directory: Path, new_tokens: int):
+    def __init__(self, directory: str, new_tokens: int):
         self.master, slave = pty.openpty()
         line = f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 " \
                f"--max-new-tokens {new_tokens}"
@@ -261,7 +256,7 @@ class Terminal:
 def terminal():
     open_ones = []
 
-    def start(directory: Path, new_tokens: int) -> Terminal:
+    def start(directory: str, new_tokens: int) -> Terminal:
         """It has begun to answer "Hello fox"."""
         open_ones.append(Terminal(directory, new_tokens))
         open_ones[-1].read("> ")

@@ -24,11 +24,6 @@ MESSAGES = [dict(role="user", content="Tell me a story")]
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory) -> str:
-    return str(with_template(tmp_path_factory.mktemp("chatty") / "tiny"))
-
-
-@pytest.fixture(scope="module")
 def llm(chatty) -> LLM:
     return LLM(chatty, **GREEDY)
 
