@@ -171,15 +171,10 @@ def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, 
         samples: int = 1) -> list[list[int]]:
     """The new tokens of each row that is in use."""
     rows = [[] for _ in range(len(prompts) * samples)]
-    for step in steps(engine, prompts, new_tokens, start, samples):
+    for step in generate(engine, prompts, new_tokens, start, samples):
         for row, pairs in zip(rows, step):
             row += [token for token, _ in pairs]
     return [row[:new_tokens] for row in rows]
-
-
-def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1):
-    """generate(), with a Speculator if one is given in the engine's place."""
-    return generate(engine, prompts, new_tokens, start, samples)
 
 
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
@@ -210,24 +205,21 @@ def random_head(seed: int, target: Transformer, known: list[int], places: tuple[
 
 
 @torch.no_grad()
-def logits_of(model: Transformer, tokens: Tensor) -> Tensor:
+def logits_of(model: Transformer, tokens: Tensor = torch.arange(20, 60)) -> Tensor:
     """[T, V] of one text."""
     model.setup(len(tokens))
     return read(model, tokens[None])[0]
 
 
-@torch.no_grad()
 def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
                       bound: float) -> None:
     """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
-    exact.setup(max(map(len, prompts)) + max(map(len, rows)))
     for prompt, row, other in zip(prompts, rows, found, strict=True):
         assert len(row) == len(other)
         differ = [at for at, (a, b) in enumerate(zip(row, other)) if a != b]
         if differ:
             at = differ[0]
-            text = torch.tensor([[*prompt, *row[:at]]])
-            logits = read(exact, text)[0, -1]
+            logits = logits_of(exact, torch.tensor([*prompt, *row[:at]]))[-1]
             gap = logits[row[at]] - logits[other[at]]
             assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
 
@@ -235,8 +227,7 @@ def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[l
 def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int, float]]) -> None:
     """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
     tokens, logprobs = zip(*pairs)
-    text = torch.tensor([[*prompt, *tokens]])
-    logits = read(model, text)[0, len(prompt) - 1:-1]
+    logits = logits_of(model, torch.tensor([*prompt, *tokens]))[len(prompt) - 1:-1]
     expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
     assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 

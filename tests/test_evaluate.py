@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, one_line, open_tokenizer, python, read, rewrite, tiny,
-                     trained, with_json)
+from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, logits_of, one_line, open_tokenizer, python, rewrite,
+                     tiny, trained, with_json)
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -24,14 +24,12 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
     """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of the first window
     that predicts it."""
     model = load_model(Checkpoint(directory), CPU, torch.float64)
-    model.setup(context)
     nats, choices = 0.0, []
     for at in range(first, len(ids)):
         start = next(start for start in range(0, at, stride) if start + context >= at)
         before = ids[start:at]
         assert min(at, context - stride) <= len(before) <= context
-        with torch.no_grad():
-            logits = read(model, torch.tensor([before]))[0, -1]
+        logits = logits_of(model, torch.tensor(before))[-1]
         nats -= logits.log_softmax(-1)[ids[at]].item()
         choices.append(logits.argmax().item())
     return nats, choices

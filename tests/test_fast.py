@@ -212,6 +212,7 @@ def test_where_no_half_can_be_replaced_none_is(model, capsys):
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
+SIZES = dict(n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
 PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))  # the type, and how far the two may differ
 
 
@@ -273,8 +274,7 @@ def test_each_layer_has_its_own_window_and_rope(device):
     dtype, tolerance = PRECISION[device]
     layers = (LayerConfig(5, rope_of(16)), LayerConfig(), LayerConfig(rope=rope_of(16, 3.0)),
               LayerConfig(9, rope_of(16, 1e6)))
-    config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64,
-                    qk_norm="head")
+    config = Config(64, layers, **SIZES)
     with torch.device(device):
         plain, fast = Transformer(config).to(dtype), Transformer(config).to(dtype)
     plain.embed.weight.normal_()
@@ -304,8 +304,7 @@ def test_hidden_states_are_kept_where_they_are_asked_for(device):
 def test_an_eagle_head_has_its_kernels(options, device):
     """What it predicts, and the states that it hands on."""
     dtype, tolerance = PRECISION[device]
-    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), n_head=4, n_kv_head=2,
-                    head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
+    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), **SIZES)
     plain, fast = (Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2))
     plain.embed.weight.normal_()
     for norm in (plain.layers[0].attn_norm, plain.layers[0].state_norm):

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from checkpoint import PARTS, Checkpoint, Tokenizer
 from cli.output import show
 from fast.experts import FusedMoE
-from generate import Completion, Engine
+from generate import Completion, Engine, generate
 from helpers import (DRAFT, F32, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, error, is_golden,
-                     load_checkpoint, make, on_each_device, python, read, run, speculator, steps, tiny, with_json)
+                     load_checkpoint, make, on_each_device, python, read, run, speculator, tiny, with_json)
 from sampling import Sampling
 
 
@@ -135,7 +135,7 @@ def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(
 
 def test_log_probabilities_are_those_of_the_raw_logits():
     model, prompt = tiny(), [1, 300, 500]
-    found = list(steps(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
+    found = list(generate(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
     check_logprobs(model, prompt, [pair for [[pair]] in found])
 
 
@@ -144,7 +144,7 @@ def test_a_gpu_step_is_handed_over_when_the_next_is_launched():
     engine, launched = Engine(tiny("cuda"), 40, 1, GREEDY), []
     step = engine.step
     engine.step = lambda: launched.append(1) or step()
-    for count, _ in enumerate(islice(steps(engine, [[1, 300]], 20), 5), start=1):
+    for count, _ in enumerate(islice(generate(engine, [[1, 300]], 20), 5), start=1):
         assert len(launched) == count
 
 

@@ -102,8 +102,9 @@ MIXED = (LayerConfig(rope=rope_of(8)), LayerConfig(window=3), LayerConfig(rope=r
          LayerConfig(5, rope_of(8)))
 
 
-def random_weights(config: Config) -> Transformer:
-    model = Transformer(config)
+def random_weights(layers: tuple[LayerConfig, ...]) -> Transformer:
+    model = Transformer(Config(dim=32, layers=layers, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96,
+                               context=64))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1 if weight.dim() == 1 else 0, 0.25)
     return model
@@ -111,8 +112,7 @@ def random_weights(config: Config) -> Transformer:
 
 def mixed_model() -> Transformer:
     """Each layer has a window and a rope of its own."""
-    return random_weights(Config(dim=32, layers=MIXED, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=96,
-                                 context=64)).double()
+    return random_weights(MIXED).double()
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -150,9 +150,7 @@ def test_hidden_states_of_named_places_are_kept_by_position():
 @on_each_device
 def test_compiled_gradients_equal_eager_ones(device):
     """What train_tiny.py relies on; through nested_compile_region torch gets them wrong."""
-    layers = (LayerConfig(rope=rope_of(8)),) * 2
-    model = random_weights(Config(dim=32, layers=layers, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48,
-                                  vocab_size=96, context=32)).to(device)
+    model = random_weights((LayerConfig(rope=rope_of(8)),) * 2).to(device)
     model.setup(max_seq_len=32)
     tokens = torch.randint(96, (4, 32), device=device)
 

@@ -19,8 +19,8 @@ import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
 from gptq import gptq, gptq_model
-from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
-                     put, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
+from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, logits_of, make,
+                     open_tokenizer, put, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
 from model import Transformer
 from quantize import CODES, INT4, INT8, QuantizedLinear, round_to_nearest
 from tp import Shard
@@ -56,13 +56,6 @@ def names(directory: Path) -> list[str]:
 def parts_of(name: str) -> dict[str, None]:
     """The tensors of a quantized matrix, for change() to drop."""
     return dict.fromkeys(name + kind for kind in ("qweight", "qzeros", "scales", "g_idx"))
-
-
-@torch.no_grad()
-def logits_of(model: Transformer) -> Tensor:
-    """Of 40 tokens."""
-    model.setup(40)
-    return read(model, torch.arange(20, 60)[None])
 
 
 def dense(module: QuantizedLinear) -> Tensor:
@@ -383,24 +376,18 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path, made):
     assert "output head" in refusal(load_checkpoint, tmp_path / "nan", quantize_head="int8")
 
 
-@torch.no_grad()
 def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, command):
     text = tmp_path / "text"
     text.write_text((ROOT / "README.md").read_text() * 2)
-    tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[None, :400]
-
-    def logprobs(model: Transformer) -> Tensor:
-        model.setup(400)
-        return read(model, tokens)[0].log_softmax(-1)
-
-    losses, exact = [], logprobs(tiny())
+    tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[:400]
+    losses, exact = [], logits_of(tiny(), tokens).log_softmax(-1)
     calibration = ["--gptq", "--act-order", "--calibration", text, "--calibration-tokens", 2048]
     for out, options in {"rounded": [], "gptq": calibration}.items():
         command("--checkpoint", TINY, "--out", tmp_path / out, "--group-size", 128, *options)
         written = {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"}
         assert written <= {*names(tmp_path / out)}
         assert "quantized already" in refusal(load_checkpoint, tmp_path / out, CPU, F32, "int8")
-        found = logprobs(load_checkpoint(tmp_path / out))
+        found = logits_of(load_checkpoint(tmp_path / out), tokens).log_softmax(-1)
         losses.append(torch.nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean"))
     assert losses[1] < 0.7 * losses[0]
     assert read_json(tmp_path / "gptq" / "config.json")["quantization_config"] == dict(

@@ -15,15 +15,6 @@ PARSERS = {"scripts/benchmark.py": benchmark.parse_args, "scripts/evaluate.py": 
            "quantize.py": cli.quantize.parse_args, "generate.py": lambda: cli.options.generate_args("")}
 
 
-def parse(command: str, monkeypatch) -> None:
-    """UserError for a command that its script does not understand."""
-    script, *words = shlex.split(command, comments=True)
-    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
-    monkeypatch.setattr("sys.argv", [script, *words])
-    if script in PARSERS:
-        PARSERS[script]()
-
-
 def readme_commands() -> list[str]:
     lines = re.findall(r"^(?:echo .*\| )?(?:python|torchrun .*?\d) ((?:scripts/)?\w+\.py.*)$", README, re.M)
     return [re.sub(r" > [\w.-]+", "", line) for line in lines]
@@ -84,4 +75,8 @@ def test_the_pages_have_commands():
 @pytest.mark.parametrize("command", readme_commands() + benchmark_commands())
 def test_a_command_is_understood_and_has_no_placeholder(command, monkeypatch):
     assert not {"A", "B", "C", "DIR", "FILE", "TEXT"} & set(re.findall(r"\w+", command))
-    parse(command, monkeypatch)
+    script, *words = shlex.split(command, comments=True)
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
+    monkeypatch.setattr("sys.argv", [script, *words])
+    if script in PARSERS:
+        PARSERS[script]()  # UserError for what it does not understand

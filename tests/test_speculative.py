@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer
-from generate import LLM, Engine
+from generate import LLM, Engine, generate
 from helpers import (DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint, of_each_family,
-                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, steps, tiny,
+                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, tiny,
                      tiny_head)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
@@ -155,7 +155,7 @@ def test_a_ragged_batch_of_each_family_is_greedy_decoding(family, name, new_toke
 def test_log_probabilities_are_those_of_the_raw_logits(prompts):
     model, prompt = tiny(), prompts[2]
     made = speculator(model, 80, draft_of("tiny-draft"), "3", sampling=Sampling(temperature=0.5, top_p=0.9))
-    check_logprobs(model, prompt, [pair for [row] in steps(made, [prompt], 50) for pair in row])
+    check_logprobs(model, prompt, [pair for [row] in generate(made, [prompt], 50) for pair in row])
     assert 0 < made.counts["accepted"] < made.counts["drafted"]
 
 
@@ -257,10 +257,10 @@ def test_a_chat_goes_on_after_steps_without_drafts_that_ended_early(prompts):
     """The target as its own draft: once it has read what it missed, all is accepted."""
     made = speculator(tiny(), 200, tiny(), "auto")
     made.policy = Fixed(0)
-    text = prompts[0] + [row[0][0] for row, in islice(steps(made, prompts[:1], 60), 20)]
+    text = prompts[0] + [row[0][0] for row, in islice(generate(made, prompts[:1], 60), 20)]
     assert made.text[0, :len(text)].tolist() == text and made.draft.unread == 19
     made.policy = Fixed(6)
-    assert len(list(steps(made, [[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
+    assert len(list(generate(made, [[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
     assert made.counts["accepted"] == made.counts["drafted"] == 30
 
 
@@ -345,7 +345,7 @@ def test_lookup(alphabet):
 def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
     made, rows = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=3), [[], [], []]
     expected, seen = run(made, prompts[:3], 40), spy(made)
-    for n, step in enumerate(steps(made, prompts[:3], 40)):
+    for n, step in enumerate(generate(made, prompts[:3], 40)):
         for row, new in zip(rows, step):
             row += [token for token, _ in new]
         if n == 3:
