@@ -23,7 +23,7 @@ if (gpus := torch.cuda.device_count()) > 1 and workers:  # each GPU is the first
     first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
 from cli.errors import report_errors  # noqa: E402
-from helpers import JOBS, ROOT  # noqa: E402
+from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
@@ -121,6 +121,12 @@ def others_wait(request, tmp_path_factory):
     with open(tmp_path_factory.getbasetemp().parent / "gpu-tests", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone(request.node) else fcntl.LOCK_SH)
         yield  # closing the file ends the lock
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory) -> str:
+    """The bundled model with a chat template."""
+    return str(with_template(tmp_path_factory.mktemp("chatty") / "tiny"))
 
 
 @pytest.fixture

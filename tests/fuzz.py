@@ -41,7 +41,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from helpers import awq, change, make, put, rewrite, save_tensors, with_json, with_model, write  # noqa: E402
+from helpers import (awq, change, make, put, read_json, rewrite, save_tensors, with_json, with_model,  # noqa: E402
+                     write)
 
 SECONDS, MEMORY = 20, 2 ** 32  # of a trial: CPU time, and address space beyond what the parent has
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -164,7 +165,7 @@ def make_bases(root: Path) -> list[Path]:
                                                      mlp_only_layers=[0], decoder_sparse_step=1))
     bases = sorted(root.iterdir())
     for base in bases:
-        config = json.loads((base / CONFIG).read_text())
+        config = read_json(base / CONFIG)
         if base.name == "plain":  # bytes as tokens, and a chat template
             with_json(base, config, eos_token=dict(content="</s>"))
             (base / TEMPLATE).write_text(
@@ -181,7 +182,7 @@ def make_bases(root: Path) -> list[Path]:
 
 def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
     """One value somewhere inside is replaced, removed, renamed or wrapped, or a key is added there."""
-    held = json.loads(path.read_text())
+    held = read_json(path)
     value = rng.choice(VALUES)
     if rng.random() < 0.05:
         number = '{"a": 1' + "0" * 5000 + "}"
@@ -204,7 +205,7 @@ def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
         old = at.pop(key)
         if how == "rename" and isinstance(at, dict):
             at[str(key) + rng.choice(["s", "\x1b[2J", " "])] = old
-    path.write_text(json.dumps(held))
+    put(path, held)
     return f"{how} {where} {value if how in ('replace', 'add') else ''!r:.40}", None
 
 

@@ -17,6 +17,7 @@ import tokenizers as hf
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceTrainer
 from torch import Tensor, nn
 
 import formats
@@ -40,6 +41,8 @@ CHATS = ROOT / "tests" / "chats"
 ENVIRONMENT = dict(os.environ)  # which tests change
 CPU, F32 = torch.device("cpu"), torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+of_each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = Sampling(temperature=0)
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's
 
@@ -100,10 +103,10 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window, compl
     return out, k_cache, v_cache
 
 
-def refusal(function, *args) -> str:
+def refusal(function, *args, **options) -> str:
     """The message of the UserError that the call raises; each is one line."""
     with pytest.raises(UserError) as caught:
-        function(*args)
+        function(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -115,7 +118,13 @@ def absent(words: str, text: str) -> list[str]:
 # Models
 
 
+def read(model: Callable, tokens: Tensor, **how) -> Tensor:
+    """Logits of texts [B, T] that begin at position 0."""
+    return model(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], **how)
+
+
 def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
+    """A bundled model or another small one, not vetted."""
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
@@ -162,15 +171,10 @@ def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, 
         samples: int = 1) -> list[list[int]]:
     """The new tokens of each row that is in use."""
     rows = [[] for _ in range(len(prompts) * samples)]
-    for step in steps(engine, prompts, new_tokens, start, samples):
+    for step in generate(engine, prompts, new_tokens, start, samples):
         for row, pairs in zip(rows, step):
             row += [token for token, _ in pairs]
     return [row[:new_tokens] for row in rows]
-
-
-def steps(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0, samples: int = 1):
-    """generate(), with a Speculator if one is given in the engine's place."""
-    return generate(engine, prompts, new_tokens, start, samples)
 
 
 def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
@@ -201,17 +205,21 @@ def random_head(seed: int, target: Transformer, known: list[int], places: tuple[
 
 
 @torch.no_grad()
+def logits_of(model: Transformer, tokens: Tensor = torch.arange(20, 60)) -> Tensor:
+    """[T, V] of one text."""
+    model.setup(len(tokens))
+    return read(model, tokens[None])[0]
+
+
 def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
                       bound: float) -> None:
     """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
-    exact.setup(max(map(len, prompts)) + max(map(len, rows)))
     for prompt, row, other in zip(prompts, rows, found, strict=True):
         assert len(row) == len(other)
         differ = [at for at, (a, b) in enumerate(zip(row, other)) if a != b]
         if differ:
             at = differ[0]
-            text = torch.tensor([[*prompt, *row[:at]]])
-            logits = exact(text, torch.arange(text.shape[1])[None])[0, -1]
+            logits = logits_of(exact, torch.tensor([*prompt, *row[:at]]))[-1]
             gap = logits[row[at]] - logits[other[at]]
             assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
 
@@ -219,13 +227,21 @@ def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[l
 def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int, float]]) -> None:
     """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
     tokens, logprobs = zip(*pairs)
-    text = torch.tensor([[*prompt, *tokens]])
-    logits = model(text, torch.arange(text.shape[1])[None])[0, len(prompt) - 1:-1]
+    logits = logits_of(model, torch.tensor([*prompt, *tokens]))[len(prompt) - 1:-1]
     expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
     assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 
 
 # Tokenizers
+
+
+def trained(directory: Path, sentences: list[str], settings: dict, **options) -> Tokenizer:
+    """A tokenizer.model of one's own, opened."""
+    SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_prefix=str(directory / "tokenizer"),
+                               model_type="bpe", minloglevel=2, **options)
+    put(directory / "config.json", LLAMA | dict(vocab_size=400, bos_token_id=None, eos_token_id=None))
+    put(directory / "tokenizer_config.json", settings)
+    return open_tokenizer(directory)
 
 
 LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -235,6 +251,10 @@ LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_l
 
 def put(path: Path, content) -> None:
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
@@ -270,19 +290,22 @@ def with_model(directory: Path, config: dict | None = None, **settings) -> Token
 # Checkpoints
 
 
-SHAPE = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-             vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, hidden_act="silu", eos_token_id=2)
+SHAPE = LLAMA | dict(hidden_size=64, intermediate_size=96, max_position_embeddings=64)
 
 
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)
-    config = SHAPE | dict(model_type=kind) | changes
-    (directory / "config.json").write_text(json.dumps(config))
-    weights = {name: (torch.randn(weight.shape) / 8).bfloat16()
-               for name, weight in hf_weights(config_from_hf(config)).items()}
+    weights = drawn(directory, SHAPE | dict(model_type=kind) | changes)
     save_file(weights, directory / "model.safetensors")
     return weights
+
+
+def drawn(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """config.json, and random tensors that go with it, not saved yet."""
+    put(directory / "config.json", config)
+    weights = hf_weights(config_from_hf(config))
+    return {name: (torch.randn(weight.shape) / 8).to(dtype) for name, weight in weights.items()}
 
 
 def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,
@@ -304,8 +327,8 @@ def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act
 def change(directory: Path, config: dict = {}, **tensors) -> None:
     """Replaces tensors, or drops them where they are None, and keys of quantization_config."""
     change_tensors(directory, **tensors)
-    whole = json.loads((directory / "config.json").read_text())
-    rewrite(directory / "config.json", quantization_config=whole["quantization_config"] | config)
+    held = read_json(directory / "config.json")["quantization_config"]
+    rewrite(directory / "config.json", quantization_config=held | config)
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:
@@ -409,6 +432,13 @@ def with_template(directory: Path, source: Path = TINY) -> Path:
     return directory
 
 
+def make_endless(directory: Path) -> None:
+    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
+    shutil.copytree(TINY, directory)
+    rewrite(directory / "config.json", max_position_embeddings=2 ** 14, eos_token_id=None)
+    rewrite(directory / "generation_config.json", eos_token_id=None)
+
+
 def rewrite(path: Path, **changes) -> None:
     """Keys of a JSON file."""
-    put(path, json.loads(path.read_text()) | changes)
+    put(path, read_json(path) | changes)

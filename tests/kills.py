@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Timer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-from helpers import ROOT, TINY, rewrite, torchrun  # noqa: E402
+from helpers import ROOT, TINY, make_endless, torchrun  # noqa: E402
 
 PROMPT = "Once upon a time"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -79,13 +79,6 @@ def decodes(process: subprocess.Popen) -> bool:
     text = process.stdout.read(len(PROMPT) + 1)
     late.cancel()
     return len(text) > len(PROMPT)
-
-
-def make_endless(directory: Path) -> None:
-    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
-    shutil.copytree(TINY, directory)
-    rewrite(directory / "config.json", max_position_embeddings=2 ** 14, eos_token_id=None)
-    rewrite(directory / "generation_config.json", eos_token_id=None)
 
 
 def kill_ranks(rng: random.Random, options: list, decoding: bool) -> str:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from helpers import CHATS, with_json
+from helpers import CHATS, read_json, with_json
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict], options: dict) -> dict:
@@ -33,7 +33,7 @@ def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     for path in CHATS.glob("*.jinja"):
         tokenizer.chat_template = path.read_text(encoding="utf-8")
-        found = [rendered(tokenizer, *of) for of in json.loads((CHATS / "conversations.json").read_text("utf-8"))]
+        found = [rendered(tokenizer, *of) for of in read_json(CHATS / "conversations.json")]
         lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in found)
         path.with_suffix(".json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

@@ -1,7 +1,6 @@
 """The chat: turns, commands, Ctrl-C, a context that fills, and a session on a terminal."""
 import builtins
 import fcntl
-import json
 import os
 import pty
 import re
@@ -21,18 +20,13 @@ import tokenizers as hf
 from cli.chat import Chat
 from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
-from helpers import FAMILIES, GOLDEN, ROOT, TINY, with_template
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory) -> Path:
-    return with_template(tmp_path_factory.mktemp("chatty") / "tiny")
+from helpers import GOLDEN, ROOT, TINY, of_each_family, put, read_json, with_template
 
 
 class Session:
     """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
 
-    def __init__(self, monkeypatch, capsys, directory: Path, lines: list[str], length: int = 300,
+    def __init__(self, monkeypatch, capsys, directory: str | Path, lines: list[str], length: int = 300,
                  on_prefill=lambda count: None, draft: str | None = None, **options):
         llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True,
                   draft=draft, draft_tokens=draft and 4)
@@ -62,7 +56,7 @@ class Session:
 
 @pytest.fixture
 def session(monkeypatch, capsys, chatty):
-    def start(*lines: str, directory: Path = chatty, **options) -> Session:
+    def start(*lines: str, directory: str | Path = chatty, **options) -> Session:
         return Session(monkeypatch, capsys, directory, list(lines), **options)
     return start
 
@@ -77,7 +71,7 @@ def asked(messages: list[dict]) -> list[str]:
 
 
 @pytest.mark.parametrize("draft", [None, "prompt-lookup", "itself"])
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each_family
 def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(session, monkeypatch, tmp_path, family,
                                                                                 draft):
     """The tokens are letters, so that any answer is read as it was written. A window is full, and LongRoPE's original
@@ -153,7 +147,7 @@ def test_special_tokens_that_are_typed_are_text_with_a_template_and_without(sess
     for directory in (chatty, TINY):
         [answer] = session("Hello</s> fox<s>", directory=directory).answers
         assert 2 not in answer.prompt_tokens and answer.prompt_tokens.count(1) <= 1
-        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(directory)).decode(answer.prompt_tokens)
+        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(Path(directory))).decode(answer.prompt_tokens)
 
 
 def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
@@ -171,7 +165,7 @@ def test_reset_and_system(session):
 def test_a_saved_chat_is_loaded_and_goes_on(session, tmp_path):
     file = tmp_path / "chat.json"
     first = session("Hello fox", f"/save {file}", "And then?", system="Be brief.")
-    assert json.loads(file.read_text()) == first.chat.messages[:3] and list(tmp_path.iterdir()) == [file]
+    assert read_json(file) == first.chat.messages[:3] and list(tmp_path.iterdir()) == [file]
     second = session(f"/load {file}", "And then?")
     assert second.chat.messages == first.chat.messages and "3 messages" in second.err
     assert roles(session(f"/load {file}", "/reset", "Hi").chat.messages) == "system user assistant"
@@ -201,14 +195,14 @@ def test_save_keeps_pipes_and_links_and_writes_where_a_link_points(session, tmp_
     (tmp_path / "link").symlink_to("file")
     ended = session(f"/save {tmp_path / 'pipe'}", "Hello", f"/save {tmp_path / 'link'}")
     assert f"/save {tmp_path / 'pipe'}: want a file" in ended.err and (tmp_path / "pipe").is_fifo()
-    assert json.loads((tmp_path / "file").read_text()) == ended.chat.messages and (tmp_path / "link").is_symlink()
+    assert read_json(tmp_path / "file") == ended.chat.messages and (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
 def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path, monkeypatch):
     """What is dropped is found by bisection: turn by turn it took more than a minute."""
     said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
-    (tmp_path / "long.json").write_text(json.dumps(said))
+    put(tmp_path / "long.json", said)
     encode, calls = Chat.encode, []
     monkeypatch.setattr(Chat, "encode", lambda chat, messages: calls.append(0) or encode(chat, messages))
     chat = session(f"/load {tmp_path}/long.json", "And then?").chat
@@ -221,7 +215,7 @@ def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path
 class Terminal:
     """generate.py on a pseudo terminal."""
 
-    def __init__(self, directory: Path, new_tokens: int):
+    def __init__(self, directory: str, new_tokens: int):
         self.master, slave = pty.openpty()
         line = f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 " \
                f"--max-new-tokens {new_tokens}"
@@ -262,7 +256,7 @@ class Terminal:
 def terminal():
     open_ones = []
 
-    def start(directory: Path, new_tokens: int) -> Terminal:
+    def start(directory: str, new_tokens: int) -> Terminal:
         """It has begun to answer "Hello fox"."""
         open_ones.append(Terminal(directory, new_tokens))
         open_ones[-1].read("> ")
@@ -283,7 +277,7 @@ def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
     screen.type("\x1b[200~one\ntwo\nthree\x1b[201~", "three")
     screen.type("\r", r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
     screen.type(f"/save {file}\r", "> ")
-    messages = json.loads(file.read_text())
+    messages = read_json(file)
     assert roles(messages) == "user assistant user assistant" and asked(messages)[1] == "one\ntwo\nthree"
     screen.type(f"/load {file}\r", "4 messages")
     for _ in range(2):
@@ -300,5 +294,5 @@ def test_lines_that_come_during_an_answer_are_one_turn(terminal, chatty, tmp_pat
     screen.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
     screen.type(" and six\r", "tokens/s(?s:.*)> ")
     screen.type(f"/save {tmp_path}/chat.json\r", "6 messages")
-    said = asked(json.loads((tmp_path / "chat.json").read_text()))
+    said = asked(read_json(tmp_path / "chat.json"))
     assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]

@@ -21,9 +21,9 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
-from checkpoint import UserError, config_from_hf, hf_weights
+from checkpoint import UserError, config_from_hf
 from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
-from helpers import LLAMA, ROOT, absent, open_tokenizer, put, python, refusal, with_json, with_model
+from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_json, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 
@@ -34,10 +34,7 @@ LAYER, NORM, Q = "model.layers.1.", "model.layers.1.input_layernorm.weight", "mo
 
 
 def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Tensor]:
-    """config.json, and tensors that go with it, not saved yet."""
-    put(directory / "config.json", LLAMA | changes)
-    weights = hf_weights(config_from_hf(LLAMA | changes))
-    return {name: torch.randn(weight.shape).to(dtype) for name, weight in weights.items()}
+    return drawn(directory, LLAMA | changes, dtype)
 
 
 @pytest.mark.parametrize("stored, wanted", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -2,6 +2,7 @@
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from checkpoint import Checkpoint
 from eagle import Head, HeadCheckpoint, find_places
 from generate import load
 from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
-                     refusal, rewrite, run, speculator)
+                     read, refusal, rewrite, run, speculator)
 from model import Transformer
 from policies import Fixed
 from sampling import Sampling
@@ -33,9 +34,15 @@ def target(tmp_path_factory) -> Checkpoint:
     return Checkpoint(directory)
 
 
-def open_head(name: str, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
-    checkpoint = guard.open_draft(str(HEADS / name), (target, None))
+def open_head(directory: Path, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
+    checkpoint = guard.open_draft(str(directory), (target, None))
     return checkpoint, load(checkpoint, CPU, F32)
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """A head that a test may change."""
+    return shutil.copytree(HEADS / "authors", tmp_path / "head")
 
 
 @pytest.mark.parametrize("name, places", [
@@ -43,7 +50,7 @@ def open_head(name: str, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
 @torch.no_grad()
 def test_logits_are_those_of_the_speculators_package(target, name, places):
     """Behind each pair, and of four more tokens, each beside the head's own state."""
-    checkpoint, head = open_head(name, target)
+    checkpoint, head = open_head(HEADS / name, target)
     assert checkpoint.options.places == places
     features, tokens, expected = (load_file(HEADS / name / "golden.safetensors")[key]
                                   for key in ("features", "tokens", "logits"))
@@ -53,7 +60,7 @@ def test_logits_are_those_of_the_speculators_package(target, name, places):
     for t in range(pairs - steps + 1):
         head.setup(pairs + 1, 1)
         head.states[0, :t + 1] = head.project(features[:t + 1])
-        first = head(tokens[None, :t + 1], torch.arange(t + 1)[None])[0, -1]
+        first = read(head, tokens[None, :t + 1])[0, -1]
         found = [first] + [head(tokens[None, at:at + 1], torch.tensor([[at]]))[0, 0] for at in range(t + 1, t + steps)]
         # The package lets a drafted token see as far back as its first one does, beyond its window.
         alike = steps if name != "speculators" else max(1, 5 - t)
@@ -110,7 +117,7 @@ def watched(model: Transformer, policy: str, rows: int, room: int = 160, samplin
         for b in (made.last < made.ends).nonzero().flatten().tolist():
             tokens = text[b, :last[b] + 1]
             whole.setup(len(tokens), 1, head.options.places)
-            whole(tokens[None], torch.arange(len(tokens))[None])
+            read(whole, tokens[None])
             logits = drafts(head, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
             expected = torch.zeros(k, 8).index_copy(1, torch.tensor(KNOWN), logits.softmax(-1).float())
             assert torch.allclose(q[b, :k], expected, atol=1e-4), f"row {b} at {last[b]}"
@@ -184,31 +191,27 @@ def zeros(*shape: int) -> Tensor:
     (dict(norm_output="yes"), {}, "norm_output='yes'"),
     (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config"),
     ({}, dict(more=zeros(1)), "no place for tensor more")])
-def test_a_head_that_does_not_fit_is_refused_in_one_line(target, tmp_path, config, tensors, words):
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    change_tensors(directory, **tensors)
-    rewrite(directory / "config.json", **config)
-    said = refusal(lambda: load(guard.open_draft(str(directory), (target, None)), CPU, F32))
-    assert absent(words, said) == []
+def test_a_head_that_does_not_fit_is_refused_in_one_line(target, copied, config, tensors, words):
+    change_tensors(copied, **tensors)
+    rewrite(copied / "config.json", **config)
+    assert absent(words, refusal(open_head, copied, target)) == []
 
 
-def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, target, tmp_path):
+def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, copied):
     """Which works; and a head is no checkpoint."""
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    held = load_file(directory / "model.safetensors")
-    torch.save(held, directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
-    said = one_line(call("generate.py", generate.main, "--draft", directory))
+    held = load_file(copied / "model.safetensors")
+    torch.save(held, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    said = one_line(call("generate.py", generate.main, "--draft", copied))
     assert "pickle" in said
     command = re.search('python -c "(.*)"$', said.strip())[1]
-    assert python("-c", command, cwd=directory).returncode == 0
-    assert load_file(directory / "model.safetensors").keys() == held.keys()
-    assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", directory))
+    assert python("-c", command, cwd=copied).returncode == 0
+    assert load_file(copied / "model.safetensors").keys() == held.keys()
+    assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", copied))
 
 
-def test_embeddings_are_the_targets_where_a_head_has_none(target, tmp_path):
-    directory = shutil.copytree(HEADS / "authors", tmp_path / "head")
-    change_tensors(directory, **{"embed_tokens.weight": None})
-    head, whole = load(guard.open_draft(str(directory), (target, None)), CPU, F32), load(target, CPU, F32)
+def test_embeddings_are_the_targets_where_a_head_has_none(target, copied):
+    change_tensors(copied, **{"embed_tokens.weight": None})
+    (_, head), whole = open_head(copied, target), load(target, CPU, F32)
     head.share_embedding(whole)
-    assert head.embed is whole.embed and open_head("authors", target)[1].embed is not whole.embed
+    assert head.embed is whole.embed and open_head(HEADS / "authors", target)[1].embed is not whole.embed

@@ -6,14 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import tokenizers as hf
 import torch
-from sentencepiece import SentencePieceTrainer
 from tqdm import tqdm
 
 from checkpoint import Checkpoint, Tokenizer, UserError, load_model
 from generate import LLM
-from helpers import CPU, F32, GOLDEN, ROOT, SHAPE, TINY, absent, one_line, open_tokenizer, put, python
+from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, logits_of, one_line, open_tokenizer, python, rewrite,
+                     tiny, trained, with_json)
 from scripts import evaluate
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
@@ -25,14 +24,12 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
     """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of the first window
     that predicts it."""
     model = load_model(Checkpoint(directory), CPU, torch.float64)
-    model.setup(context)
     nats, choices = 0.0, []
     for at in range(first, len(ids)):
         start = next(start for start in range(0, at, stride) if start + context >= at)
         before = ids[start:at]
         assert min(at, context - stride) <= len(before) <= context
-        with torch.no_grad():
-            logits = model(torch.tensor([before]), torch.arange(len(before))[None])[0, -1]
+        logits = logits_of(model, torch.tensor(before))[-1]
         nats -= logits.log_softmax(-1)[ids[at]].item()
         choices.append(logits.argmax().item())
     return nats, choices
@@ -40,7 +37,7 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
 
 def score(directory: Path, ids: list[int], first: int, context: int, stride: int,
           cache: str | None = None) -> tuple[float, list]:
-    model = load_model(Checkpoint(directory), CPU, F32)
+    model = tiny(directory=directory)
     nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, tqdm(disable=True))
     return pytest.approx(nats, rel=1e-5), choices.tolist()
 
@@ -63,25 +60,14 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
     """tokenizer.json, a byte a token, with normalization or with a beginning of sequence; or sentencepiece, with or
     without a space that it puts in front."""
     directory.mkdir()
-    bos = 1 if kind != "bytes" else None
-    put(directory / "config.json", SHAPE | dict(model_type="llama", vocab_size=600, bos_token_id=bos))
     if kind.startswith("bytes"):
-        alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {letter: i for i, letter in enumerate(["<unk>", "<s>", *alphabet])}
-        backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
-        backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = hf.decoders.ByteLevel()
+        with_json(directory, post_process=kind != "bytes")
         if kind == "bytes-nfc":
-            backend.normalizer = hf.normalizers.NFC()
-        if kind != "bytes":
-            backend.add_special_tokens(["<s>"])
-            backend.post_processor = hf.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-        backend.save(str(directory / "tokenizer.json"))
+            rewrite(directory / "tokenizer.json", normalizer=dict(type="NFC"))
     else:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter([STORY] * 20), model_prefix=str(directory / "tokenizer"), vocab_size=330,
-            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=kind == "pieces-space", minloglevel=2, hard_vocab_limit=False)
+        trained(directory, [STORY] * 20, {}, vocab_size=330, byte_fallback=True, normalization_rule_name="identity",
+                remove_extra_whitespaces=False, add_dummy_prefix=kind == "pieces-space", hard_vocab_limit=False)
+        rewrite(directory / "config.json", bos_token_id=1)
     return Tokenizer(Checkpoint(directory))
 
 
@@ -94,7 +80,7 @@ def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_l
         if kind == "bytes":  # no beginning of sequence: the first character is read, not scored
             assert skipped == 1 and first == len(text[0].encode())
         else:
-            assert (first, skipped, ids[0]) == (1, 0, 1)
+            assert (first, skipped, ids[0]) == (1, 0, BOS if kind.startswith("bytes") else 1)
         if kind.startswith("bytes"):  # a token a byte
             scored = text[skipped:]
             told = unicodedata.normalize("NFC", scored) if kind == "bytes-nfc" else scored
@@ -109,7 +95,7 @@ def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_l
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
 def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, size, words):
     tokenizer = checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
-    model = load_model(Checkpoint(GOLDEN / "llama2"), CPU, F32)
+    model = tiny(directory=GOLDEN / "llama2")
     model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
     model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
     llm = Namespace(tokenizer=tokenizer, model=model, _load=lambda *sizes: None, device=CPU, dtype=F32)

@@ -1,5 +1,6 @@
 """The modules that fast/ swaps in against those that they replace."""
 from dataclasses import field, make_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plai
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
-from helpers import (DEVICES, F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, rope_of, run, same_but_for_ties,
-                     tiny)
+from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
+                     rope_of, run, same_but_for_ties, tiny)
 from model import Config, KVCache, LayerConfig, Transformer
 from quantize import NVFP4, QuantizedExperts, QuantizedLinear
 from sampling import Sampling, choose
@@ -66,16 +67,24 @@ def test_the_decoder_of_a_cpu_has_the_same_weights():
 def test_optimize_on_a_cpu_replaces_quantized_layers_and_keeps_the_functions():
     model = load_checkpoint(TINY, quantize="int8")
     model.setup(20, 1)
-    tokens, positions = torch.randint(model.config.vocab_size, (1, 3)), torch.arange(3)[None]
-    ref = model(tokens, positions)
+    tokens = torch.randint(model.config.vocab_size, (1, 3))
+    ref = read(model, tokens)
     fast = optimize(model)
     assert not any(isinstance(module, QuantizedLinear) for module in [*model.modules(), *fast.decoder.modules()])
     assert not fast.kernels and not any((fast.settings, fast.choose, fast.propose, fast.accept))
-    assert error(fast.decoder(tokens, positions), ref) < 1e-5
+    assert error(read(fast.decoder, tokens), ref) < 1e-5
     assert optimize(tiny().to("meta")) is None
 
 
 # What fast/ does not know
+
+
+@pytest.fixture
+def model() -> Transformer:
+    """Whose cache has a row of 20 tokens."""
+    model = tiny()
+    model.setup(20, 1)
+    return model
 
 
 def with_field(values, name: str, default, **changes):
@@ -88,9 +97,7 @@ def with_field(values, name: str, default, **changes):
 @pytest.mark.parametrize("of_a_layer, field, value, told", [
     (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "tap", None, None),
     (True, "tap", (1, 2), "LayerConfig.tap=(1, 2)")])
-def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_layer, field, value, told):
-    model = tiny()
-    model.setup(20, 1)
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, of_a_layer, field, value, told):
     config, [layer, *others] = model.config, model.config.layers
     if of_a_layer:
         model.config = replace(config, layers=(with_field(layer, field, None, **{field: value}), *others))
@@ -101,9 +108,7 @@ def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(capsys, of_a_
     assert said == (f"plain PyTorch decodes: fast/ does not know {told}\n" if told else "")
 
 
-def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(capsys):
-    model = tiny()
-    model.setup(20, 1)
+def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(model, capsys):
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
     expected = torch.tensor([0.7, 50, 0.9, 0.1])
     assert fast.settings(sampling).equal(expected)
@@ -122,9 +127,7 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
     assert engine.settings.equal(expected)
 
 
-def test_kernels_are_installed_once():
-    model = tiny()
-    model.setup(20, 1)
+def test_kernels_are_installed_once(model):
     install_kernels(model)
     with pytest.raises(ValueError, match="load it again"):
         install_kernels(model)
@@ -201,9 +204,7 @@ def test_mixtures_of_experts_have_kernels_unless_their_codes_have_none(family):
     assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
 
 
-def test_where_no_half_can_be_replaced_none_is(capsys):
-    model = tiny()
-    model.setup(20, 1)
+def test_where_no_half_can_be_replaced_none_is(model, capsys):
     for block in model.layers:
         block.ffn, block.attn.cache = Experts(block.ffn), None
     reasons = ("NoneType in the place of KVCache", "Experts in the place of FeedForward")
@@ -211,6 +212,7 @@ def test_where_no_half_can_be_replaced_none_is(capsys):
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
+SIZES = dict(n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
 PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))  # the type, and how far the two may differ
 
 
@@ -219,8 +221,8 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
     """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once, ragged."""
     device, B = plain.embed.weight.device, len(plain.rows)
     prompt = torch.randint(plain.config.vocab_size, (B, T), device=device)
-    last, positions = torch.tensor([T - 1, 2, T // 2], device=device)[:B], torch.arange(T, device=device)[None]
-    ref, out = plain(prompt, positions, last=last), fast(prompt, positions, fast.slots, last)
+    last = torch.tensor([T - 1, 2, T // 2], device=device)[:B]
+    ref, out = read(plain, prompt, last=last), read(fast, prompt, slots=fast.slots, last=last)
     order = [1, 0, 2][:B]
     for model in (plain, fast):
         model.arrange_rows(order, T)
@@ -235,42 +237,44 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
         assert error(out, ref) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir()))
+def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tuple[Transformer, Transformer, float]:
+    """A model that is set up and another of the same checkpoint, and how far the two may differ."""
+    dtype, tolerance = PRECISION[device]
+    plain, fast = (load_checkpoint(directory, torch.device(device), dtype) for _ in range(2))
+    for model in (plain, fast):
+        model.setup(*sizes, **more)
+    return plain, fast, tolerance
+
+
+@on_each_device
+@of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
     """Over a dirty cache."""
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(GOLDEN / family, torch.device(device), dtype) for _ in range(2))
-    for model in (plain, fast):
-        model.setup(64, 3)
-        for layer in model.layers:
-            layer.attn.cache.k.fill_(3)
-            layer.attn.cache.v.fill_(-2)
+    plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family)
+    for layer in [*plain.layers, *fast.layers]:
+        layer.attn.cache.k.fill_(3)
+        layer.attn.cache.v.fill_(-2)
     compare(plain, fast, install_kernels(fast), tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("kind", ["int8", "int8-values"])
 @torch.no_grad()
 def test_fast_decoder_with_a_cache_in_int8(kind, device):
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
-    for model in (plain, fast):
-        model.setup(300, 3, cache=kind)
+    plain, fast, tolerance = load_twice(device, 300, 3, cache=kind)
     decoder = install_kernels(fast)
     for T in (17, 200):
         compare(plain, fast, decoder, 2 * tolerance, T)  # a code may be the next one
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @torch.no_grad()
 def test_each_layer_has_its_own_window_and_rope(device):
     dtype, tolerance = PRECISION[device]
     layers = (LayerConfig(5, rope_of(16)), LayerConfig(), LayerConfig(rope=rope_of(16, 3.0)),
               LayerConfig(9, rope_of(16, 1e6)))
-    config = Config(64, layers, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64,
-                    qk_norm="head")
+    config = Config(64, layers, **SIZES)
     with torch.device(device):
         plain, fast = Transformer(config).to(dtype), Transformer(config).to(dtype)
     plain.embed.weight.normal_()
@@ -284,28 +288,23 @@ def test_each_layer_has_its_own_window_and_rope(device):
     compare(plain, fast, install_kernels(fast), 2 * tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @torch.no_grad()
 def test_hidden_states_are_kept_where_they_are_asked_for(device):
     """Those of prefill and of decode."""
-    dtype, tolerance = PRECISION[device]
-    plain, fast = (load_checkpoint(TINY, torch.device(device), dtype) for _ in range(2))
-    n = plain.config.n_layer
-    for model in (plain, fast):
-        model.setup(64, 3, features=(n, 0, 1))
+    plain, fast, tolerance = load_twice(device, 64, 3, features=(5, 0, 1))
     compare(plain, fast, install_kernels(fast), tolerance)
     assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
     assert error(fast.features, plain.features) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("options", [{}, dict(norm_before_residual=True, norm_output=True)], ids=["plain", "norms"])
 @torch.no_grad()
 def test_an_eagle_head_has_its_kernels(options, device):
     """What it predicts, and the states that it hands on."""
     dtype, tolerance = PRECISION[device]
-    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), n_head=4, n_kv_head=2,
-                    head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
+    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), **SIZES)
     plain, fast = (Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2))
     plain.embed.weight.normal_()
     for norm in (plain.layers[0].attn_norm, plain.layers[0].state_norm):
@@ -319,7 +318,7 @@ def test_an_eagle_head_has_its_kernels(options, device):
     assert error(fast.states, plain.states) < 2 * tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("quantize, group_size, head", [
     ("int8", None, None), ("int4", 64, "int8"), ("int4", None, "int4")])
 @torch.no_grad()

@@ -15,8 +15,8 @@ import checkpoint
 import formats
 from checkpoint import Checkpoint
 from formats import read_settings
-from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, make, put, quantized_layers, refusal,
-                     rewrite, write)
+from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, logits_of, make, put, quantized_layers,
+                     read, refusal, rewrite, write)
 from model import Config, Transformer
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard
@@ -42,12 +42,6 @@ def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor
     return golden
 
 
-@torch.no_grad()
-def logits_of(model, tokens: Tensor) -> Tensor:
-    model.setup(64, 1)
-    return model(tokens[None], torch.arange(len(tokens))[None])[0]
-
-
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_what_other_packages_packed_gives_their_logits(tmp_path, setting):
     """To 1e-5, and the same greedy tokens; also with what fast/ makes of the layers on a CPU."""
@@ -59,7 +53,7 @@ def test_what_other_packages_packed_gives_their_logits(tmp_path, setting):
     assert error(got, logits) < 1e-5
     assert got.argmax(-1)[8:-1].equal(tokens[9:])
     with torch.no_grad():
-        assert error(fast.optimize(model).decoder(tokens[None], torch.arange(len(tokens))[None])[0], logits) < 1e-5
+        assert error(read(fast.optimize(model).decoder, tokens[None])[0], logits) < 1e-5
 
 
 def test_there_are_goldens_of_each_format():

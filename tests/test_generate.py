@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import PARTS, Checkpoint, Tokenizer, load_model
+from checkpoint import PARTS, Checkpoint, Tokenizer
 from cli.output import show
 from fast.experts import FusedMoE
-from generate import Completion, Engine
-from helpers import (DEVICES, DRAFT, F32, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, error, is_golden,
-                     load_checkpoint, make, python, run, speculator, steps, tiny, with_json)
+from generate import Completion, Engine, generate
+from helpers import (DRAFT, F32, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, error, is_golden,
+                     load_checkpoint, make, on_each_device, python, read, run, speculator, tiny, with_json)
 from sampling import Sampling
 
 
@@ -28,8 +28,7 @@ COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU the first of them, below
     *(pytest.param(*how, "cuda", marks=pytest.mark.gpu)
       for how in [*product(FAMILIES, ["eager"]), *product(COMPILED, ["compile", "fast"])])])
 def test_greedy_ragged_batch_equals_transformers(family, mode, device):
-    model = load_model(Checkpoint(GOLDEN / family), torch.device(device), F32)
-    assert is_golden(Engine(model, 64, 3, GREEDY, mode), GOLDEN / family)
+    assert is_golden(Engine(tiny(device, GOLDEN / family), 64, 3, GREEDY, mode), GOLDEN / family)
 
 
 SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), GREEDY
@@ -91,19 +90,19 @@ def chunk_cases() -> list[tuple[list[list[int]], int]]:
     return [([[*range(30, 30 + n)], [39, 38, 37]], start) for n in lengths for start in (0, 6)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("columns", (4, 16))
 def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, columns, monkeypatch):
     """Compiled, the test above shows it."""
-    engine, read = Engine(tiny(device), 60, 4, GREEDY), set()
+    engine, widths = Engine(tiny(device), 60, 4, GREEDY), set()
     expected = [run(engine, prompts, 6, start, 2) for prompts, start in chunk_cases()]
-    engine.model.layers[0].register_forward_pre_hook(lambda _, inputs: read.add(inputs[0].shape[1]))
+    engine.model.layers[0].register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].shape[1]))
     monkeypatch.setattr("generate.PREFILL_TOKENS", 2 * columns)
     assert [run(engine, prompts, 6, start, 2) for prompts, start in chunk_cases()] == expected
-    assert max(read) == max(columns, engine.columns())
+    assert max(widths) == max(columns, engine.columns())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("start", (0, 1, 5))
 @pytest.mark.parametrize("length", (1, 2, 17))
 def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
@@ -112,7 +111,7 @@ def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
     assert run(Engine(tiny(device), start + length + 1, 1, GREEDY), [[7] * length], 1, start) == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("kind, least", [("int8", 1e-3), ("int8-values", 2e-4)])
 def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, least, monkeypatch):
     model, prompts = tiny(device), [[1, 300, 500, 20, 7, 8, 9, 300, 11], [1, 7]]
@@ -126,18 +125,17 @@ def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(
     assert run(speculator(model, 60, draft, "3", 4, cache=kind), prompts, 30, samples=2) == expected
     monkeypatch.setattr("generate.PREFILL_TOKENS", 4)
     assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
-    tokens, positions = torch.tensor([[*prompts[0], *alone[0]]], device=device), torch.arange(39, device=device)[None]
-    logits = []
+    tokens, logits = torch.tensor([[*prompts[0], *alone[0]]], device=device), []
     for of in (kind, "16-bit"):
         model.setup(40, 1, cache=of)
         with torch.no_grad():
-            logits.append(model(tokens, positions)[0])
+            logits.append(read(model, tokens)[0])
     assert least < error(*logits) < 2e-2
 
 
 def test_log_probabilities_are_those_of_the_raw_logits():
     model, prompt = tiny(), [1, 300, 500]
-    found = list(steps(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
+    found = list(generate(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
     check_logprobs(model, prompt, [pair for [[pair]] in found])
 
 
@@ -146,7 +144,7 @@ def test_a_gpu_step_is_handed_over_when_the_next_is_launched():
     engine, launched = Engine(tiny("cuda"), 40, 1, GREEDY), []
     step = engine.step
     engine.step = lambda: launched.append(1) or step()
-    for count, _ in enumerate(islice(steps(engine, [[1, 300]], 20), 5), start=1):
+    for count, _ in enumerate(islice(generate(engine, [[1, 300]], 20), 5), start=1):
         assert len(launched) == count
 
 
@@ -164,9 +162,9 @@ def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
     assert len(shapes) == 32 + 2  # prompts, and steps
 
 
-def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = ()):
+def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]):
     """A completion fed token by token, and what was visible after each."""
-    completion, seen = Completion("", [1], tokenizer, 99, list(stops)), []
+    completion, seen = Completion("", prompt, tokenizer, 99, list(stops)), []
     for token in tokens:
         completion.add(token, -1.0, 0.0)
         seen.append(completion.visible())
@@ -184,9 +182,7 @@ def test_streamed_text_never_splits_a_character(tokenizer):
 
 def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
     prompt, more = tokenizer.encode_text("Once upon"), tokenizer.encode_text("Once upon a time")
-    completion = Completion("", prompt, tokenizer, 9)
-    for token in more[len(prompt):]:
-        completion.add(token, 0.0, 0.0)
+    completion, _ = completion_of(more[len(prompt):], tokenizer, prompt=prompt)
     assert completion.text == " a time"
 
 

@@ -13,19 +13,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint, Tokenizer
+from checkpoint import Checkpoint, Tokenizer, UserError
 from generate import LLM, Engine
-from helpers import (DRAFT, EAGLE, ROOT, TINY, python, python_blocks, quantized_layers, rewrite, tiny, with_template,
-                     write)
+from helpers import (DRAFT, EAGLE, ROOT, TINY, python, python_blocks, quantized_layers, refusal, rewrite, tiny,
+                     with_template, write)
 from test_generate import same_for_all
 
 GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
 MESSAGES = [dict(role="user", content="Tell me a story")]
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory) -> str:
-    return str(with_template(tmp_path_factory.mktemp("chatty") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +30,6 @@ def llm(chatty) -> LLM:
 
 def tokens_of(completions) -> list[list[int]]:
     return [c.tokens for c in (completions if isinstance(completions, list) else [completions])]
-
-
-def refusal(function, *args, **options) -> str:
-    """The message of the ValueError that a call raises; each is one line."""
-    with pytest.raises(ValueError) as caught:
-        function(*args, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_the_readmes_example_runs_and_nothing_else_compiles_again(tmp_path, capsys, monkeypatch):
@@ -119,7 +106,7 @@ def test_a_seed_repeats_a_text(llm):
     (torch.zeros(3, 3), {}, "want"), ([torch.zeros(3, 3)], {}, "want"), ([["a"]], {}, "want"), ([{}], {}, "want"),
     ([[dict(role="user")]], {}, "want")])
 def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, options, said):
-    assert said in refusal(llm, prompts, **options)
+    assert said in refusal(llm, prompts, **options) and issubclass(UserError, ValueError)
     refusal(llm.stream, prompts, **options)
     assert llm("One day").tokens  # nothing is broken
 

@@ -2,7 +2,6 @@
 Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
 """
 import fcntl
-import json
 import signal
 from argparse import Namespace
 from functools import partial
@@ -20,8 +19,8 @@ import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
 from gptq import gptq, gptq_model
-from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, make, open_tokenizer,
-                     put, quantized_layers, refusal, tiny, write)
+from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, logits_of, make,
+                     open_tokenizer, put, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
 from model import Transformer
 from quantize import CODES, INT4, INT8, QuantizedLinear, round_to_nearest
 from tp import Shard
@@ -57,13 +56,6 @@ def names(directory: Path) -> list[str]:
 def parts_of(name: str) -> dict[str, None]:
     """The tensors of a quantized matrix, for change() to drop."""
     return dict.fromkeys(name + kind for kind in ("qweight", "qzeros", "scales", "g_idx"))
-
-
-@torch.no_grad()
-def logits_of(model: Transformer) -> Tensor:
-    """Of 40 tokens."""
-    model.setup(40)
-    return model(torch.arange(20, 60)[None], torch.arange(40)[None])
 
 
 def dense(module: QuantizedLinear) -> Tensor:
@@ -220,7 +212,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
         found = []
         for module in modules:
             module.register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, 1)))
-        model(tokens, torch.arange(32)[None])
+        read(model, tokens)
         return list(found)
 
     model.setup(32)
@@ -292,9 +284,9 @@ def test_a_file_made_by_hand_loads(tmp_path, made, form, offset, bits):
     change(tmp_path / "out", dict(checkpoint_format=form), **held)
     if not form:
         change(tmp_path / "out", **{name: None for name in held if name.endswith("g_idx")})
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        del config["quantization_config"]["checkpoint_format"]
-        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        settings = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+        del settings["checkpoint_format"]
+        rewrite(tmp_path / "out" / "config.json", quantization_config=settings)
     wqkv = load_checkpoint(tmp_path / "out").layers[1].attn.wqkv
     assert torch.equal(dense(wqkv), torch.cat([decode_by_hand(held, part, bits, offset) for part in (Q, K, V)]))
 
@@ -316,11 +308,10 @@ def test_some_of_q_k_and_v_may_be_left_as_they_were_or_have_groups_of_their_own(
         w = theirs[name + "weight"].double() if name in kept else decode_by_hand(held, name, 4)
         torch.testing.assert_close(layer(x), x @ w.T + held[name + "bias"])
         torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1), layer(x))
-    tokens, positions = torch.randint(64, (1, 9)), torch.arange(9)[None]
-    model = load_checkpoint(tmp_path / "out")
+    tokens, model = torch.randint(64, (1, 9)), load_checkpoint(tmp_path / "out")
     model.setup(16, 1)
-    plain = model(tokens, positions)
-    torch.testing.assert_close(fast.optimize(model).decoder(tokens, positions), plain)
+    plain = read(model, tokens)
+    torch.testing.assert_close(read(fast.optimize(model).decoder, tokens), plain)
 
 
 def test_modules_left_as_they_were_load_as_they_are(tmp_path, made):
@@ -376,37 +367,30 @@ def test_a_rounded_head_has_codes_of_its_own(tmp_path, tied, kind, group, step):
 def test_a_head_that_cannot_be_rounded_is_refused(tmp_path, made):
     made()
     write(tmp_path / "in", tmp_path / "head", 4, 32, False, head=True)
-    assert "quantize_head=int8" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "head")
+    assert "quantize_head=int8" in refusal(load_checkpoint, tmp_path / "head", quantize_head="int8")
     make(tmp_path / "40", hidden_size=40)
-    assert "multiple of 32" in refusal(partial(load_checkpoint, quantize_head="int4"), tmp_path / "40")
+    assert "multiple of 32" in refusal(load_checkpoint, tmp_path / "40", quantize_head="int4")
     weights = make(tmp_path / "nan", tie_word_embeddings=True)
     weights["model.embed_tokens.weight"][3, 5] = float("nan")
     save_file(weights, tmp_path / "nan" / "model.safetensors")
-    assert "output head" in refusal(partial(load_checkpoint, quantize_head="int8"), tmp_path / "nan")
+    assert "output head" in refusal(load_checkpoint, tmp_path / "nan", quantize_head="int8")
 
 
-@torch.no_grad()
 def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, command):
     text = tmp_path / "text"
     text.write_text((ROOT / "README.md").read_text() * 2)
-    tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[None, :400]
-
-    def logprobs(model: Transformer) -> Tensor:
-        model.setup(400)
-        return model(tokens, torch.arange(400)[None])[0].log_softmax(-1)
-
-    losses, exact = [], logprobs(tiny())
+    tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[:400]
+    losses, exact = [], logits_of(tiny(), tokens).log_softmax(-1)
     calibration = ["--gptq", "--act-order", "--calibration", text, "--calibration-tokens", 2048]
     for out, options in {"rounded": [], "gptq": calibration}.items():
         command("--checkpoint", TINY, "--out", tmp_path / out, "--group-size", 128, *options)
         written = {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"}
         assert written <= {*names(tmp_path / out)}
         assert "quantized already" in refusal(load_checkpoint, tmp_path / out, CPU, F32, "int8")
-        found = logprobs(load_checkpoint(tmp_path / out))
+        found = logits_of(load_checkpoint(tmp_path / out), tokens).log_softmax(-1)
         losses.append(torch.nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean"))
     assert losses[1] < 0.7 * losses[0]
-    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
-    assert config["quantization_config"] == dict(
+    assert read_json(tmp_path / "gptq" / "config.json")["quantization_config"] == dict(
         bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq",
         checkpoint_format="gptq_v2")
     assert names(tmp_path) == ["gptq", "in", "rounded", "text"]
@@ -455,7 +439,7 @@ def test_sizes_no_machine_holds_and_weights_that_are_no_numbers_are_refused(tmp_
     weights = make(tmp_path / "in")
     weights[K + "weight"][3, 5] = weight
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    put(tmp_path / "in" / "config.json", SHAPE | dict(model_type="llama") | config)
+    put(tmp_path / "in" / "config.json", SHAPE | config)
     assert words in refusal(command) and names(tmp_path) == ["in"]
 
 

@@ -1,29 +1,18 @@
 """README.md and BENCHMARKS.md are true today."""
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 import cli.options
 import cli.quantize
-import generate
+from helpers import ROOT, python_blocks
 from scripts import benchmark, evaluate
 
-ROOT = Path(generate.__file__).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")
 PARSERS = {"scripts/benchmark.py": benchmark.parse_args, "scripts/evaluate.py": evaluate.parse_args,
            "quantize.py": cli.quantize.parse_args, "generate.py": lambda: cli.options.generate_args("")}
-
-
-def parse(command: str, monkeypatch) -> None:
-    """UserError for a command that its script does not understand."""
-    script, *words = shlex.split(command, comments=True)
-    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
-    monkeypatch.setattr("sys.argv", [script, *words])
-    if script in PARSERS:
-        PARSERS[script]()
 
 
 def readme_commands() -> list[str]:
@@ -67,7 +56,7 @@ def test_options_named_exist(capsys, monkeypatch):
 
 
 def test_the_lines_of_a_sampler_of_ones_own_are_those_of_sampling_py():
-    [box] = [block for block in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "min_p: float" in block]
+    [box] = [block for block in python_blocks() if "min_p: float" in block]
     source = (ROOT / "sampling.py").read_text(encoding="utf-8")
     assert all(part.strip("\n") in source for part in box.split("\n\n"))
 
@@ -86,15 +75,8 @@ def test_the_pages_have_commands():
 @pytest.mark.parametrize("command", readme_commands() + benchmark_commands())
 def test_a_command_is_understood_and_has_no_placeholder(command, monkeypatch):
     assert not {"A", "B", "C", "DIR", "FILE", "TEXT"} & set(re.findall(r"\w+", command))
-    parse(command, monkeypatch)
-
-
-@pytest.mark.parametrize("script", ["generate.py", "quantize.py", *sorted(
-    f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())])
-def test_help_fits_a_terminal(script):
-    """Of descriptions: argparse wraps the options."""
-    source = (ROOT / script).read_text(encoding="utf-8")
-    if script == "quantize.py":
-        source = (ROOT / "cli" / script).read_text(encoding="utf-8")
-    said = re.search(r'^"""\n(.*?)"""', source, re.S)[1]
-    assert all(len(line) <= 80 for line in said.replace("\\\\", "\\").splitlines()), script
+    script, *words = shlex.split(command, comments=True)
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
+    monkeypatch.setattr("sys.argv", [script, *words])
+    if script in PARSERS:
+        PARSERS[script]()  # UserError for what it does not understand

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, make_settings, sample
 from guard import check_options
-from helpers import DEVICES, error
+from helpers import error, on_each_device
 from sampling import Sampling, choose, draw, probabilities
 from speculative import accept, propose
 
@@ -97,7 +97,7 @@ def test_probabilities_and_the_sampling_kernels(device, V, sampling):
     assert likeliest.equal(logits.float().argmax(-1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_fast_choose_draws_what_choose_draws(device, sampling):
     """With the same seed; greedy too, where choose() draws no noise."""
@@ -109,7 +109,7 @@ def test_fast_choose_draws_what_choose_draws(device, sampling):
     assert chosen.equal(tokens) and torch.allclose(found, logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("draft_vocab", [300, 500, 700])
 def test_fast_propose_equals_propose(draft_vocab, sampling, device):

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from checkpoint import Checkpoint, Tokenizer
-from generate import LLM, Engine
-from helpers import (DEVICES, DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint,
-                     random_head, random_model, run, same_but_for_ties, speculator, steps, tiny, tiny_head)
+from generate import LLM, Engine, generate
+from helpers import (DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint, of_each_family,
+                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, tiny,
+                     tiny_head)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
@@ -64,7 +65,7 @@ def exact(sampling: Sampling) -> Tensor:
     model, prompt = random_model(1), torch.tensor(PROMPT)
     model.setup(len(PROMPT) + 3)
     tokens = torch.cat([prompt.expand(512, -1), torch.cartesian_prod(*[torch.arange(8)] * 3)], dim=1)
-    p = probabilities(model(tokens, torch.arange(tokens.shape[1])[None])[:, len(PROMPT) - 1:], sampling)
+    p = probabilities(read(model, tokens)[:, len(PROMPT) - 1:], sampling)
     p = p.double().view(8, 8, 8, 4, 8)
     return torch.einsum("a,ab,abc,abcd->bcd", p[0, 0, 0, 0], p[:, 0, 0, 1], p[:, :, 0, 2], p[:, :, :, 3]).flatten()
 
@@ -82,7 +83,7 @@ def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Ten
     return (rows[:, 1:] @ torch.tensor([64, 8, 1])).bincount(minlength=512)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("sampling, name", [
     (PLAIN, "model"), (CUT, "model"), (PLAIN, "prompt-lookup"), (CUT, "prompt-lookup"), (PLAIN, "fewer tokens"),
     (PLAIN, "padded"), (PLAIN, "head"), (CUT, "head")])
@@ -137,7 +138,7 @@ def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
 
 
 @pytest.mark.parametrize("name, new_tokens", [("itself", 40), ("smaller", 24), ("prompt-lookup", 24), ("llama2", 24)])
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each_family
 def test_a_ragged_batch_of_each_family_is_greedy_decoding(family, name, new_tokens):
     """Windows are shorter than the texts. Of LongRoPE's three rows all exceed the original length, or only the first;
     a draft's always do."""
@@ -154,7 +155,7 @@ def test_a_ragged_batch_of_each_family_is_greedy_decoding(family, name, new_toke
 def test_log_probabilities_are_those_of_the_raw_logits(prompts):
     model, prompt = tiny(), prompts[2]
     made = speculator(model, 80, draft_of("tiny-draft"), "3", sampling=Sampling(temperature=0.5, top_p=0.9))
-    check_logprobs(model, prompt, [pair for [row] in steps(made, [prompt], 50) for pair in row])
+    check_logprobs(model, prompt, [pair for [row] in generate(made, [prompt], 50) for pair in row])
     assert 0 < made.counts["accepted"] < made.counts["drafted"]
 
 
@@ -211,7 +212,7 @@ def test_a_text_ends_inside_an_accepted_run():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows, monkeypatch):
+def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it."""
     prompts, model = [PROMPT[:10 - b] for b in range(rows)], random_model(1)
     expected = run(Engine(model, 10 + 35, rows, GREEDY), prompts, 35)
@@ -256,10 +257,10 @@ def test_a_chat_goes_on_after_steps_without_drafts_that_ended_early(prompts):
     """The target as its own draft: once it has read what it missed, all is accepted."""
     made = speculator(tiny(), 200, tiny(), "auto")
     made.policy = Fixed(0)
-    text = prompts[0] + [row[0][0] for row, in islice(steps(made, prompts[:1], 60), 20)]
+    text = prompts[0] + [row[0][0] for row, in islice(generate(made, prompts[:1], 60), 20)]
     assert made.text[0, :len(text)].tolist() == text and made.draft.unread == 19
     made.policy = Fixed(6)
-    assert len(list(steps(made, [[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
+    assert len(list(generate(made, [[text[-1], 9, 10, 11]], 36, start=len(text) - 1))) == 6
     assert made.counts["accepted"] == made.counts["drafted"] == 30
 
 
@@ -344,7 +345,7 @@ def test_lookup(alphabet):
 def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
     made, rows = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=3), [[], [], []]
     expected, seen = run(made, prompts[:3], 40), spy(made)
-    for n, step in enumerate(steps(made, prompts[:3], 40)):
+    for n, step in enumerate(generate(made, prompts[:3], 40)):
         for row, new in zip(rows, step):
             row += [token for token, _ in new]
         if n == 3:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from generate import LLM
-from helpers import DRAFT, TINY
+from helpers import DRAFT, TINY, logits_of
 from scripts import evaluate
 
 OPENINGS = ["One day", "Tom and Sue went to the park and", "A dog", "Once upon a time there was a big red ball"]
@@ -38,10 +38,7 @@ def harness(monkeypatch):
 
 def plain_score(llm: LLM, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """By one forward of the whole, in float64."""
-    llm.model.setup(600, 1)
-    tokens = torch.tensor([[*context, *continuation]])
-    with torch.no_grad():
-        logits = llm.model(tokens, torch.arange(tokens.shape[1])[None])[0, len(context) - 1:-1].double()
+    logits = logits_of(llm.model, torch.tensor([*context, *continuation]))[len(context) - 1:-1].double()
     told = torch.tensor(continuation)
     return logits.log_softmax(-1).gather(-1, told[:, None]).sum().item(), bool((logits.argmax(-1) == told).all())
 
@@ -65,7 +62,7 @@ def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_
 
 
 @pytest.fixture
-def read(harness, monkeypatch) -> list[tuple[int, int]]:
+def shapes(harness, monkeypatch) -> list[tuple[int, int]]:
     """The shapes of the tokens that the model reads."""
     shapes, forward = [], type(harness.llm.model).forward
     monkeypatch.setattr(type(harness.llm.model), "forward", lambda self, tokens, *rest, **more: (
@@ -73,17 +70,17 @@ def read(harness, monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-def test_a_context_that_choices_share_is_read_once(harness, read):
+def test_a_context_that_choices_share_is_read_once(harness, shapes):
     context = harness.tok_encode(OPENINGS[3])
     harness._loglikelihood_tokens([(None, context, [7, 8]), (None, context, [9]), (None, context, [7, 9])])
-    assert read == [(1, len(context) - 1), (3, 2)]
+    assert shapes == [(1, len(context) - 1), (3, 2)]
 
 
-def test_texts_that_begin_with_the_same_token_are_read_in_batches_by_length(harness, read):
+def test_texts_that_begin_with_the_same_token_are_read_in_batches_by_length(harness, shapes):
     """As a corpus is, text by text."""
     harness.batch_tokens = 60
     harness._loglikelihood_tokens([(None, [1], [7] * n) for n in (5, 50, 7, 9, 11, 60, 8, 6)])
-    assert [shape for shape in read if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
 
 
 def test_a_rolling_log_probability_is_the_sum_of_its_windows(harness):

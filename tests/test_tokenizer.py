@@ -3,7 +3,6 @@ checkpoint.Tokenizer, as guard.VettedTokenizer makes it safe: text to tokens and
 broken files, and chat templates. All tokenizers but the bundled tokenizer.model are made here.
 """
 import inspect
-import io
 import json
 import os
 import re
@@ -16,12 +15,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import tokenizers as hf
-from sentencepiece import SentencePieceTrainer
 
 from checkpoint import Checkpoint, Tokenizer
 from guard import template_process
-from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, refusal, rewrite,
-                     with_json, with_model)
+from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, read_json, refusal,
+                     rewrite, trained, with_json, with_model)
 
 SETTINGS = "tokenizer_config.json"
 
@@ -168,17 +166,6 @@ def test_an_ordinary_chat_has_the_tokens_of_the_whole_text(tmp_path):
     assert ids == made.encode(tokenizer.render(messages), add_special_tokens=False).ids and ids.count(0) == 1
 
 
-def trained(directory: Path, sentences: list[str], settings: dict, **options) -> Tokenizer:
-    """A tokenizer.model of one's own, opened."""
-    made = io.BytesIO()
-    SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=made, model_type="bpe", minloglevel=2,
-                               **options)
-    put(directory / "tokenizer.model", made.getvalue())
-    put(directory / "config.json", LLAMA | dict(vocab_size=400, bos_token_id=None, eos_token_id=None))
-    put(directory / "tokenizer_config.json", settings)
-    return open_tokenizer(directory)
-
-
 def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
     """User-defined pieces: chats keep their tokens, and an end that is typed is text."""
     words = [f"{a} and {b}" for a in "hello world this is text".split() for b in ("fox", "dog")]
@@ -266,7 +253,7 @@ def test_pieces_that_are_no_text_are_refused(tmp_path, kind):
 def test_a_special_token_of_a_million_characters_is_refused(tmp_path):
     """Two of them with a long common beginning would keep re.compile() busy for minutes."""
     added = {"3": dict(content="a" * 10 ** 6 + "b"), "4": dict(content="a" * 10 ** 6 + "c")}
-    assert "1000 characters" in refusal(partial(with_model, added_tokens_decoder=added), tmp_path)
+    assert "1000 characters" in refusal(with_model, tmp_path, added_tokens_decoder=added)
 
 
 @both
@@ -301,7 +288,7 @@ def test_an_end_that_is_no_token_is_refused_by_the_file_that_names_it(tmp_path, 
 
 
 def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
-    told = refusal(partial(with_json, tmp_path), dict(vocab_size=200, eos_token_id=2))
+    told = refusal(with_json, tmp_path, dict(vocab_size=200, eos_token_id=2))
     assert absent("eos_token_id=257 199", told) == []
     tokenizer = with_json(tmp_path, dict(vocab_size=200, eos_token_id=2), eos_token=None)
     assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode_text, "hi")) == []
@@ -417,44 +404,46 @@ def test_a_template_may_not_print_many_times_what_the_messages_have(templated):
     assert "2000000 characters" in refusal(tokenizer.render, CHAT)
 
 
-def in_a_program(monkeypatch, before: str, after: str) -> None:
-    """The program of the next process has other lines."""
-    plain = inspect.getsource
-    monkeypatch.setattr("guard.inspect.getsource", lambda function: plain(function).replace(before, after))
+@pytest.fixture
+def in_a_program(monkeypatch):
+    """The program of the next process has another line; it ends with the test."""
+    def change(before: str, after: str) -> None:
+        plain = inspect.getsource
+        monkeypatch.setattr("guard.inspect.getsource", lambda function: plain(function).replace(before, after))
+        template_process.cache_clear()
+
+    yield change
     template_process.cache_clear()
 
 
 @pytest.mark.parametrize("family", "gemma3 granite ministral3 olmo2 olmo3 phi3 smollm3".split())
-def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transformers(templated, monkeypatch, family):
+def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transformers(templated, in_a_program, family):
     """See make_chat_golden.py; on its date."""
-    in_a_program(monkeypatch, "datetime.now()", "datetime(2026, 2, 1)")
+    in_a_program("datetime.now()", "datetime(2026, 2, 1)")
     tokenizer = templated((CHATS / f"{family}.jinja").read_text(encoding="utf-8"))
-    conversations, found = (json.loads((CHATS / f"{of}.json").read_text("utf-8")) for of in ("conversations", family))
+    conversations, found = (read_json(CHATS / f"{of}.json") for of in ("conversations", family))
     for (messages, tokenizer.template_options), wanted in zip(conversations, found, strict=True):
         if "refused" in wanted:
             assert refusal(tokenizer.render, messages).endswith(f": {wanted['refused']}")
         else:
             assert wanted == dict(text=tokenizer.render(messages), tokens=tokenizer.encode_chat(messages))
-    template_process.cache_clear()
 
 
-def test_a_template_that_waits_has_ten_seconds(templated, monkeypatch):
+def test_a_template_that_waits_has_ten_seconds(templated, in_a_program):
     """A process that is stopped uses no CPU time."""
     tokenizer = templated("hi")
     tokenizer.render(CHAT)
-    in_a_program(monkeypatch, "signal.alarm(10)", "signal.alarm(1); signal.pause()")
+    in_a_program("signal.alarm(10)", "signal.alarm(1); signal.pause()")
     assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
-    template_process.cache_clear()
 
 
-def test_a_chat_may_wait_longer_than_a_template(templated, monkeypatch):
+def test_a_chat_may_wait_longer_than_a_template(templated, in_a_program):
     """The time of a template ends with its answer."""
-    in_a_program(monkeypatch, "signal.alarm(10)", "signal.alarm(1)")
+    in_a_program("signal.alarm(10)", "signal.alarm(1)")
     tokenizer = templated("hi")
     assert tokenizer.render(CHAT) == "hi"
     time.sleep(1.2)
     assert tokenizer.render(CHAT) == "hi"
-    template_process.cache_clear()
 
 
 def test_half_an_answer_of_a_template_is_none(templated, monkeypatch):

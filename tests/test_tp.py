@@ -5,7 +5,6 @@ for each thing that the command is to do.
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,8 +24,8 @@ import generate
 import tp_worker
 from checkpoint import UserError, config_from_hf, hf_weights
 from cli import ranks as ends
-from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make, python,
-                     refusal, same_but_for_ties, told, torchrun, write)
+from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make,
+                     make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, write)
 from model import Config
 from test_formats import unfold
 from tp import Shard, Team, cut, draft_splitter, join
@@ -98,7 +97,7 @@ ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, rea
 def run_ranks(directory: Path, kind: str, cases: dict, ranks: int = 2) -> list[dict]:
     """What each rank gave for each case."""
     directory.mkdir(exist_ok=True)
-    (directory / "cases.json").write_text(json.dumps(cases))
+    put(directory / "cases.json", cases)
     worker = ROOT / "tests" / "tp_worker.py"
     command = torchrun(worker, kind, directory / "cases.json", directory / "out", ranks=ranks)
     done = ended(command, PYTHONPATH=str(ROOT))
@@ -170,7 +169,7 @@ def test_two_ranks_give_the_tokens_of_one(pair, name):
 
 
 def config_of(**changes) -> Config:
-    return config_from_hf(SHAPE | dict(model_type="llama", hidden_size=128) | changes)
+    return config_from_hf(SHAPE | dict(hidden_size=128) | changes)
 
 
 LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
@@ -384,7 +383,7 @@ def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
     program = "from cli.ranks import run; run(lambda: {}['a bug'])"
     done = python("-c", program, WORLD_SIZE="2", RANK="1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "KeyError: 'a bug'"
+    assert read_json(tmp_path / "error.json")["message"]["message"] == "KeyError: 'a bug'"
 
 
 SLEEPER = """
@@ -442,10 +441,8 @@ def test_when_a_rank_is_killed_rank_0_says_so(endless):
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> list[str]:
     """generate.py with the bundled model, with a long context and without an end of sequence."""
-    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("endless") / "endless")
-    (directory / "generation_config.json").unlink()
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=20_000, eos_token_id=None)))
+    directory = tmp_path_factory.mktemp("endless") / "endless"
+    make_endless(directory)
     return [str(ROOT / "generate.py"), "--checkpoint", str(directory), "--device", "cpu", "--temperature", "0",
             "--max-new-tokens", "10000", "--max-seq-length", "12000"]
 

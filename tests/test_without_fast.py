@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from helpers import ROOT, beside, ended, told, torchrun
+from helpers import ROOT, beside, ended, read_json, told, torchrun
 
 POLICIES = ["draft 4", "draft auto", "draft hf", "draft bass", "prompt-lookup"]
 GREEDY = ("generate.py", "--prompt", "One day", "--max-new-tokens", 30, "--temperature", 0, "--quiet")
@@ -30,7 +30,7 @@ def commands_in_one_process(tree: Path, device: str, *options: str) -> dict:
     worker = [sys.executable, ROOT / "tests" / "without_fast_worker.py", device, tree / "results.json", *options]
     done = in_tree(tree, worker)
     assert done.returncode == 0, done.stderr
-    return json.loads((tree / "results.json").read_text())
+    return read_json(tree / "results.json")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ What test_tp.py has ranks do: torchrun ... tp_worker.py DEVICE CASES OUT
 CASES is a JSON file: of each case its name, a function of this file and its arguments. Each rank writes what the
 functions gave to OUT.RANK; test_tp.py calls the same functions for what one rank gives.
 """
-import json
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from cli.ranks import run as run_rank
 from generate import Engine
 from guard import find_device
-from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, run, speculator, tiny_head
+from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, read_json, run, speculator, tiny_head
 from model import Transformer
 from sampling import Sampling
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
@@ -177,7 +176,7 @@ def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
 
 def main() -> None:
     kind, cases, out = sys.argv[1:]
-    (name, team), cases = join(kind), json.loads(Path(cases).read_text())
+    (name, team), cases = join(kind), read_json(Path(cases))
     device, results = find_device(name), dict(cases=cases)
     for name, (function, args) in cases.items():
         torch._dynamo.reset()

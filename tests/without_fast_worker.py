@@ -7,7 +7,6 @@ OUT is a JSON file: what each command gave, and what the golden checkpoints did.
 that would compile many draft lengths.
 """
 import io
-import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -20,7 +19,7 @@ import generate  # noqa: E402
 import quantize  # noqa: E402
 from checkpoint import Checkpoint, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from helpers import GOLDEN, GREEDY, error, golden, is_golden  # noqa: E402
+from helpers import GOLDEN, GREEDY, error, golden, is_golden, put, read  # noqa: E402
 from scripts import benchmark, evaluate  # noqa: E402
 
 TEXT = ("--prompt", "One day", "--prompt", "Tom and Sue went to the park", "--max-new-tokens", 30, "--temperature", 0,
@@ -66,7 +65,7 @@ def check_golden(family: Path, device: torch.device) -> dict:
     model.setup(64, 1)
     for row, ref in zip(tokens, logits):
         model.begin_rows([len(row)])
-        out = model(row[None].to(device), torch.arange(len(row), device=device)[None])[0]
+        out = read(model, row[None].to(device))[0]
         errors.append(error(out.cpu(), ref))
     return dict(error=max(errors), same=is_golden(generate.Engine(model, 64, 3, GREEDY), family))
 
@@ -84,7 +83,7 @@ def main() -> None:
     results = dict(commands=commands, generate=generate.__file__)
     results["golden"] = {family.name: check_golden(family, torch.device(device)) for family in sorted(GOLDEN.iterdir())}
     results["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "fast")
-    Path(out).write_text(json.dumps(results))
+    put(Path(out), results)
 
 
 if __name__ == "__main__":
