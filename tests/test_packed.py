@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fast import packed_linear
-from fast.common import triton
 from fast.cpu import CpuQuantizedLinear
 from fast.layout import (KINDS, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
                          unpack_scales, untile)
