@@ -16,13 +16,18 @@ constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
 constexpr bool BYTE_SCALES = E2M1 && !FLOAT_SCALES;
 constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * PARTS, UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
 constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
-constexpr int CODES = WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
-constexpr int SETS = PARTS;  // pairs of groups in a unit, whose sums are apart
+constexpr bool PLAIN = BITS == 16;  // w [N, K] as PyTorch has it
+constexpr int ROW_BYTES = WIDTH * 128 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
+constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
+constexpr int SETS = PLAIN ? 1 : PARTS;  // pairs of groups in a unit, whose sums are apart
 
 struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
   alignas(128) unsigned char ring[STAGES][STAGE];
-  u32 digits[UNITS][32][WORDS];
-  float sums[UNITS][SETS][4];   // of x, as the digits' columns have them
+  union {
+    u32 digits[PLAIN ? 1 : UNITS][32][WORDS];
+    float x[PLAIN ? UNITS : 1][UNIT];
+  };
+  float sums[PLAIN ? 1 : UNITS][SETS][4];   // of x, as the digits' columns have them
   float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
   float squares[WIDTH], offsets[WIDTH];
   u64 full[STAGES], empty[STAGES];
@@ -184,7 +189,7 @@ __device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNI
 
 // A lane's numbers of this warp's units: of a quarter of a block, those in its column of the product.
 struct Inputs {
-  static constexpr int N = BITS == 4 ? 8 : 4;
+  static constexpr int N = PLAIN ? 2 : BITS == 4 ? 8 : 4;
   u16 of[STEPS][N];
   // there: whether there is an x. One that is read before the kernel before has ended would stay in the cache as it was.
   __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl, int lane) {
@@ -194,7 +199,7 @@ struct Inputs {
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
         const int unit = s * WIDTH + wl;
-        const int k = in_row(unit) * UNIT + (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2;
+        const int k = in_row(unit) * UNIT + (PLAIN ? lane * 2 : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
         u32 both = 0;
         if (PERM || K % 2) {
           if (k < K) both = x[PERM ? perm[k] : k];
@@ -226,6 +231,13 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
 #pragma unroll
     for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
     if (lane == 0) t.squares[wl] = squares;
+  }
+  if (PLAIN) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+      if (s * WIDTH + wl < UNITS) *(float2*)&t.x[s * WIDTH + wl][lane * 2] = make_float2(v[s][0], v[s][1]);
+    __syncwarp();
+    return 1;
   }
   // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26, as fp16 below 2^14.
   const u32 exponent = __reduce_max_sync(~0u, __float_as_uint(most)) >> 23;
@@ -393,6 +405,29 @@ struct Run {
   }
 };
 
+// This warp's unit of a slot, two rows and 16 inputs a lane.
+__device__ __forceinline__ void multiply_plain(const Team& t, const unsigned char* stage, int u, int wl, int lane,
+                                               float& y0, float& y1) {
+  const int row = lane >> 2;
+#pragma unroll
+  for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
+    if (in_row(u) * UNIT + c * 8 >= K) break;
+    const float4 first = *(const float4*)&t.x[u][c * 8], second = *(const float4*)&t.x[u][c * 8 + 4];
+    const float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint4 w = *(const uint4*)(stage + (row + 8 * r) * ROW_BYTES + wl * 128 + c * 16);
+      const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& y = r ? y1 : y0;
+        y += number(words[i]) * x[2 * i];
+        y += number(words[i] >> 16) * x[2 * i + 1];
+      }
+    }
+  }
+}
+
 // 16 rows of a tile times this warp's inputs -> partial.
 __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const void* scales, int tile,
                                               int tiles, float unit, float* partial) {
@@ -410,7 +445,9 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
       shared[1] = ((const float*)scales)[2 * chunk + 1];
     }
     wait(&t.full[place.slot], place.parity);
-    if (u < UNITS) {
+    if (PLAIN && u < UNITS) {
+      multiply_plain(t, t.ring[place.slot], u, wl, lane, y0, y1);
+    } else if (u < UNITS) {
       const unsigned char* stage = t.ring[place.slot];
       const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
       const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
@@ -443,7 +480,7 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
     if (lane == 0) arrive(&t.empty[place.slot]);
     place.next();
   }
-  if (!GROUPED) {
+  if (!GROUPED && !PLAIN) {
     y0 = Sum::value(c[0], c[1]);
     y1 = Sum::value(c[2], c[3]);
   }
@@ -513,13 +550,26 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
           const Run run(s, w);
           const int units = min(ROW_UNITS - run.first_block / 2, WIDTH - w);
           const int blocks = min(2 * units, BLOCKS - run.first_block);
+          const int units_end = w + units;
+          if (PLAIN) {
+            const int expert = EXPERTS ? t.experts[nth_of(tile, s * WIDTH + w, tiles)] : 0;
+            const int k = run.first_block * BLOCK, block = SUMMED || !EXPERTS ? tile : tile % tiles;
+            for (int r = 0; r < 16; r++) {
+              const int n = min(GATED ? block * 8 + r % 8 : block * 16 + r, n_out - 1) + (GATED && r >= 8 ? n_out : 0);
+              const long long row = (long long)expert * n_out * (GATED ? 2 : 1) + n;
+              feed(slot + r * ROW_BYTES + w * 128, codes + (row * K + k) * 2, min(units * UNIT, K - k) * 2, slot, codes, 0,
+                   &t.full[place.slot], lane);
+            }
+            w = units_end;
+            continue;
+          }
           const long long rows = place_of(t, tile, s * WIDTH + w, tiles);
           const int chunk = run.first_block / PER_CHUNK;
           const int chunks = STAGED ? (run.first_block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
           feed(slot + w * 2048, codes + (rows * BLOCKS + run.first_block) * 1024, blocks * 1024,
                slot + CODES + run.chunk * CHUNK_BYTES, scales + (rows * CHUNKS + chunk) * CHUNK_BYTES,
                chunks * CHUNK_BYTES, &t.full[place.slot], lane);
-          w += units;
+          w = units_end;
         }
         fed(&t.full[place.slot]);
         place.next();
@@ -546,7 +596,7 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
         const int expert = EXPERTS ? t.experts[i] : 0;
         extra += number(bias[expert * (GATED ? 2 : 1) * n_out + row]) * (SUMMED ? weights[expert] : 1);
       }
-    if (!GROUPED && mine < all) group_of(scales, place_of(t, mine, 0, tiles) * 16 + r, scale, zero);
+    if (!GROUPED && !PLAIN && mine < all) group_of(scales, place_of(t, mine, 0, tiles) * 16 + r, scale, zero);
     for (int j = 0; j < WIDTH && begin + j * step < all; j++)
       multiply_tile(t, place, wl, lane, scales, begin + j * step, tiles, unit, t.partial[wl][j]);
     meet(team);
@@ -554,7 +604,7 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       float y = 0;
       for (int w = lane >> 4; w < WIDTH; w += 2) y += t.partial[w][wl][r];
       y += __shfl_xor_sync(~0u, y, 16);
-      if (!GROUPED) {
+      if (!GROUPED && !PLAIN) {
         float offset = 0;
         for (int w = 0; w < WIDTH; w++) offset += t.offsets[w];
         y = (y - zero * offset) * scale;

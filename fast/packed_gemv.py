@@ -158,14 +158,45 @@ class Experts(NamedTuple):
     alpha: float = 0.0
 
 
-def group_in_kernel(packed: Packed, experts: Experts | None) -> int:
+class Plain(NamedTuple):
+    """A weight [N, K], or experts' [X, N, K], of x's type, in the place of a Packed."""
+    qweight: Tensor
+    gated: int = 0
+    kind, bits, block, parts, per_channel = "16-bit", 16, 32, 1, True
+    perm = scales_and_zeros = None
+
+    @property
+    def N(self) -> int:
+        return self.qweight.shape[-2]
+
+    @property
+    def K(self) -> int:
+        return self.qweight.shape[-1]
+
+    @property
+    def fits_kernels(self) -> bool:
+        return self.K % 8 == 0 and self.qweight.data_ptr() % 16 == 0
+
+    def new_output(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x), self.N // 2 if self.gated else self.N)
+
+
+def row_blocks(packed: Packed | Plain) -> int:
+    """Tiles of 16 rows, of all experts."""
+    if packed.bits < 16:
+        return len(packed.qweight)
+    rows = packed.N // 2 if packed.gated else packed.N
+    return -(-rows // (8 if packed.gated else 16)) * packed.qweight.shape[:-2].numel()
+
+
+def group_in_kernel(packed: Packed | Plain, experts: Experts | None) -> int:
     """GROUP. The sum over experts has scales for each, even of codes with one scale a row."""
     if not packed.per_channel:
         return packed.group_size
-    return 0 if experts is None or packed.gated else -(-packed.K // packed.block) * packed.block
+    return 0 if packed.bits == 16 or experts is None or packed.gated else -(-packed.K // packed.block) * packed.block
 
 
-def sizes_for(packed: Packed, memory: int, experts: Experts | None = None) -> tuple[dict, int] | None:
+def sizes_for(packed: Packed | Plain, memory: int, experts: Experts | None = None) -> tuple[dict, int] | None:
     """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it.
     A team's warps have the same number of units, or one less."""
     n = 0 if experts is None else len(experts.active) - 1
@@ -173,25 +204,28 @@ def sizes_for(packed: Packed, memory: int, experts: Experts | None = None) -> tu
     words, parts, group = 4 if packed.kind == "int8" else 8, packed.parts, group_in_kernel(packed, experts)
     scales = packed.scales_and_zeros
     staged = 16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0  # bytes of a chunk
+    plain = packed.bits == 16
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))
         teams = max(1, most // width)
-        fixed = units * (128 * words + 16 * parts) + width * (64 * width + 8) + 16 * MOST_STAGES + 4 * (n + 2)
-        stage = width * 2048 + (width + 1 if group > packed.block else 2 * width) * staged
+        inputs = max(units * 256, 1024) + 16 if plain else units * (128 * words + 16 * parts)
+        fixed = inputs + width * (64 * width + 8) + 16 * MOST_STAGES + 4 * (n + 2)
+        stage = width * 2048 + plain * 1024 + (width + 1 if group > packed.block else 2 * width) * staged
         stages = min(MOST_STAGES, (memory // teams - fixed - 128) // stage)
         if stages >= 2:
             return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)
     return None
 
 
-def macros_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+def macros_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
                experts: Experts | None = None) -> dict:
     """What gemv.cu is compiled for, but for its sizes."""
     scales = packed.scales_and_zeros
     return dict(
         BITS=packed.bits, E4M3=packed.kind == "fp8", E2M1=packed.kind == "mxfp4", BF16=x.dtype == torch.bfloat16,
-        K=packed.K, GROUP=group_in_kernel(packed, experts), PARTS=packed.parts, SHARED_ROWS=scales.shape[2] == 2,
-        FLOAT_SCALES=scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None, BIAS=bias is not None,
+        K=packed.K, GROUP=group_in_kernel(packed, experts), PARTS=packed.parts,
+        SHARED_ROWS=scales is not None and scales.shape[2] == 2,
+        FLOAT_SCALES=scales is not None and scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None, BIAS=bias is not None,
         RESIDUAL=residual is not None, PERM=packed.perm is not None,
         EXPERTS=0 if experts is None else len(experts.active) - 1)
 
@@ -199,11 +233,11 @@ def macros_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | No
 OUT = 9  # its place among the arguments
 
 
-def arguments_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+def arguments_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
                   eps: float, experts: Experts | None = None) -> tuple[list, int]:
     """-> those of gemv.cu, and how many tiles there are to multiply."""
     active, weights, limit, alpha = experts or Experts(None, None)
-    out, tiles = packed.new_output(x[0] if x.dim() == 3 else x), len(packed.qweight)
+    out, tiles = packed.new_output(x[0] if x.dim() == 3 else x), row_blocks(packed)
     tiles = items = tiles if experts is None else tiles // weights.shape[1]
     if experts is not None and packed.gated:
         n = len(active) - 1
@@ -212,7 +246,7 @@ def arguments_for(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor |
             out.shape[-1], tiles, eps, limit, alpha], items
 
 
-def gemv(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
+def gemv(x: Tensor, packed: Packed | Plain, norm: Tensor | None = None, bias: Tensor | None = None,
          residual: Tensor | None = None, eps: float = 1e-5, experts: Experts | None = None) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
 
