@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from fast.common import constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, tl, triton
+from fast.packed_gemv import Plain, gemv, sizes_for, why_no_gemv
 from fast.tuning import kernel_for
 
 
@@ -213,8 +214,12 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     SiLU for 1, GELU by tanh for 2."""
     M, K = x.shape
     N = len(w)
-    choice = kernel_for("16-bit", N, K, M, x.device)
     x = x.contiguous()
+    if M == 1 and not why_no_gemv(x.device):
+        plain = Plain(w, gated)
+        if plain.fits_kernels and sizes_for(plain, gpu(x.device).shared_memory_per_block_optin):
+            return gemv(x, plain, norm, bias, residual, eps)
+    choice = kernel_for("16-bit", N, K, M, x.device)
     if norm is not None and choice["kernel"] != "gemv":
         x = rms_norm(x, norm, eps)
     if choice["kernel"] == "library":
