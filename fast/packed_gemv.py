@@ -23,7 +23,7 @@ A byte of int4 codes is 16 h + l. With xh and xl, the inputs of the two,
     16 sum (h xh + l xl)  =  sum (16 h + l) xh  +  sum l (16 xl - xh)
 
 needs the byte as it is and, for the second sum, l alone: one AND for eight weights. int8 needs none. MXFP4's codes
-become a byte each, by a table: 2 number + 16. FP8's are no integers: they become fp16, and so does x, divided
+become a byte each, by a table: twice the number + 16. FP8's are no integers: they become fp16, and so does x, divided
 by a power of two.
 
 The sum of x over a group, which a zero point multiplies, comes from the same digits. The norm's factor multiplies what

@@ -8,7 +8,7 @@ device, or of a checkpoint.
     python scripts/benchmark.py llama-2-70b --ranks 4
     python scripts/benchmark.py checkpoints/tiny --device cpu --new-tokens 100
     python scripts/benchmark.py llama-2-7b --speculate --draft-tokens 4
-    python scripts/benchmark.py llama-2-7b --speculate --draft eagle
+    python scripts/benchmark.py llama-2-7b --speculate --draft eagle --ranks 2
 
 Each configuration is one JSON object on one line of stdout; the progress bar is
 on stderr. What is compared is measured in the same run: the GPU's read
@@ -21,6 +21,7 @@ if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -209,6 +210,7 @@ def parse_args() -> Namespace:
         "cost of the shape's (default: tiny-draft)")
     add("--draft-tokens", metavar="LIST",
         help="with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto)")
+    add("--seed", type=within(int, 0), default=0, metavar="N", help="of weights, prompts and texts (default: 0)")
     add("--runs", type=within(int, 1), default=5, metavar="N", help="default: 5; the median counts")
     add("--no-compile", action="store_true", help="eager code")
     add("--no-kernels", action="store_true", help="compiled, but plain PyTorch only: cuBLAS and Inductor")
@@ -262,13 +264,12 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
                         f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}")
     check_memory([(config, settings.get("bits", 4 if mxfp4 else None))], args.batch, length, device, dtype, team.ranks,
                  kind=args.kv_cache or "16-bit")
-    torch.manual_seed(team.agree(torch.seed))  # the ranks have the same embedding, prompts and draws
     split = splitter(team)
     if checkpoint:
         return load(checkpoint, device, dtype, args.quantize, args.group_size, args.quantize_head, split=split)
     shard = split(config, default_group(args.quantize, args.group_size)) if split else None
     model = finish(random_model(config, device, dtype, shard, mxfp4), args, shard)
-    torch.manual_seed(team.agree(torch.seed))  # parts may differ in size
+    torch.manual_seed(args.seed)  # parts may differ in size
     return model
 
 
@@ -451,7 +452,7 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
     return dict(
         what=what, dtype=str(dtype).removeprefix("torch."), quantize=args.quantize, group_size=args.group_size,
         quantize_head=args.quantize_head, kv_cache=args.kv_cache, batch=args.batch, new_tokens=args.new_tokens,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
         compile=not args.no_compile, kernels=find_mode(args) == "fast" and import_fast() is not None,
         torch=torch.__version__,
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, commit=commit())
@@ -657,15 +658,16 @@ def speculate(what: str, args: Namespace, device: torch.device, team: Team, bar:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
     length = max(map(len, prompts)) + args.new_tokens + SLACK
+    seeds = itertools.count(args.seed)
 
     def make_engine(draft: Transformer | None = None, features: tuple[int, ...] = ()) -> Engine:
         """Of the draft, or else of the target."""
         model = draft or speculation_target(what, checkpoint, args, device, dtype, team)
-        torch.manual_seed(team.agree(torch.seed))
         size = length if eagle else min(length, model.config.context)
         return Engine(model, size, args.batch, sampling, find_mode(args), () if draft else features)
 
     def one_run(engine: Engine, speculator: Speculator | None = None) -> dict:
+        torch.manual_seed(next(seeds))  # the steps were timed, and drew, any number of times
         times = until_the_end(engine, speculator, prompts, args.new_tokens, tokenizer.stops)
         bar.update()
         return dict(first=min(times), last=max(times), mean=statistics.mean(times))
@@ -747,6 +749,7 @@ def main() -> None:
                 print(json.dumps(json.loads(line) | more), flush=True)
         return
     name, team = join(args.device)
+    torch.manual_seed(args.seed)  # the ranks have the same embedding, prompts and draws
     device = find_device(name)
     for what in args.what:
         if args.only_compile:
