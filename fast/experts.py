@@ -32,8 +32,8 @@ from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wa
                          tl, triton)
 from fast.layout import KINDS, Packed
 from fast.linear import plain_linear
-from fast.packed_gemv import Experts, Plain, gemv
-from fast.packed_linear import dequantize, pack_layer, plain_weights, takes_gemv
+from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
+from fast.packed_linear import dequantize, pack_layer, plain_weights
 from model import gated, grouped_linear
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
@@ -288,7 +288,7 @@ def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_
     packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
     x, experts = x.contiguous(), Experts(active, weights, limit, alpha)
     weight = packed or Plain(w, gate)
-    if M == 1 and weight.fits_kernels and takes_gemv(weight, x.device, experts):
+    if M == 1 and takes_gemv(weight, x.device, experts):
         return gemv(x, weight, bias=bias, residual=residual, experts=experts)
     choice = rule(packed.bits if packed else 16, M)
     sizes = sizes_for(choice, M, K, packed)

@@ -5,14 +5,7 @@ At batch 1 a launch takes 10 to 40 us, and what counts is that memory never idle
 programmatic dependent launch (compute capability 9.0) a kernel starts while the kernel before it drains. Its first
 weights are on their way before it waits for its input.
 
-    gemv_kernel   one row of x. Each program loads BN whole rows of w at a time and sums in fp32 on the CUDA cores:
-
-                            K, all at once
-                  program 0 ==============  rows 0 .. BN - 1 of w
-                  program 1 ==============  the next BN rows
-                  ...                       and so on; then the programs take the rows after these
-                  program 0 ==============
-
+    gemv()        one row of x: packed_gemv.py
     gemm_kernel   a few rows of x. Each program has BN rows of w and loops over K in tiles of BK, on the matrix unit.
     cuBLAS        many rows of x: there it is faster, and rms_norm() is a launch of its own.
 
@@ -24,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fast.common import constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, gpu, jit, pdl_options, tl, triton
-from fast.packed_gemv import Plain, gemv, sizes_for, why_no_gemv
+from fast.common import constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from fast.packed_gemv import Plain, gemv, takes_gemv
 from fast.tuning import kernel_for
 
 
@@ -39,49 +32,6 @@ def tile_rows(n0, i, N_OUT, GATED: constexpr):
     else:
         rows = tl.minimum(n0 + i, N_OUT - 1)
     return rows
-
-
-@jit
-def gemv_kernel(x, w, norm, bias, residual, out, N, K, eps,
-                GATED: constexpr, BN: constexpr, BK: constexpr, STAGES: constexpr, PDL: constexpr):
-    """linear() of one row x [K]. A program loads BN rows of w [N, K] at a time, through a pipeline of STAGES - 1 tiles.
-
-    norm [K], bias [N] and residual [N_OUT] may be None. BK: K rounded up to a power of two."""
-    k = tl.arange(0, BK)
-    inside = k < K
-    i = tl.arange(0, BN)
-    N_OUT = N // 2 if GATED else N
-    STEP: constexpr = BN // 2 if GATED else BN
-    if PDL:
-        gdc_launch_dependents()
-    if norm is not None:
-        norm_weight = tl.load(norm + k, mask=inside, other=0).to(tl.float32)
-    xs = tl.zeros((BK,), tl.float32)
-    scale = 1.0
-    first = tl.program_id(0) * STEP
-
-    for n0 in tl.range(first, N_OUT, tl.num_programs(0) * STEP, num_stages=STAGES):
-        rows = tile_rows(n0, i, N_OUT, GATED)
-        tile_ptrs = w + rows.to(tl.int64)[:, None] * K + k[None, :]
-        tile = tl.load(tile_ptrs, mask=inside[None, :], other=0, eviction_policy="evict_first")
-        if n0 == first:  # x is loaded within the loop, so that the compiler puts the first tiles' loads before the wait
-            if PDL:
-                gdc_wait()
-            xs = tl.load(x + k, mask=inside, other=0).to(tl.float32)
-            if norm is not None:
-                scale = tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
-                xs *= norm_weight
-        y = tl.sum(tile.to(tl.float32) * xs[None, :], 1) * scale
-
-        if bias is not None:
-            y += tl.load(bias + rows)
-        n = n0 + tl.arange(0, STEP)
-        if GATED:
-            gate, up = tl.split(tl.reshape(y, (STEP, 2)))
-            y = gate_times_up(gate, up, GATED)
-        if residual is not None:
-            y += tl.load(residual + n, mask=n < N_OUT, other=0)
-        tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N_OUT)
 
 
 @jit
@@ -183,17 +133,6 @@ def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor 
     return y if residual is None else residual + y
 
 
-def launch_gemv(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor,
-                gated: int, eps: float, choice: dict) -> None:
-    N, K = w.shape
-    programs = choice["programs"] * gpu(x.device).multi_processor_count
-    grid = (min(triton.cdiv(N, choice["block_n"]), programs),)
-    pdl = pdl_options(x.device)
-    gemv_kernel[grid](x, w, norm, bias, residual, out, N, K, eps, GATED=gated, BN=choice["block_n"],
-                      BK=triton.next_power_of_2(K), STAGES=choice["stages"], PDL=bool(pdl), num_warps=choice["warps"],
-                      **pdl)
-
-
 def launch_gemm(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: int,
                 choice: dict) -> None:
     (M, K), N = x.shape, len(w)
@@ -215,20 +154,15 @@ def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None
     M, K = x.shape
     N = len(w)
     x = x.contiguous()
-    if M == 1 and not why_no_gemv(x.device):
-        plain = Plain(w, gated)
-        if plain.fits_kernels and sizes_for(plain, gpu(x.device).shared_memory_per_block_optin):
-            return gemv(x, plain, norm, bias, residual, eps)
+    if M == 1 and takes_gemv(plain := Plain(w, gated), x.device):
+        return gemv(x, plain, norm, bias, residual, eps)
     choice = kernel_for("16-bit", N, K, M, x.device)
-    if norm is not None and choice["kernel"] != "gemv":
+    if norm is not None:
         x = rms_norm(x, norm, eps)
     if choice["kernel"] == "library":
         return plain_linear(x, w, None, bias, residual, gated)
     out = x.new_empty(M, N // 2 if gated else N)
-    if choice["kernel"] == "gemv":
-        launch_gemv(x, w, norm, bias, residual, out, gated, eps, choice)
-    else:
-        launch_gemm(x, w, bias, residual, out, gated, choice)
+    launch_gemm(x, w, bias, residual, out, gated, choice)
     return out
 
 

@@ -41,6 +41,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,15 +137,17 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int
 
 
 @functools.cache
-def why_no_gemv(device: torch.device) -> str | None:
-    """Why this GPU, or this installation, has no gemv(); None: it has."""
+def has_gemv(device: torch.device) -> bool:
+    """Whether this GPU, and this installation, can run gemv(); a line on stderr if not."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}"
     try:
+        if major < 8:
+            raise OSError(f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}")
         nvrtc(), ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return str(error)
+        print(f"one row of x is multiplied as several are, which is slower: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 class Experts(NamedTuple):
@@ -217,6 +220,12 @@ def sizes_for(packed: Packed | Plain, memory: int, experts: Experts | None = Non
     return None
 
 
+def takes_gemv(packed: Packed | Plain, device: torch.device, experts: Experts | None = None) -> bool:
+    """Whether gemv() multiplies one row."""
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return packed.fits_kernels and has_gemv(device) and sizes_for(packed, memory, experts) is not None
+
+
 def macros_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
                experts: Experts | None = None) -> dict:
     """What gemv.cu is compiled for, but for its sizes."""
@@ -225,8 +234,8 @@ def macros_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Ten
         BITS=packed.bits, E4M3=packed.kind == "fp8", E2M1=packed.kind == "mxfp4", BF16=x.dtype == torch.bfloat16,
         K=packed.K, GROUP=group_in_kernel(packed, experts), PARTS=packed.parts,
         SHARED_ROWS=scales is not None and scales.shape[2] == 2,
-        FLOAT_SCALES=scales is not None and scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None, BIAS=bias is not None,
-        RESIDUAL=residual is not None, PERM=packed.perm is not None,
+        FLOAT_SCALES=scales is not None and scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PERM=packed.perm is not None,
         EXPERTS=0 if experts is None else len(experts.active) - 1)
 
 

@@ -13,10 +13,10 @@ Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_
 import torch
 from torch import Tensor, library, nn
 
-from fast.common import constexpr, gpu, jit, tl, triton
+from fast.common import constexpr, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, group_inputs, pack_words, to_mma_order, unpack
 from fast.linear import plain_linear, rms_norm
-from fast.packed_gemv import Experts, gemv, sizes_for, why_no_gemv
+from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
 from quantize import CODES, QuantizedLinear, say_once
 from quantize import unpack as codes_of
@@ -27,14 +27,6 @@ if triton:
 # Rows of w that are repacked at once. A whole layer's codes, unpacked, made the peak of Llama-2-7B in int4 19% larger
 # than its weights and caches (H200).
 REPACKED_ROWS = 1024
-
-
-def takes_gemv(w: Packed, device: torch.device, experts: Experts | None = None) -> bool:
-    """Whether gemv() multiplies one row."""
-    if reason := why_no_gemv(device):
-        say_once(f"one row of x is multiplied as several are, which is slower: {reason}")
-        return False
-    return sizes_for(w, gpu(device).shared_memory_per_block_optin, experts) is not None
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:

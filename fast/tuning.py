@@ -2,26 +2,23 @@
 Which kernel multiplies, and with what sizes: tuned.json's choice for this GPU or, where it has none, a rule of thumb.
 
 tuned.json: GPU name -> format -> "NxK" -> a list of choices. A choice serves up to `rows` rows of x, and the first that
-serves enough is taken. Its `kernel` is "gemv" (one row, 16 bits), "gemm" (several rows, or one that does not fit gemv)
-or "library" (cuBLAS; quantized weights are dequantized first). Its other fields are that kernel's sizes:
+serves enough is taken. Its `kernel` is "gemm" or "library" (cuBLAS; quantized weights are dequantized first). Its other
+fields are that kernel's sizes:
 
-    16-bit gemv    block_n, stages, warps, programs
     16-bit gemm    block_n, block_k, stages, warps
     packed gemm    block_n, block_m, splits, stages, warps, occupancy, slices, scaled
 
-    block_n     rows of w in a tile (16-bit gemv: that a program takes at a time)
+    block_n     rows of w in a tile
     block_k     inputs in a step
     block_m     rows of x in a tile
     stages      tiles in flight from memory
-    programs    programs a multiprocessor; a program takes one tile after the other
     occupancy   programs that shall share a multiprocessor, whose registers are limited for it; 0: no limit
     slices      of K, each another program's; their sums are added up in memory
     splits      blocks of the packed layout in a step, each with a sum of its own
     scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
-FP8 takes int8's choices: as many bytes come from memory. One row of a packed weight has packed_gemv.py, whose sizes
-follow from K.
+FP8 takes int8's choices: as many bytes come from memory. One row has packed_gemv.py, whose sizes follow from K.
 python scripts/tune.py writes the file.
 """
 import functools
@@ -31,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from fast.common import gpu, triton
+from fast.common import gpu
 
 PATH = Path(__file__).parent / "tuned.json"
 LIBRARY = {"kernel": "library"}
@@ -61,7 +58,7 @@ def kernel_for(format: str, N: int, K: int, M: int, device: torch.device) -> dic
 
 
 def rules_of_thumb(format: str, N: int, K: int, device: torch.device) -> list[dict]:
-    return rules_for_16_bits(N, K, device) if format == "16-bit" else rules_for_packed(N, device)
+    return rules_for_16_bits(N) if format == "16-bit" else rules_for_packed(N, device)
 
 
 def rules_for_packed(N: int, device: torch.device) -> list[dict]:
@@ -78,16 +75,8 @@ def rules_for_packed(N: int, device: torch.device) -> list[dict]:
     return [few, more, most]
 
 
-def rules_for_16_bits(N: int, K: int, device: torch.device) -> list[dict]:
-    """One row of x wants whole rows of w in shared memory; where two of them do not fit, "gemm" serves one row, too."""
-    memory = gpu(device).shared_memory_per_block_optin
-    row = 2 * triton.next_power_of_2(K)  # bytes of a row of w in shared memory
-    block_n = max(2 if row <= 32768 else 1, min(8, 16384 // row))  # 2: a gate's row and its up's
-    stages = max(2, min(4, min(memory, 192 * 1024) // (block_n * row) + 1))
-    small = row <= 8192
-    one = dict(rows=1, kernel="gemv", block_n=block_n, stages=stages, warps=4 if small else 8,
-               programs=12 if small else 1)
+def rules_for_16_bits(N: int) -> list[dict]:
     several = dict(rows=16, kernel="gemm", block_n=16, block_k=256, stages=6, warps=2)
     if N > 8192:
         several |= dict(block_n=64, block_k=128, stages=4, warps=4)
-    return [one, several] if 2 * row <= memory else [several]
+    return [several]

@@ -7,12 +7,10 @@ GPU, and write it into tuned.json.
     python scripts/tune.py 14336x21504 --formats int4         # a product, N x K
     python scripts/tune.py llama-2-7b --check --rows 3,28,112 # in between?
 
-One row of x: the best sizes of a layer's kernels depend on each other, as a
-kernel's first loads share the GPU with the end of the kernel before. They are
-searched in turn, in a chain of whole layers with attention. Several rows: each
-product is timed alone, and cuBLAS is one of the candidates (for int8 and int4
-after dequantizing). No weight is in the GPU's cache: a CUDA graph reads each
-weight once, and the cache is cleared before the graph is replayed.
+Each product is timed alone, and cuBLAS is one of the candidates (for int8 and
+int4 after dequantizing). No weight is in the GPU's cache: a CUDA graph reads
+each weight once, and the cache is cleared before the graph is replayed. One row
+of x has fast/packed_gemv.py, whose sizes follow from K.
 """
 import signal
 
@@ -43,7 +41,6 @@ from checkpoint import UserError  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser  # noqa: E402
 from fast import common, tuning  # noqa: E402
-from fast.attention import update_and_attend  # noqa: E402
 from fast.decoder import fused_linear  # noqa: E402
 from fast.layout import MAX_ROWS, MIN_BLOCK_M  # noqa: E402
 from fast.packed_linear import PackedLinear  # noqa: E402
@@ -55,7 +52,7 @@ from tp import Shard  # noqa: E402
 
 # codes and group size of a format
 FORMATS = {"16-bit": None, "int8": (INT8, -1), "int4": (INT4, 128), "int4-64": (INT4, 64), "int4-32": (INT4, 32)}
-ROWS = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
+ROWS = [2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, 513, 64)]
 KEPT = 1.01  # a choice of fewer rows is kept while it takes no more than that many times the best time
 MANY = 256  # rows; beyond, cuBLAS comes near the kernels, and each number of rows has the faster of the two
 LAYERS = 8  # in a graph, whose start then counts for little
@@ -75,7 +72,6 @@ def choices(kernel: str, names: str, *values) -> list[dict]:
 
 
 # What the sizes mean stands in tuning.py.
-PLAIN_GEMV = choices("gemv", "block_n, stages, warps, programs", (2, 4, 8), (2, 3, 4, 5), (4, 8), (1, 2, 4, 8, 12))
 PLAIN_GEMM = choices("gemm", "block_n block_k stages warps", [
     (16, 256, 6, 1), (16, 256, 6, 2), (16, 512, 3, 2), (32, 256, 3, 2), (64, 64, 5, 4), (64, 128, 4, 4),
     (64, 128, 6, 4), (128, 64, 4, 8)])
@@ -94,7 +90,7 @@ def candidates(format: str, rows: int, N: int, K: int) -> list[dict]:
     """The choices that are worth timing for so many rows of x and weights [N, K]."""
     if format == "16-bit":
         gemm = [choice for choice in PLAIN_GEMM if rows <= 64 or choice["block_n"] >= 64 and rows <= 128]
-        return [LIBRARY, *(PLAIN_GEMV if rows == 1 else []), *gemm]
+        return [LIBRARY, *gemm]
     more = [choice for choice in PACKED_MORE if fits(choice, format, rows)]
     return [LIBRARY, *(PACKED_FEW if rows <= 64 else []), *(more if 8 < rows <= MAX_ROWS else [])]
 
@@ -178,7 +174,6 @@ class Tuner:
 
     def __init__(self, what: str, format: str, device: torch.device, few_outputs: bool = False):
         self.format, self.device, self.shapes = format, device, shapes_of(what, format)
-        self.config = config_of(what, format)
         if few_outputs:
             self.shapes = {name: (256, K) for name, (_, K) in self.shapes.items()}
         self.bits = 16 if format == "16-bit" else FORMATS[format][0].bits
@@ -218,28 +213,7 @@ class Tuner:
         residual = torch.randn(rows, self.shapes["down"][0], device=self.device, dtype=torch.bfloat16)
         return 1e3 * milliseconds(lambda: [self.run(layer, name, x, residual) for layer in layers], spend) / len(layers)
 
-    def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        """us of a layer with one row, that choice for one of its products: all four, and attention to 300 tokens."""
-        self.take(name, rows, choice)
-        config, device = self.config, self.device
-        heads, E = config.n_kv_head, config.head_dim
-        x = torch.randn(1, config.dim, device=device, dtype=torch.bfloat16)
-        caches = [torch.randn(2, 1, heads, 512, E, device=device, dtype=torch.bfloat16) for _ in self.layers]
-        rope = torch.ones(512, E, device=device)
-        position = torch.tensor([[300]], device=device)
-        semaphores = torch.zeros(heads, device=device, dtype=torch.int32)
-
-        def run():
-            h = x
-            for layer, (k_cache, v_cache) in zip(self.layers, caches):
-                qkv = self.run(layer, "qkv", h, x).view(1, 1, -1, E)
-                y = update_and_attend(qkv, position, rope, rope, k_cache, v_cache, None, None, semaphores)
-                h = self.run(layer, "out", y.view(1, -1), h)
-                h = self.run(layer, "down", self.run(layer, "gate_up", h, h), h)
-
-        return 1e3 * milliseconds(run, spend) / len(self.layers)
-
-    def best(self, name: str, rows: list[int], choices: list[dict], bar: tqdm, timer: Callable,
+    def best(self, name: str, rows: list[int], choices: list[dict], bar: tqdm,
              before: dict | None = None) -> tuple[float, dict]:
         """us and choice of the fastest, or of the one before if that takes no more than KEPT times as long.
 
@@ -248,12 +222,12 @@ class Tuner:
         the next by up to 4%. Scaling int4's weights rounds them, and must gain 2% for that (see handicapped())."""
         timed = []
         for choice in choices:
-            timed.append((timer(name, rows[-1], choice, 2), choice))
+            timed.append((self.time(name, rows[-1], choice, 2), choice))
             bar.update()
         for most, turns in ((8, 1), (3, 4)):
             timed.sort(key=self.handicapped)
             finalists = [choice for i, (_, choice) in enumerate(timed) if i < most or choice == before]
-            rounds = [[timer(name, M, choice, 4) for choice in finalists] for M in rows * turns]
+            rounds = [[self.time(name, M, choice, 4) for choice in finalists] for M in rows * turns]
             timed = list(zip(map(statistics.mean, zip(*rounds)), finalists))
         best = min(timed, key=self.handicapped)
         limit = KEPT * self.handicapped(best)
@@ -265,33 +239,16 @@ class Tuner:
         return us * 1.02 if self.format == "int4" and choice.get("scaled") else us
 
     def tune(self, rows: list[int], bar: tqdm) -> None:
-        if 1 in rows and self.format == "16-bit":  # one row of packed weights: packed_gemv.py
-            self.one_row(bar)
-        self.several_rows([M for M in rows if M > 1], bar)
-
-    def one_row(self, bar: tqdm) -> None:
-        """Each of a model's products is timed in the chain, twice over; a single product alone."""
-        for name in [*self.shapes] * 2 if self.config else self.shapes:
-            found = candidates(self.format, 1, *self.shapes[name])
-            us, choice = self.best(name, [1] * 3, found, bar, self.chain if self.config else self.time)
-            self.take(name, 1, choice)
-        if self.config:
-            bar.write(f"{self.format}: {us:.1f} us a layer with one row")
-
-    def several_rows(self, rows: list[int], bar: tqdm) -> None:
         for name, (N, K) in self.shapes.items():
             entries = cut(self.table.get(f"{N}x{K}", []), {few for M in rows for few in alike(M)})
-            report = []
-            if entries and entries[0]["rows"] == 1:
-                report.append((1, self.time(name, 1, without_rows(entries[0])), self.cublas(N, K, 1)))
-            before = None
+            report, before = [], None
             for M in sorted(rows):
                 few = [alike(M)[0], alike(M)[len(alike(M)) // 2], M]
                 found = candidates(self.format, M, N, K)
                 one_by_one = M > MANY and len(found) > 1
                 if one_by_one:
                     found.remove(LIBRARY)
-                _, before = self.best(name, few, found, bar, self.time, before)
+                _, before = self.best(name, few, found, bar, before)
                 new = self.against_library(name, M, before) if one_by_one else [dict(rows=M) | before]
                 entries += new
                 # one after the other, as a hot GPU is slower
@@ -318,13 +275,13 @@ class Tuner:
 
     def check(self, rows: list[int], bar: tqdm) -> None:
         """Report how far the table's choices are behind the best that could be had, for other numbers of rows than it
-        was made with. Not for one row, as that is chosen in a chain."""
+        was made with."""
         found = []
         for name, (N, K) in self.shapes.items():
             before = self.table.get(f"{N}x{K}")
-            for M in (M for M in rows if M > 1 and len(candidates(self.format, M, N, K)) > 1):
+            for M in (M for M in rows if len(candidates(self.format, M, N, K)) > 1):
                 chosen = without_rows(tuning.kernel_for(self.format, N, K, M, self.device))
-                _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K), bar, self.time)
+                _, best = self.best(name, [M] * 3, candidates(self.format, M, N, K), bar)
                 ratios = [1.0 if chosen == best else self.time(name, M, chosen) / self.time(name, M, best)
                           for _ in range(9)]
                 del self.table[f"{N}x{K}"]
@@ -381,12 +338,12 @@ def compile_kernel(what: str, format: str, device: torch.device, name: str, rows
 def compile_all(units: list[tuple[str, str]], rows: list[int], device: torch.device) -> None:
     """Fill Triton's cache on all CPU cores, so that the timing does not wait for one."""
     # one M for each code that Triton compiles; the smallest, as fewer rows have more candidates
-    rows = {(M == 1, min(max(8, common.triton.next_power_of_2(M)), 256), M % 16 == 0): M
+    rows = {(min(max(8, common.triton.next_power_of_2(M)), 256), M % 16 == 0): M
             for M in sorted(rows, reverse=True)}.values()
     tasks = [(what, format, device, name, M, choice) for (what, format), M in product(units, rows)
              for name, shape in shapes_of(what, format).items()
              for choice in candidates(format, M, *shape)
-             if choice["kernel"] == "gemv" or choice.get("slices", 1) <= 2]  # packed_gemm's code has slices or has none
+             if choice.get("slices", 1) <= 2]  # packed_gemm's code has slices or has none
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(compile_kernel, *zip(*tasks), chunksize=8), "compiling", len(tasks), disable=None))
@@ -422,11 +379,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--check", action="store_true", help="compare the table with the best, write nothing")
     parser.add_argument("--device")
     args = parser.parse_args()
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.rows):
-        parser.error(f"--rows {args.rows}: want numbers from 1 on, with commas in between")
+    if not re.fullmatch(r"([2-9]|[1-9]\d+)(,([2-9]|[1-9]\d+))*", args.rows):
+        parser.error(f"--rows {args.rows}: want numbers from 2 on, with commas in between; one row is not tuned")
     args.formats, args.rows = args.formats.split(","), [int(rows) for rows in args.rows.split(",")]
-    if args.check and args.rows == [1]:
-        parser.error("--check --rows 1: one row is chosen in a chain of kernels; want more rows")
     named = [what for what in args.what if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", what)]
     named = [re.sub(r"/([2-9]|[1-9]\d+)$", "", what) for what in named]
     for given, known in ((named, SHAPES), (args.formats, FORMATS)):

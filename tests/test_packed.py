@@ -2,14 +2,15 @@
 
 All are compared with float64's products of weights that exact_weights() makes of codes, scales and zero points."""
 import shutil
-from argparse import Namespace
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from fast import packed_linear
+from fast import packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
 from fast.layout import (KINDS, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
                          unpack_scales, untile)
@@ -286,6 +287,18 @@ def test_gemv_on_a_cpu(tmp_path, dtype, shape):
     assert error(out, ref) < bound, (error(out, ref), bound)
 
 
+@pytest.mark.parametrize("dtype, N, K, parts", [
+    (torch.bfloat16, 37, 1096, "norm bias"), (torch.float16, 44, 72, "norm gated"),
+    (torch.bfloat16, 90, 64, "residual")])
+def test_gemv_of_16_bits_on_a_cpu(tmp_path, dtype, N, K, parts):
+    w, *inputs = (torch.randn(shape).to(dtype) for shape in ((N, K), (1, K), (K,), (N,), (1, N)))
+    x, norm, bias, residual = (value if name in ("x", *parts.split()) else None
+                               for name, value in zip(("x", "norm", "bias", "residual"), inputs))
+    ref = exact_linear(x, w, norm, bias, residual, "gated" in parts)
+    out = gemv_on_cpu(tmp_path, x, packed_gemv.Plain(w, "gated" in parts), norm, bias, residual)
+    assert error(out, ref) < 2e-5 + 1.02 * error(ref.to(dtype), ref)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
@@ -393,14 +406,19 @@ def test_the_layout_alone_loads_no_kernel():
 
 
 def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys):
-    say_once.cache_clear()
     packed, device = pack(*random_weight(64, 256, "int4", 2)[:4]), torch.device("cpu")
     monkeypatch.setattr(packed_linear, "kernel_for", lambda *sizes: dict(kernel="gemm", rows=sizes[3]))
-    memory, found = {"bytes": 200_000}, []
-    monkeypatch.setattr(packed_linear, "gpu", lambda _: Namespace(shared_memory_per_block_optin=memory["bytes"]))
-    for reason, memory["bytes"] in ((None, 200_000), (None, 3_000), ("no libnvrtc.so.13", 200_000)):
-        monkeypatch.setattr(packed_linear, "why_no_gemv", lambda _: reason)
+    properties, library = SimpleNamespace(shared_memory_per_block_optin=200_000), Mock()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(packed_gemv.ctypes, "CDLL", library)
+    found = []
+    for memory, missing in ((200_000, None), (3_000, None), (200_000, OSError("no libnvrtc.so.13"))):
+        properties.shared_memory_per_block_optin, library.side_effect = memory, missing
+        packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
         found.append([choice_for(packed, M, device) for M in (1, 2, 513)])
+    packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
     others = [dict(kernel="gemm", rows=2), dict(kernel="library")]
     assert found == [[dict(kernel="gemv"), *others], *[[others[0], *others]] * 2]
     assert capsys.readouterr().err.count("no libnvrtc.so.13") == 1

@@ -63,7 +63,7 @@ def tuner(monkeypatch, small):
     kernel_for.cache_clear()
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
     monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
-        format=format, device=CPU, shapes=tune.shapes_of(what, format), config=tune.config_of(what, format)))
+        format=format, device=CPU, shapes=tune.shapes_of(what, format)))
     yield tune.Tuner
     kernel_for.cache_clear()
 
@@ -86,28 +86,16 @@ def timed(monkeypatch, tuner):
 @pytest.mark.parametrize("what", ["small", "small/2", "512x256", "512x16384"])  # the last one's best has slices
 def test_the_fastest_of_each_number_of_rows_is_taken(timed, monkeypatch, bar, what, format):
     made = timed(lambda rows, choice, spend, shape: cost(shape, rows, choice), what, format, 1)
-    ROWS, chained = [1, 2, 8, 24, 64, 200], []
-    tuned = ROWS if format == "16-bit" else ROWS[1:]  # one row of packed weights has sizes that are not tuned
-
-    def chain(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
-        chained.append(name)
-        self.take(name, rows, choice)
-        return sum(cost((K, N), 1, kernel_for(format, N, K, 1, CPU)) for N, K in self.shapes.values())
-
-    monkeypatch.setattr(tune.Tuner, "chain", chain)
     monkeypatch.setattr(tuning, "rules_of_thumb", lambda *_: [])
-    made.tune(ROWS, bar)
-    made.several_rows([40], bar)  # changes nothing for others
+    made.tune(ROWS := [2, 8, 24, 64, 200], bar)
+    made.tune([40], bar)  # changes nothing for others
     for N, K in made.shapes.values():
-        for M in tuned:
-            shape = (K, N) if M == 1 and made.config else (N, K)  # a model's one row: the chain decides
-            costs = [cost(shape, M, choice) for choice in tune.candidates(format, M, N, K)]
-            assert cost(shape, M, kernel_for(format, N, K, M, CPU)) == min(costs)
+        for M in ROWS:
+            costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M, N, K)]
+            assert cost((N, K), M, kernel_for(format, N, K, M, CPU)) == min(costs)
         assert kernel_for(format, N, K, 1000, CPU) == LIBRARY
-    turns = [name for name, before in zip(chained, [None, *chained]) if name != before]
-    assert turns == ([*made.shapes] * 2 if made.config and 1 in tuned else [])
     before = deepcopy(tuning.table(GPU.name))
-    made.check(ROWS[1:], bar)
+    made.check(ROWS, bar)
     assert "worst 1.000" in bar.said[-1] and tuning.table(GPU.name) == before
 
     costs = {cost((N, K), 24, choice): choice for choice in tune.candidates(format, 24, N, K)}
@@ -126,8 +114,8 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(timed, monkeyp
         times[rows, *choice.values()] += 1
         return 2 + (choice == LIBRARY)
 
-    timed(time, kept=1).check([1, 3, 24, 80], bar)
-    assert tuning.table(GPU.name) == {"int4": {}} and not [rows for rows, *_ in times if rows == 1]
+    timed(time, kept=1).check([3, 24, 80], bar)
+    assert tuning.table(GPU.name) == {"int4": {}}
     # once as a candidate, three times as one of eight, twelve as one of three; as it is what is chosen, too, no more
     assert times[24, *rule.values()] == times[3, *rule.values()] == 16
     assert times[80, "library"] == 10
@@ -155,7 +143,7 @@ def test_one_bad_time_does_not_end_a_choice(timed, bar):
         return 99.5 if rows > 16 else 200
 
     made = timed(time)
-    made.several_rows([16, 24], bar)
+    made.tune([16, 24], bar)
     assert made.table["512x256"] == [entry(16, stays), entry(24, stays)]
 
 
@@ -167,7 +155,7 @@ def test_weights_are_scaled_for_a_gain_of_2_percent_only(timed, bar, gain, scale
 
     made = timed(lambda rows, choice, *_: 100 - (3 if rows <= 32 else gain) if choice == scaled
                  else 100 if choice == plain else 200)
-    made.several_rows([48, 32], bar)
+    made.tune([48, 32], bar)
     assert made.table["512x256"] == [entry(32, scaled), entry(48, scaled if scales else plain)]
 
 
@@ -183,7 +171,7 @@ def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
     made = timed(time)
     made.table["512x256"] = [entry(256, second), entry(288, first), entry(360, LIBRARY), entry(416, LIBRARY),
                               entry(512, first)]
-    made.several_rows([512, 320, 448], bar)
+    made.tune([512, 320, 448], bar)
     assert made.table["512x256"] == [
         entry(256, second), entry(269, first), entry(272, LIBRARY), entry(320, first), entry(360, LIBRARY),
         entry(384, LIBRARY), entry(447, first), entry(448, LIBRARY), entry(449, LIBRARY), entry(512, second)]
@@ -315,16 +303,15 @@ def test_a_rank_without_outputs_has_rules_of_thumb(monkeypatch):
     assert [choice["rows"] for choice in tuning.rules_of_thumb("int4", 0, 256, CPU)] == [8, 64, 512]
 
 
-def test_a_whole_layer_is_timed(monkeypatch, small):
-    """The chain runs and hands each product what it wants; on a CPU, by the plain twins. Attention has none there: its
-    four heads of queries stand for what it gives."""
-    monkeypatch.setattr(tune, "update_and_attend", lambda qkv, *rest: qkv[:, :, :4])
+def test_each_product_is_timed(monkeypatch, small):
+    """On a CPU, by the plain twins."""
     runs, tables = [], {}
     monkeypatch.setattr(tuning, "table", lambda name: tables)
     use_gpu(monkeypatch)
     monkeypatch.setattr(tune, "milliseconds", lambda run, *spend: runs.append(run()) or 2.0)
     monkeypatch.setattr(tune, "LAYERS", 3)
     for format in ("16-bit", "int8"):
+        made = tune.Tuner("small", format, CPU)
         with torch.no_grad():
-            assert tune.Tuner("small", format, CPU).chain("out", 1, LIBRARY) == 2e3 / 3
-    assert len(runs) == 2
+            assert [made.time(name, 3, LIBRARY) for name in made.shapes] == [2e3 / 3] * 4
+    assert [len(run) for run in runs] == [3] * 8
