@@ -486,7 +486,7 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       barriers_are_ready();
     }
     // volatile: the cache may have what was there before.
-    if (lane < EXPERTS) t.experts[lane] = ((const volatile int*)active)[1 + lane];
+    for (int i = lane; i < EXPERTS; i += 32) t.experts[i] = ((const volatile int*)active)[1 + i];
   }
   __syncthreads();
   const int first = team * gridDim.x + blockIdx.x, step = TEAMS * gridDim.x;

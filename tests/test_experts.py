@@ -16,7 +16,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is
     (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp"),
     (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp"), (96, 72, 8, 2, "int8", -1, "gelu"),
-    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, "")]
+    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, ""),
+    (32, 16, 40, 34, "int8", -1, "")]  # more experts than a warp has lanes
 LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp"),
          (2048, 768, 16, 4, "int4", 128, "zeros"), (2048, 768, 16, 4, "fp8", 128, ""),
          (2880, 2880, 4, 2, "16-bit", 0, "clamp"), (4096, 1792, 4, 2, "int4", 32, "")]
