@@ -128,3 +128,12 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
     ref, ahead = exact(x, norm, moe, gate_up, down, residual)
     i = ahead.argmax()
     assert error(FusedMoE(moe).decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]), ref[i:i + 1]) < 6e-3
+
+
+def test_gemv_reads_no_expert_that_is_not_there(tmp_path):
+    """One was chosen where there is room for two."""
+    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, False, False, "cpu")[0], 1)
+    packed = experts.as_experts(layer.qweight, layer.scales_and_zeros, None, None, 32, 64, "int8", 64, 1)
+    active, weights = torch.tensor([1, 2, 10 ** 9], dtype=torch.int32), torch.tensor([[0.0, 0, 1, 0]])
+    chosen, other = gemv_on_cpu(tmp_path, torch.randn(1, 64, dtype=BF16), packed, experts=Experts(active, weights))
+    assert chosen.all() and not other.any()
