@@ -522,8 +522,12 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       t.busy = 0;
       barriers_are_ready();
     }
-    // volatile: the cache may have what was there before.
-    if (lane < EXPERTS) t.experts[lane] = ((const volatile int*)active)[1 + lane];
+    // volatile: the cache may have what was there before. Of NaN logits there are fewer experts than EXPERTS.
+    const volatile int* found = active;
+    for (int i = lane; i < EXPERTS; i += 32) {
+      const int count = found[0], expert = found[1 + i];
+      t.experts[i] = i < count ? expert : 0;
+    }
   }
   __syncthreads();
   const int first = team * gridDim.x + blockIdx.x, step = TEAMS * gridDim.x;

@@ -177,9 +177,8 @@ def test_parts_of_a_model_are_the_model():
     config = Config(64, layers, 4, 4, 16, 96, vocab_size=80, context=64)
     whole = random_model(config, torch.device("cpu"), torch.float32)
     parts = [part_for(Shard(whole.config, 1, rank, 2), whole) for rank in range(2)]
-    for get, dim in ((lambda of: of.head.weight, 0), (lambda of: of.layers[1].attn.wo.weight, 1),
-                     (lambda of: of.layers[1].ffn.w_down.weight, 1),
-                     (lambda of: of.layers[1].ffn.w_gate_up.weight.unflatten(0, (2, -1)), 1),
-                     (lambda of: of.layers[1].attn.wqkv.weight.unflatten(0, (3, -1)), 1)):
-        assert torch.cat([get(part) for part in parts], dim).equal(get(whole))
+    for name, matrices, dim in (("head", 1, 1), ("layers.1.attn.wo", 1, 2), ("layers.1.ffn.w_down", 1, 2),
+                                ("layers.1.ffn.w_gate_up", 2, 1), ("layers.1.attn.wqkv", 3, 1)):
+        weights = [of.get_parameter(f"{name}.weight").unflatten(0, (matrices, -1)) for of in (*parts, whole)]
+        assert torch.cat(weights[:2], dim).equal(weights[2])
     assert parts[1].embed.weight.equal(whole.embed.weight)

@@ -16,7 +16,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is
     (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp"),
     (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp"), (96, 72, 8, 2, "int8", -1, "gelu"),
-    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, "")]
+    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, ""),
+    (32, 16, 40, 34, "int8", -1, "")]  # more experts than a warp has lanes
 LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp"),
          (2048, 768, 16, 4, "int4", 128, "zeros"), (2048, 768, 16, 4, "fp8", 128, ""),
          (2880, 2880, 4, 2, "16-bit", 0, "clamp"), (4096, 1792, 4, 2, "int4", 32, "")]
@@ -127,3 +128,12 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
     ref, ahead = exact(x, norm, moe, gate_up, down, residual)
     i = ahead.argmax()
     assert error(FusedMoE(moe).decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]), ref[i:i + 1]) < 6e-3
+
+
+def test_gemv_reads_no_expert_that_is_not_there(tmp_path):
+    """One was chosen where there is room for two."""
+    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, False, False, "cpu")[0], 1)
+    packed = experts.as_experts(layer.qweight, layer.scales_and_zeros, None, None, 32, 64, "int8", 64, 1)
+    active, weights = torch.tensor([1, 2, 10 ** 9], dtype=torch.int32), torch.tensor([[0.0, 0, 1, 0]])
+    chosen, other = gemv_on_cpu(tmp_path, torch.randn(1, 64, dtype=BF16), packed, experts=Experts(active, weights))
+    assert chosen.all() and not other.any()
