@@ -5,10 +5,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr bool PLAIN = BITS == 16;  // w [N, K] as PyTorch has it
-constexpr int ROWS = PLAIN ? 8 : 16;  // of a tile
-constexpr int BLOCK = PLAIN ? 64 : 512 / BITS;  // inputs of a block, 1 KiB of all rows
-constexpr int UNIT = 2 * BLOCK, OUTPUTS = GATED ? ROWS / 2 : ROWS;
+constexpr int BLOCK = 512 / BITS, UNIT = 2 * BLOCK;  // inputs of a block, 1 KiB of 16 rows, and of a warp's two
 constexpr int BLOCKS = (K + BLOCK - 1) / BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;  // of a row of w
 constexpr bool SUMMED = EXPERTS && !GATED;  // experts, each with an x of its own
 constexpr int UNITS = ROW_UNITS * (SUMMED ? EXPERTS : 1), STEPS = (UNITS + WIDTH - 1) / WIDTH;
@@ -19,8 +16,9 @@ constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
 constexpr bool BYTE_SCALES = E2M1 && !FLOAT_SCALES;
 constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * PARTS, UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
 constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
-constexpr int ROW_BYTES = WIDTH * 256 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
-constexpr int CODES = PLAIN ? ROWS * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
+constexpr bool PLAIN = BITS == 16;  // w [N, K] as PyTorch has it
+constexpr int ROW_BYTES = WIDTH * 128 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
+constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
 constexpr int SETS = PLAIN ? 1 : PARTS;  // pairs of groups in a unit, whose sums are apart
 
 struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
@@ -61,7 +59,7 @@ __device__ __forceinline__ void wait(u64* b, int parity) {
 }
 // feed() copies codes and scales into a slot, whose barrier tells when they are there.
 #if __CUDA_ARCH__ >= 900
-constexpr int FEEDERS = PLAIN ? ROWS : 1;  // threads that copy
+constexpr int FEEDERS = PLAIN ? 16 : 1;  // threads that copy, each a row if there are 16
 __device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64* b) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -191,7 +189,7 @@ __device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNI
 
 // A lane's numbers of this warp's units: of a quarter of a block, those in its column of the product.
 struct Inputs {
-  static constexpr int N = BITS == 4 ? 8 : 4;
+  static constexpr int N = PLAIN ? 2 : BITS == 4 ? 8 : 4;
   u16 of[STEPS][N];
   // there: whether there is an x. One that is read before the kernel before has ended would stay in the cache as it was.
   __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl, int lane) {
@@ -201,7 +199,7 @@ struct Inputs {
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
         const int unit = s * WIDTH + wl;
-        const int k = in_row(unit) * UNIT + (PLAIN ? lane * 4 + i : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
+        const int k = in_row(unit) * UNIT + (PLAIN ? lane * 2 : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
         u32 both = 0;
         if (PERM || K % 2) {
           if (k < K) both = x[PERM ? perm[k] : k];
@@ -237,8 +235,7 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   if (PLAIN) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
-      if (s * WIDTH + wl < UNITS)
-        for (int i = 0; i < 4; i++) t.x[s * WIDTH + wl][lane * 4 + i] = v[s][i];
+      if (s * WIDTH + wl < UNITS) *(float2*)&t.x[s * WIDTH + wl][lane * 2] = make_float2(v[s][0], v[s][1]);
     __syncwarp();
     return 1;
   }
@@ -408,31 +405,42 @@ struct Run {
   }
 };
 
-// This warp's unit of a slot, one row and a quarter of the inputs a lane.
-__device__ __forceinline__ float multiply_plain(const Team& t, const unsigned char* stage, int u, int wl, int lane) {
-  float y = 0;
+// The i-th stage of a tile to come. Programs that all read the first inputs of rows, a power of two bytes apart, would ask the
+// same part of the memory: 2% of a layer of 7B in bf16.
+__device__ __forceinline__ int stage_of(int i) { return (i + blockIdx.x) % STEPS; }
+
+// This warp's unit of a slot, two rows and 16 inputs a lane.
+__device__ __forceinline__ void multiply_plain(const Team& t, const unsigned char* stage, int u, int wl, int lane,
+                                               float& y0, float& y1) {
+  const int row = lane >> 2;
 #pragma unroll
-  for (int c = lane & 3; c < UNIT / 8; c += 4) {  // eight inputs
+  for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
     if (in_row(u) * UNIT + c * 8 >= K) break;
     const float4 first = *(const float4*)&t.x[u][c * 8], second = *(const float4*)&t.x[u][c * 8 + 4];
     const float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-    const uint4 w = *(const uint4*)(stage + (lane >> 2) * ROW_BYTES + wl * UNIT * 2 + c * 16);
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) y += number(words[i]) * x[2 * i] + number(words[i] >> 16) * x[2 * i + 1];
+    for (int r = 0; r < 2; r++) {
+      const uint4 w = *(const uint4*)(stage + (row + 8 * r) * ROW_BYTES + wl * 128 + c * 16);
+      const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& y = r ? y1 : y0;
+        y += number(words[i]) * x[2 * i];
+        y += number(words[i] >> 16) * x[2 * i + 1];
+      }
+    }
   }
-  return y;
 }
 
-// The rows of a tile times this warp's inputs -> partial.
+// 16 rows of a tile times this warp's inputs -> partial.
 __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const void* scales, int tile,
                                               int tiles, float unit, float* partial) {
   const int row = lane >> 2, column = lane & 3, half = column >> 1;  // of a product's columns
   float y0 = 0, y1 = 0;
   Sum::Type c[4] = {0, 0, 0, 0};
 #pragma unroll 1
-  for (int s = 0; s < STEPS; s++) {
-    const int u = s * WIDTH + wl, unit_block = 2 * in_row(u);
+  for (int at = 0; at < STEPS; at++) {
+    const int s = stage_of(at), u = s * WIDTH + wl, unit_block = 2 * in_row(u);
     const Run run(s, wl);
     float shared[2] = {0, 0};
     if (SHARED_ROWS && u < UNITS && unit_block + half < BLOCKS) {
@@ -442,7 +450,7 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
     }
     wait(&t.full[place.slot], place.parity);
     if (PLAIN && u < UNITS) {
-      y0 += multiply_plain(t, t.ring[place.slot], u, wl, lane);
+      multiply_plain(t, t.ring[place.slot], u, wl, lane, y0, y1);
     } else if (u < UNITS) {
       const unsigned char* stage = t.ring[place.slot];
       const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
@@ -535,11 +543,12 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
     place.parity = 1;
     int flying = 0;
     for (int tile = first; tile < all; tile += step)
-      for (int s = 0; s < STEPS; s++) {
+      for (int at = 0; at < STEPS; at++) {
+        const int s = stage_of(at);
         wait(&t.empty[place.slot], place.parity);
-        // A queue of copies delays the loads of x. With 1 slot under way before the products and 2 then a layer of 7B
-        // takes 33.8 us, with 1 and 4 it takes 34.7 (int4, H200).
-        while (flying >= (t.busy ? 2 : 1)) {
+        // A queue of copies delays the loads of x. A layer of 7B takes 33.8 us with 1 slot under way before the products
+        // and 2 then, with 1 and 4 34.7 (int4, H200); int8's four products 49.7 with 2 and 2, 51.5 with 1 and 2.
+        while (flying >= (t.busy || BITS == 8 ? 2 : 1)) {
           wait(&t.full[back.slot], back.parity);
           back.next();
           flying--;
@@ -554,10 +563,10 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
           if (PLAIN) {
             const int expert = EXPERTS ? t.experts[nth_of(tile, s * WIDTH + w, tiles)] : 0;
             const int k = run.first_block * BLOCK, block = SUMMED || !EXPERTS ? tile : tile % tiles;
-            for (int r = FEEDERS == ROWS ? lane : 0; r < ROWS; r += FEEDERS == ROWS ? ROWS : 1) {
-              const int n = min(block * OUTPUTS + r % OUTPUTS, n_out - 1) + r / OUTPUTS * n_out;
+            for (int r = FEEDERS == 16 ? lane : 0; r < 16; r += FEEDERS == 16 ? 16 : 1) {
+              const int n = min(GATED ? block * 8 + r % 8 : block * 16 + r, n_out - 1) + (GATED && r >= 8 ? n_out : 0);
               const long long row = (long long)expert * n_out * (GATED ? 2 : 1) + n;
-              feed(slot + r * ROW_BYTES + w * UNIT * 2, codes + (row * K + k) * 2, min(units * UNIT, K - k) * 2, slot, codes, 0,
+              feed(slot + r * ROW_BYTES + w * 128, codes + (row * K + k) * 2, min(units * UNIT, K - k) * 2, slot, codes, 0,
                    &t.full[place.slot], lane);
             }
             w = units_end;
@@ -586,9 +595,9 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
   for (int begin = first; begin < all; begin += WIDTH * step) {
     const int mine = begin + wl * step;  // the tile that this warp stores
     const int nth = nth_of(mine, 0, tiles), row_block = EXPERTS && GATED ? mine % tiles : mine;
-    const int n = row_block * OUTPUTS + r % OUTPUTS;
-    const int row = n + r / OUTPUTS * n_out;  // of w
-    const bool there = mine < all && n < n_out && r < ROWS;
+    const int n = GATED ? row_block * 8 + (r & 7) : row_block * 16 + r;  // of the outputs
+    const int row = n + (GATED && r >= 8 ? n_out : 0);  // of w
+    const bool there = mine < all && n < n_out;
     float extra = 0, scale = 1, zero = 0;
     if (there && RESIDUAL) extra += number(residual[n]);
     if (there && BIAS)
@@ -616,10 +625,10 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       }
       y += extra;
       if (GATED) {
-        y = gated(y, __shfl_down_sync(~0u, y, OUTPUTS), limit, alpha);
+        y = gated(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
         if (EXPERTS) y *= weights[t.experts[nth]];
       }
-      if (there && lane < OUTPUTS) out[(EXPERTS && GATED ? nth * n_out : 0) + n] = rounded(y);
+      if (there && lane < (GATED ? 8 : 16)) out[(EXPERTS && GATED ? nth * n_out : 0) + n] = rounded(y);
     }
     meet(team);  // `partial` is free again
   }

@@ -165,7 +165,7 @@ class Plain(NamedTuple):
     """A weight [N, K], or experts' [X, N, K], of x's type, in the place of a Packed."""
     qweight: Tensor
     gated: int = 0
-    kind, bits, block, parts, per_channel = "16-bit", 16, 64, 1, True
+    kind, bits, block, parts, per_channel = "16-bit", 16, 32, 1, True
     perm = scales_and_zeros = None
 
     @property
@@ -185,11 +185,11 @@ class Plain(NamedTuple):
 
 
 def row_blocks(packed: Packed | Plain) -> int:
-    """Tiles of 16 rows, or 8 of 16 bits, of all experts."""
+    """Tiles of 16 rows, of all experts."""
     if packed.bits < 16:
         return len(packed.qweight)
     rows = packed.N // 2 if packed.gated else packed.N
-    return -(-rows // (4 if packed.gated else 8)) * packed.qweight.shape[:-2].numel()
+    return -(-rows // (8 if packed.gated else 16)) * packed.qweight.shape[:-2].numel()
 
 
 def group_in_kernel(packed: Packed | Plain, experts: Experts | None) -> int:
@@ -211,9 +211,9 @@ def sizes_for(packed: Packed | Plain, memory: int, experts: Experts | None = Non
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))
         teams = max(1, most // width)
-        inputs = units * 512 + 16 if plain else units * (128 * words + 16 * parts)
+        inputs = max(units * 256, 1024) + 16 if plain else units * (128 * words + 16 * parts)
         fixed = inputs + width * (64 * width + 8) + 16 * MOST_STAGES + 4 * (n + 2)
-        stage = width * 2048 + plain * 512 + (width + 1 if group > packed.block else 2 * width) * staged
+        stage = width * 2048 + plain * 1024 + (width + 1 if group > packed.block else 2 * width) * staged
         stages = min(MOST_STAGES, (memory // teams - fixed - 128) // stage)
         if stages >= 2:
             return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)

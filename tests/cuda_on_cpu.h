@@ -17,7 +17,9 @@
 #define __launch_bounds__(...)
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Warp { std::barrier<> all{32}; unsigned values[32][6]; };
 struct Program { std::vector<std::unique_ptr<Warp>> warps; std::vector<std::unique_ptr<std::barrier<>>> teams; std::unique_ptr<std::barrier<>> all; };
 thread_local struct { int x; } threadIdx, blockIdx, gridDim;
