@@ -20,10 +20,10 @@ Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores ke
 Each program then has a block of BM pairs and goes through all slots that these see. Only the tiles at the two ends need
 a mask:
 
-            slots   -->
-    pairs   /////=================\\            =  all pairs of the block see all slots of the tile
-      |      /////=================\\           /  some have left the window
-      v       /////=================\\          \  some are before the slot
+            slots 0                                    L
+    pair 0        |mask|======|mask|                        =  all pairs of a block see all slots of the tile
+    pair BM          |mask|======|mask|                     mask, left: some pairs' window is past the slot
+    pair 2 BM            |mask|======|mask|                 mask, right: some pairs come before it
 
 Shapes: B sequences, T new tokens, H query heads, K kv heads, G = H / K, E head dim, L cache length.
 """
@@ -395,9 +395,11 @@ def prefill_sizes(E: int, memory: int) -> dict:
 
     Of 8B's 4,096 tokens after as many, tiles of 128 slots by TMA take 0.75 ms, of 64 without it 0.90, and with masks
     everywhere they took 1.17; cuDNN takes 1.78 (H200)."""
+    hopper = memory >= 230_400
     if E > 128:
-        return dict(BM=64, BL=32, STAGES=2, TMA=False, num_warps=4)
-    tma = E == 128 and memory >= 230_400  # Hopper's
+        sizes = dict(BM=128, BL=64, num_warps=8) if hopper else dict(BM=64, BL=32, num_warps=4)
+        return dict(STAGES=2, TMA=False) | sizes
+    tma = E == 128 and hopper
     return dict(BM=128, BL=128 if tma else 64, STAGES=3, TMA=tma, num_warps=8 if E > 64 else 4)
 
 
