@@ -13,8 +13,9 @@ try:
     from triton import jit
     from triton.language import constexpr
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # a build of PyTorch without Triton: the plain twins serve
-    triton = tl = constexpr = gdc_launch_dependents = gdc_wait = None
+    triton = tl = constexpr = gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
     def jit(kernel=None, **options):
         return jit if kernel is None else None

@@ -185,7 +185,7 @@ class FusedAttention(nn.Module):
         self.cache.write(k, v, rows, positions)
         window, scale = self.window or 0, self.attn.scale
         caches = self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale
-        return attend(q, positions, *caches, self.semaphore, window, scale, self.attn.sinks).flatten(2)
+        return attend(q, positions, *caches, window, scale, self.attn.sinks).flatten(2)
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""

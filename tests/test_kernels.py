@@ -69,7 +69,9 @@ CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one 
     (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (2, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
     (3, 5, 6, 2, 48, 700, None, "head", False, "int8"), (2, 3, 8, 8, 64, 3000, 777, None, False, "int8"),
     (2, 60, 4, 2, 64, 300, 20, None, False, "int8"), (1, 1, 32, 8, 128, 900, None, None, False, "int8-values"),
-    (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks")]
+    (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks"),
+    (2, 90, 2, 1, 256, 300, 40, "head", False, "none"), (2, 70, 8, 2, 96, 400, None, None, False, ""),
+    (2, 200, 4, 1, 128, 700, 130, None, False, "sinks"), (2, 200, 8, 4, 128, 700, None, None, False, "int8")]
 ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
     "": ({}, 1, None), "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
     "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07),
@@ -230,7 +232,7 @@ fast.attention.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), position, t
                                  None, None, semaphore)
 for T in (2, 100):
     positions = torch.arange(T, device="cuda")[None]
-    fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), None, None, semaphore, 0)
+    fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), None, None, 0)
 
 logits, noise = torch.randn(1, 5000, **bf16), torch.ones(1, 5000, device="cuda")
 settings = torch.tensor([0.8, 50, 0.9, 0.1], device="cuda")  # temperature, top-k, top-p, min-p
