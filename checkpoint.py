@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def one_line(text: str) -> str:
 
 
 class Checkpoint:
-    """A directory, each JSON file of which is read once. weights: hf_weights() of its config."""
+    """A directory, each JSON file of which is read once."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -70,15 +70,27 @@ class Checkpoint:
         self.generation = self.read_json("generation_config.json")
         self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
-        self.weights = hf_weights(self.config)
 
     @staticmethod
     def settings(hf: dict) -> dict:
         """What config.json says."""
         return text_settings(hf)
 
-    def make_model(self) -> Transformer:
-        return Transformer(self.config)
+    def make_model(self, config: Config) -> Transformer:
+        """Of its own config, or of that of a rank's part."""
+        return Transformer(config)
+
+    @cached_property
+    def weights(self) -> dict[str, "Weight"]:
+        return self.weights_of(self.config)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens with logits."""
+        return self.config.vocab_size
+
+    def weights_of(self, config: Config) -> dict[str, "Weight"]:
+        return hf_weights(config)
 
     def counted(self) -> Config:
         """What guard.check_memory() counts."""
@@ -604,10 +616,11 @@ def load_model(
 
     files = checkpoint.files()
     with torch.device("meta"):
-        model = shard.model() if shard else checkpoint.make_model()
+        make = checkpoint.make_model
+        model = shard.model(make) if shard else make(checkpoint.config)
     if read_layers:
         read_layers(model, files)
-    table = hf_weights(model.config) if shard else checkpoint.weights
+    table = checkpoint.weights_of(model.config)
     held = {
         weight.ours: torch.float32 if weight.norm and model.config.norm_fp32 else dtype
         for weight in table.values()

@@ -213,8 +213,8 @@ class HeadCheckpoint(Checkpoint):
             hf.get("draft_vocab_size") or whole.vocab_size,
             **{name: bool(hf.get(name)) for name in NORMS},
         )
-        self.weights = head_weights(self.config, self.options)
         files = super().files()
+        self.has_embedding = EMBEDDING in files
         self.check_sizes(files, whole)
         self.vocabulary = self.read_vocabulary(files, whole.vocab_size)
 
@@ -239,13 +239,11 @@ class HeadCheckpoint(Checkpoint):
                 f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the checkpoint's "
                 f"{target.vocab_size} tokens: the head is of another model"
             )
-        if EMBEDDING not in files and config.dim != target.dim:
+        if not self.has_embedding and config.dim != target.dim:
             raise UserError(
                 f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has {target.dim} "
                 f"dimensions, not the head's {config.dim}: want a file that has it"
             )
-        if EMBEDDING not in files:
-            del self.weights[EMBEDDING]
 
     def read_vocabulary(self, files: dict[str, Place], vocab_size: int) -> Tensor | None:
         """From d2t [draft's V]: token i of the head is token i + d2t[i] of the target."""
@@ -271,23 +269,32 @@ class HeadCheckpoint(Checkpoint):
                 found[name] = place
         return found
 
+    @property
+    def outputs(self) -> int:
+        return self.options.vocab_size
+
     def counted(self) -> Config:
         """Its output has rows for fewer tokens; its embedding, as a rule, is the target's."""
-        return replace(self.config, vocab_size=self.options.vocab_size, tied=True)
+        return replace(self.config, vocab_size=self.outputs, tied=True)
 
-    def make_model(self) -> Head:
-        return Head(self.config, self.options, self.vocabulary)
+    def make_model(self, config: Config) -> Head:
+        return Head(config, self.options, self.vocabulary)
+
+    def weights_of(self, config: Config) -> dict[str, Weight]:
+        return head_weights(config, self.options, self.has_embedding)
 
 
-def head_weights(config: Config, options: HeadConfig) -> dict[str, Weight]:
+def head_weights(config: Config, options: HeadConfig, embedding: bool) -> dict[str, Weight]:
     """As checkpoint.hf_weights()."""
     D, width = config.dim, len(options.places) * options.target_dim
     table = {name.removeprefix("model."): weight for name, weight in hf_weights(config).items()}
+    if not embedding:
+        del table[EMBEDDING]
     for name in ("q", "k", "v"):
         name = f"layers.0.self_attn.{name}_proj.weight"
         table[name] = table[name]._replace(shape=(table[name].shape[0], 2 * D))
     table |= {
-        "lm_head.weight": Weight("head.weight", 0, (options.vocab_size, D)),
+        "lm_head.weight": Weight("head.weight", 0, (options.vocab_size, D), "vocab"),
         "fc.weight": Weight("fc.weight", 0, (D, width)),
         "layers.0.hidden_norm.weight": Weight("layers.0.state_norm.weight", 0, (D,), norm=True),
     }

@@ -525,12 +525,10 @@ class LLM:
                 split=splitter(self.team),
             )
             if self.draft_checkpoint:
-                # A head is small, and runs whole on each rank.
-                split = (
-                    None if self.head else draft_splitter(self.team, self.draft_checkpoint.config)
-                )
                 self.draft_model = read(
-                    self.draft_checkpoint, quantize=options.draft_quantize, split=split
+                    self.draft_checkpoint,
+                    quantize=options.draft_quantize,
+                    split=draft_splitter(self.team, self.draft_checkpoint.counted()),
                 )
                 if self.head:
                     self.draft_model.share_embedding(self.model)
@@ -707,7 +705,7 @@ def load(
     group = default_group(quantize, group_size)
     if settings:
         group = formats.shared_inputs(settings, group)
-    shard = split(checkpoint.config, group) if split else None
+    shard = split(checkpoint.config, group, outputs=checkpoint.outputs) if split else None
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
     if quantize:

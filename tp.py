@@ -16,6 +16,7 @@ Shapes: as in model.py; R ranks.
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -80,17 +81,17 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
-    group: inputs of a quantized layer that share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and
-    down are cut between groups, so that any number of ranks holds the same quantized weights; formats.QuantizedReader
-    reads the slices. UserError if there are too many ranks."""
+    outputs: tokens with logits, if not all. group: inputs of a quantized layer that share a scale, -1 for all, 1 where
+    nothing is quantized. The inputs of o and down are cut between groups, so that any number of ranks holds the same
+    quantized weights; formats.QuantizedReader reads the slices. UserError if there are too many ranks."""
 
-    def __init__(self, config: Config, group: int, rank: int, ranks: int):
+    def __init__(self, config: Config, group: int, rank: int, ranks: int, outputs: int = 0):
         # Packed codes want whole words, kernels multiples of 32.
         group = 32 if group == -1 else group
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
-        H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, config.vocab_size
+        H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, outputs or config.vocab_size
         o_unit, ffn_unit = units(config, group, ranks)
         q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
         kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
@@ -98,7 +99,7 @@ class Shard:
         moes = {layer.moe for layer in config.layers if layer.moe}
         first, end = cut(moes.pop().ffn_dim, ffn_unit, rank, ranks) if moes else (0, 0)
         part = part_of(V, ranks)
-        self.whole = config
+        self.whole, self.outputs = config, V
         self.rank = rank
         layers = tuple(
             replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=end - first))
@@ -140,9 +141,9 @@ class Shard:
             part = slice(None), *(part[::-1] if len(weight.shape) == 3 else part)
         return part
 
-    def model(self) -> Transformer:
+    def model(self, make: Callable[[Config], Transformer] = Transformer) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
-        model = Transformer(self.config)
+        model = make(self.config)
         if not self.whole.tied:
             model.head = self.make_head()
         return model
@@ -179,7 +180,7 @@ class Shard:
                 model.embed.weight[self.shares["vocab"]], requires_grad=False
             )
             model.config = replace(model.config, tied=False)
-        model.head = ColumnParallelLinear(model.head, self.whole.vocab_size)
+        model.head = ColumnParallelLinear(model.head, self.outputs)
         if self.whole.qk_norm == "whole":
             for layer in model.layers:
                 layer.attn.q_norm = ParallelRMSNorm(layer.attn.q_norm)
@@ -187,16 +188,17 @@ class Shard:
 
 
 def splitter(team: "Team"):
-    """(config, group) -> this rank's Shard, for generate.load(); None for a rank that is alone."""
+    """(config, group, outputs) -> this rank's Shard, for generate.load(); None for a rank that is alone."""
     return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
 
 
 def draft_splitter(team: "Team", config: Config):
-    """splitter() for a draft of 10 ** 9 parameters or more that can be split; a smaller draft runs whole on each rank.
+    """splitter() for a draft that can be split and has enough to read; another one runs whole on each rank.
 
-    A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum (H200) they break even at 0.7
-    to 1.3 billion bf16 parameters, for 16 to 24 layers on two ranks."""
-    if count_parameters(config) >= 1e9 and not cannot_share(config, 128, team.ranks):
+    config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum
+    (H200) they break even at 46 million bf16 parameters a layer, on two ranks; the logits cost as much as a sum."""
+    pays = count_parameters(config) >= 6e7 * config.n_layer
+    if pays and not cannot_share(config, 128, team.ranks):
         return splitter(team)
     return None
 

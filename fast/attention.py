@@ -5,8 +5,8 @@ The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). A progr
 Its rows are pairs: a new token and one of the G query heads that share the kv head. There are T x G of them, token by
 token.
 
-Decode and verification: there are few pairs, and a program holds all of them. One for each kv head would leave most of a GPU
-idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-decoding):
+Decode and verification: there are few pairs, and a program holds all of them. One for each kv head would leave most of
+a GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-decoding):
 
         old slots of the cache, those in use               the T new tokens of this step
         |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |

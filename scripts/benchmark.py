@@ -47,10 +47,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Checkpoint, UserError, hf_weights  # noqa: E402
+from checkpoint import Checkpoint, UserError, Weight, hf_weights  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
-from eagle import EagleDraft, Head, HeadCheckpoint  # noqa: E402
+from eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
 from formats import read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
 from guard import (GIB, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
@@ -129,14 +129,22 @@ def widen(tiny: Transformer, config: Config, device: torch.device, dtype: torch.
 
 
 def part_for(shard: Shard, whole: Transformer) -> Transformer:
-    """The rank's part of a model."""
+    """The rank's part of a model, or of a head."""
     weight = whole.embed.weight
+
+    def make(config: Config) -> Transformer:
+        return Head(config, whole.options, whole.vocabulary) if head else Transformer(config)
+
+    def weights(config: Config) -> dict[str, Weight]:
+        return head_weights(config, whole.options, True) if head else hf_weights(config)
+
+    head = isinstance(whole, Head)
     with torch.device("meta"):
-        model = shard.model()
+        model = shard.model(make)
     model = model.to(weight.dtype).to_empty(device=weight.device).requires_grad_(False)
     ours, theirs = (dict(of.named_parameters()) for of in (model, whole))
-    places = hf_weights(model.config)
-    for name, place in hf_weights(whole.config).items():
+    places = weights(model.config)
+    for name, place in weights(whole.config).items():
         rows, columns = shard.part(place)
         tensor = place.of(theirs[place.ours])[rows]
         places[name].of(ours[place.ours]).copy_(tensor if tensor.dim() == 1 else tensor[:, columns])
@@ -614,6 +622,10 @@ def make_draft(what: str, checkpoint: Checkpoint, target: Engine, make_engine: C
         return DraftModel(make_engine(draft), target.model.config.vocab_size)
     if what in SHAPES:
         head = widen_head(load(checkpoint, torch.device("cpu"), torch.float32), target.model, SHAPES[what])
+        if split := draft_splitter(team, replace(head.config, vocab_size=head.options.vocab_size)):
+            shard = split(head.config, 1, outputs=head.options.vocab_size)
+            head = part_for(shard, head)
+            shard.parallelize(head)
     else:
         head = load(checkpoint, weight.device, weight.dtype)
         head.share_embedding(target.model)

@@ -128,10 +128,10 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
     return load_model(Checkpoint(directory), torch.device(device), F32)
 
 
-def tiny_head(directory: Path = EAGLE) -> Head:
+def tiny_head(directory: Path = EAGLE, **how) -> Head:
     """The bundled head, beside an embedding of its own."""
     target = guard.open_checkpoint(TINY)
-    head = load_vetted(guard.open_draft(directory, target), CPU, F32)
+    head = load_vetted(guard.open_draft(directory, target), CPU, F32, **how)
     head.share_embedding(tiny())
     return head
 

@@ -65,10 +65,11 @@ LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, *WRITTEN)
     "qwen3_moe, fused": dict(checkpoint="qwen3_moe", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8")}
 SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
+HEAD = dict(draft=EAGLE, policy="3")  # which is always shared
 TOKENS_CASES = {
     "plain": {}, "plain, int8": dict(quantize="int8", cache="int8"), "drawn": dict(temperature=0.9),
     "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
-    "draft head": dict(draft=EAGLE, policy="3"),
+    "draft head": HEAD,
     "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8")}
 CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
@@ -76,7 +77,7 @@ CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
 GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
     "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
-    "head": dict(draft=EAGLE, policy="3"),
+    "head": HEAD,
     "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
@@ -240,7 +241,8 @@ def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, 
 
 @pytest.mark.parametrize("changes, ranks, split", [
     ({}, 4, True), (dict(intermediate_size=2048), 4, False),  # 0.9e9 parameters
-    (dict(num_hidden_layers=1), 4, False), (dict(num_key_value_heads=2), 5, False)])  # 5 is no multiple of 2
+    (dict(num_hidden_layers=1), 4, True), (dict(num_hidden_layers=1, vocab_size=2048, hidden_size=1024), 4, False),
+    (dict(num_key_value_heads=2), 5, False)])  # 5 is no multiple of 2
 def test_a_draft_is_split_where_that_pays(changes, ranks, split):
     """Llama 3.2 1B."""
     llama_1b = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,

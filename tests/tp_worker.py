@@ -54,7 +54,7 @@ def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None 
     """New tokens of a ragged batch; a speculator's counts; whether kernels decode."""
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
-        smaller = tiny_head().to(device, model.embed.weight.dtype)
+        smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
     elif draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
     rows, sampling = len(prompts()), Sampling(temperature)
