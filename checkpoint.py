@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,9 @@ def one_line(text: str) -> str:
 
 
 class Checkpoint:
-    """A directory, each JSON file of which is read once."""
+    """A directory, each JSON file of which is read once. weights: weights_of() its config."""
+
+    make_model = Transformer  # of its config, or of that of a rank's part
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -70,30 +72,18 @@ class Checkpoint:
         self.generation = self.read_json("generation_config.json")
         self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
+        self.weights = hf_weights(self.config)
 
     @staticmethod
     def settings(hf: dict) -> dict:
         """What config.json says."""
         return text_settings(hf)
 
-    def make_model(self, config: Config) -> Transformer:
-        """Of its own config, or of that of a rank's part."""
-        return Transformer(config)
-
-    @cached_property
-    def weights(self) -> dict[str, "Weight"]:
-        return self.weights_of(self.config)
-
-    @property
-    def outputs(self) -> int:
-        """Tokens with logits."""
-        return self.config.vocab_size
-
-    def weights_of(self, config: Config) -> dict[str, "Weight"]:
+    def weights_of(self, config: Config):
         return hf_weights(config)
 
     def counted(self) -> Config:
-        """What guard.check_memory() counts."""
+        """What guard.check_memory() counts. Its vocabulary has logits."""
         return self.config
 
     def read_json(self, name: str) -> dict:

@@ -215,6 +215,7 @@ class HeadCheckpoint(Checkpoint):
         )
         files = super().files()
         self.has_embedding = EMBEDDING in files
+        self.weights = self.weights_of(self.config)
         self.check_sizes(files, whole)
         self.vocabulary = self.read_vocabulary(files, whole.vocab_size)
 
@@ -269,18 +270,14 @@ class HeadCheckpoint(Checkpoint):
                 found[name] = place
         return found
 
-    @property
-    def outputs(self) -> int:
-        return self.options.vocab_size
-
     def counted(self) -> Config:
         """Its output has rows for fewer tokens; its embedding, as a rule, is the target's."""
-        return replace(self.config, vocab_size=self.outputs, tied=True)
+        return replace(self.config, vocab_size=self.options.vocab_size, tied=True)
 
-    def make_model(self, config: Config) -> Head:
+    def make_model(self, config: Config):
         return Head(config, self.options, self.vocabulary)
 
-    def weights_of(self, config: Config) -> dict[str, Weight]:
+    def weights_of(self, config: Config):
         return head_weights(config, self.options, self.has_embedding)
 
 

@@ -278,12 +278,6 @@ def stem(name: str) -> str:
     return name.removesuffix(".weight") + "."
 
 
-def lossless(scales: Tensor) -> Tensor:
-    """The scales in fp16 where that holds them exactly, else in fp32."""
-    half = scales.half()
-    return half if torch.equal(half.float(), scales.float()) else scales.float()
-
-
 @dataclass
 class QuantizedReader:
     """Reads the quantized layers of a checkpoint, one by one, to the device.
@@ -365,7 +359,9 @@ class QuantizedReader:
         qweight, scales, zeros = READERS[scheme.layout](layer)
         kept, g_idx = layer.groups()
         if scales.is_floating_point():
-            scales = lossless(scales) if codes.zero else scales.float()
+            half, scales = scales.half(), scales.float()
+            if codes.zero and half.float().equal(scales):  # fp16 where that holds them
+                scales = half
         if zeros is not None:
             zeros = zeros[:, kept]
             zeros = None if (zeros == codes.zero).all() else zeros

@@ -22,7 +22,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -398,9 +398,8 @@ class LLM:
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)
         name, self.team = join(device)
-        self.device = guard.find_device(name)
+        self.device = guard.find_device(name, compile)
         self.dtype = guard.find_dtype(dtype, self.device)
-        guard.check_compiler(compile, self.device)
         opened = self.checkpoint, self.tokenizer = guard.open_checkpoint(checkpoint)
         self.tokenizer.template_options = template_options or {}
         guard.check_model(keywords, self.checkpoint.config)
@@ -682,7 +681,7 @@ class LLM:
             )
 
 
-def say_compiling() -> AbstractContextManager:
+def say_compiling():
     print("compiling ...", file=sys.stderr)
     return nullcontext()
 
@@ -705,7 +704,7 @@ def load(
     group = default_group(quantize, group_size)
     if settings:
         group = formats.shared_inputs(settings, group)
-    shard = split(checkpoint.config, group, outputs=checkpoint.outputs) if split else None
+    shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size) if split else None
     reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
     if quantize:

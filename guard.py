@@ -605,8 +605,9 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
               bf16=torch.bfloat16, fp16=torch.float16)
 
 
-def find_device(name: str | torch.device | None) -> torch.device:
-    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there."""
+def find_device(name: str | torch.device | None, compile: bool = False) -> torch.device:
+    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there.
+    compile: UserError where Inductor would not find a C++ compiler."""
     counts = dict(  # Where the driver is unusable, GPUs may be counted and yet not available.
         cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         mps=int(torch.backends.mps.is_available()),
@@ -621,6 +622,9 @@ def find_device(name: str | torch.device | None) -> torch.device:
         raise UserError(f"`device`={name}: PyTorch finds {counts[kind] or 'none'} of those; `device`=cpu works")
     if kind == "cuda":
         torch.cuda.set_device(index)
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
+    if compile and kind == "cpu" and not shutil.which(compiler):
+        raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
     return torch.device(name)
 
 
@@ -633,13 +637,6 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 runs there")
     return dtype
-
-
-def check_compiler(compile: bool, device: torch.device):
-    """UserError where Inductor would not find a C++ compiler."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
-    if compile and device.type == "cpu" and not shutil.which(compiler):
-        raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
 
 
 def host_memory() -> int:

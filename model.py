@@ -161,7 +161,8 @@ class Transformer(nn.Module):
         [0, 0, 1, 1] makes two samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
-            layer.attn.cache.copy_rows(rows, n)
+            for cache in layer.attn.cache.buffers():
+                cache[: len(rows), :, :n] = cache[rows, :, :n]
         self.features[: len(rows), :n] = self.features[rows, :n]
 
     def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
@@ -341,11 +342,6 @@ class KVCache(nn.Module):
                 x = (x * scales[: len(rows), :, :n, None]).to(self.dtype)
             found.append(x)
         return found
-
-    def copy_rows(self, rows, n: int):
-        """The first rows become what `rows` [any] are, as far as their first n slots."""
-        for cache in self.buffers():
-            cache[: len(rows), :, :n] = cache[rows, :, :n]
 
 
 def to_int8(x):

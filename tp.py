@@ -16,7 +16,6 @@ Shapes: as in model.py; R ranks.
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -141,7 +140,7 @@ class Shard:
             part = slice(None), *(part[::-1] if len(weight.shape) == 3 else part)
         return part
 
-    def model(self, make: Callable[[Config], Transformer] = Transformer) -> Transformer:
+    def model(self, make=Transformer) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
         model = make(self.config)
         if not self.whole.tied:
@@ -198,9 +197,7 @@ def draft_splitter(team: "Team", config: Config):
     config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum
     (H200) they break even at 46 million bf16 parameters a layer, on two ranks; the logits cost as much as a sum."""
     pays = count_parameters(config) >= 6e7 * config.n_layer
-    if pays and not cannot_share(config, 128, team.ranks):
-        return splitter(team)
-    return None
+    return splitter(team) if pays and not cannot_share(config, 128, team.ranks) else None
 
 
 # The parallel layers
