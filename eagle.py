@@ -281,7 +281,7 @@ class HeadCheckpoint(Checkpoint):
         return head_weights(config, self.options, self.has_embedding)
 
 
-def head_weights(config: Config, options: HeadConfig, embedding: bool) -> dict[str, Weight]:
+def head_weights(config: Config, options: HeadConfig, embedding=True) -> dict[str, Weight]:
     """As checkpoint.hf_weights()."""
     D, width = config.dim, len(options.places) * options.target_dim
     table = {name.removeprefix("model."): weight for name, weight in hf_weights(config).items()}

@@ -1,5 +1,5 @@
 """
-The product of one row of x with packed weights, in CUDA C++ (gemv.cu): as fast as the weights come from memory.
+The product of one row of x with packed or 16-bit weights, in CUDA C++ (gemv.cu): as fast as they come from memory.
 
     out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
@@ -28,6 +28,11 @@ by a power of two.
 
 The sum of x over a group, which a zero point multiplies, comes from the same digits. The norm's factor multiplies what
 a tile's 16 rows give in the end.
+
+Weights of 16 bits stay as PyTorch has them, for a prompt's products. A slot then has 16 rows, each copied by a lane of
+the producer, and sums are in fp32. On an H200 gpt-oss-20b makes 695 tokens/s so, with a Triton kernel for its attention
+part and its head it made 630; Qwen3-30B-A3B 411 for 374; Llama-2-7B's share of the read bandwidth stayed at 84 to 85%,
+and 1B's fell from 73 to 71%.
 
 The experts that a row of x chose are one weight: gate and up have the experts' tiles one behind the other, each with
 the same x, and down has longer rows, an expert's behind the other's, so that their sum needs no other program.

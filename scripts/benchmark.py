@@ -136,7 +136,7 @@ def part_for(shard: Shard, whole: Transformer) -> Transformer:
         return Head(config, whole.options, whole.vocabulary) if head else Transformer(config)
 
     def weights(config: Config) -> dict[str, Weight]:
-        return head_weights(config, whole.options, True) if head else hf_weights(config)
+        return head_weights(config, whole.options) if head else hf_weights(config)
 
     head = isinstance(whole, Head)
     with torch.device("meta"):
