@@ -4,7 +4,8 @@ A completion: the tokens that follow a prompt, as they come, and the text that t
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from checkpoint import Tokenizer, UserError
+from checkpoint import UserError
+from tokenizer import Tokenizer
 
 
 @dataclass

@@ -20,17 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from checkpoint import (
-    Checkpoint,
-    Place,
-    UserError,
-    Weight,
-    check_supported,
-    hf_weights,
-    read_tensor,
-    stored_shape,
-    text_settings,
-)
+from checkpoint import Checkpoint, Place, UserError, Weight, hf_weights, read_tensor, stored_shape
+from families import check_supported, text_settings
 from model import Block, Config, RMSNorm, Transformer, buffer
 from speculative import DraftModel
 
@@ -139,7 +130,7 @@ DEFAULTS = {
     ),
 }
 NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
-SUPPORTED = {  # as checkpoint.SUPPORTED
+SUPPORTED = {  # as families.SUPPORTED
     "model_type": tuple(DEFAULTS),
     "speculators_model_type": ("eagle3",),
     "use_aux_hidden_state": (True,),

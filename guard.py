@@ -24,11 +24,12 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 from safetensors import safe_open
 
-from checkpoint import (FAMILIES, INDEX, WHOLE, Checkpoint, Tokenizer, UserError, any_of, config_from_hf,
-                        count_parameters, head_dim, hf_weights, read_ends, render_plainly, rope_settings, text_settings)
+from checkpoint import INDEX, WHOLE, Checkpoint, UserError, count_parameters, hf_weights
 from eagle import HeadCheckpoint, head_settings, is_head
+from families import FAMILIES, config_from_hf, head_dim, rope_settings, text_settings
 from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS, Sampling
+from tokenizer import Tokenizer, any_of, read_ends, render_plainly
 
 GIB = 2 ** 30
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",

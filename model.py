@@ -9,7 +9,7 @@ no clean-up and no mask of their own: what they left in the cache is overwritten
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
 V vocabulary; in a mixture of experts X experts, n of which a token takes, and M rows.
 
-A new family of models is a field of Config or, where its layers differ, of LayerConfig. checkpoint.config_from_hf()
+A new family of models is a field of Config or, where its layers differ, of LayerConfig. families.config_from_hf()
 reads it, and checkpoint.hf_weights() names its weights. fast/ leaves a value that it does not know to this file.
 """
 
@@ -32,7 +32,7 @@ buffer = partial(nn.Buffer, persistent=False)
 class Rope:
     """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the position.
 
-    checkpoint.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
+    families.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
 
     # Of each pair, in radians a position; the rest of a head does not turn.
     frequencies: tuple[float, ...] = ()

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-from checkpoint import Tokenizer, UserError
+from checkpoint import UserError
 from guard import MOST_TEXT, read_text, user_errors
+from tokenizer import Tokenizer
 
 
 def read_stdin(quiet: bool) -> str:

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, Tokenizer, UserError, load_model
+from checkpoint import Checkpoint, UserError, load_model
 from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, write_checkpoint
 from gptq import gptq_model
 from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
 from quantize import round_model
+from tokenizer import Tokenizer
 
 
 HOW = dict(

@@ -46,13 +46,14 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Tokenizer, UserError  # noqa: E402
+from checkpoint import UserError  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
 from guard import GIB, MOST_TEXT, is_file, memory_advice, user_errors  # noqa: E402
 from model import Transformer  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
 from tp import world_size  # noqa: E402
 
 MOST_WORDS = 10 ** 6  # more than a large dictionary's entries

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from checkpoint import config_from_hf  # noqa: E402
+from families import config_from_hf  # noqa: E402
 from model import Config  # noqa: E402
 
 LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

@@ -38,15 +38,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import Tokenizer, UserError, Weight, config_from_hf, hf_weights, load_model  # noqa: E402
+from checkpoint import UserError, Weight, hf_weights, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser, within  # noqa: E402
 from eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
+from families import config_from_hf  # noqa: E402
 from generate import Engine, generate  # noqa: E402
 from guard import is_file, memory_advice, open_checkpoint, open_draft, read_text, user_errors  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
 
 COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
               num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import formats
 import guard
-from checkpoint import Checkpoint, Tokenizer, UserError, config_from_hf, hf_weights, load_model
+from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from eagle import EagleDraft, Head, HeadConfig
+from families import config_from_hf
 from generate import Engine, generate
 from generate import load as load_vetted
 from gptq import gptq_model
@@ -31,6 +32,7 @@ from model import Config, LayerConfig, Rope, Transformer
 from quantize import QuantizedLinear, check_quantize, round_model
 from sampling import Sampling
 from speculative import SLACK, DraftModel, PromptLookup, Speculator
+from tokenizer import Tokenizer
 from tp import Team
 
 ROOT = Path(__file__).parents[1]

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import tokenizers as hf
 
+from checkpoint import Checkpoint
 from cli.chat import Chat
-from checkpoint import Checkpoint, Tokenizer
 from generate import LLM
 from helpers import GOLDEN, ROOT, TINY, of_each_family, put, read_json, with_template
+from tokenizer import Tokenizer
 
 
 class Session:

@@ -22,11 +22,12 @@ import torch
 
 import generate
 import quantize
-from checkpoint import Checkpoint, Tokenizer
+from checkpoint import Checkpoint
 from cli.output import format_report, progress, show, speculation
 from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python,
                      read_json, tiny, with_template)
 from scripts import train_tiny
+from tokenizer import Tokenizer
 
 COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))
 SHORT = "--max-new-tokens 3 --temperature 0 --json"

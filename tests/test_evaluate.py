@@ -9,11 +9,12 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, Tokenizer, UserError, load_model
+from checkpoint import Checkpoint, UserError, load_model
 from generate import LLM
 from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, logits_of, one_line, open_tokenizer, python, rewrite,
                      tiny, trained, with_json)
 from scripts import evaluate
+from tokenizer import Tokenizer
 
 STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
 TEXT = ROOT / "checkpoints" / "stories.txt"

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import guard
-from checkpoint import Checkpoint, config_from_hf, count_parameters
+from checkpoint import Checkpoint, count_parameters
 from cli.options import generate_args
+from families import config_from_hf
 from generate import LLM, Engine
 from gptq import calibrate, gptq_model
 from helpers import (F32, GOLDEN, error, load_checkpoint, logits_of, make, of_each_family, one_line, put,

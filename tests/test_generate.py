@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import PARTS, Checkpoint, Tokenizer
+from checkpoint import Checkpoint
 from cli.output import show
 from fast.experts import FusedMoE
 from generate import Completion, Engine, generate
 from helpers import (DRAFT, F32, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, error, is_golden,
                      load_checkpoint, make, on_each_device, python, read, run, speculator, tiny, with_json)
 from sampling import Sampling
+from tokenizer import PARTS, Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint, Tokenizer, UserError
+from checkpoint import Checkpoint, UserError
 from generate import LLM, Engine
 from helpers import (DRAFT, EAGLE, ROOT, TINY, python, python_blocks, quantized_layers, refusal, rewrite, tiny,
                      with_template, write)
+from tokenizer import Tokenizer
 from test_generate import same_for_all
 
 GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
@@ -235,10 +236,10 @@ def test_as_a_folder_of_another_project_it_is_imported_as_the_readme_says(tmp_pa
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
 
 
-def test_the_readmes_loop_runs_on_model_and_checkpoint_alone(tmp_path, llm):
+def test_the_readmes_loop_runs_on_four_files(tmp_path, llm):
     [loop] = [block for block in python_blocks() if "load_model" in block]
     assert len(loop.strip().splitlines()) <= 15
-    for name in ("model.py", "checkpoint.py"):
+    for name in ("model.py", "families.py", "checkpoint.py", "tokenizer.py"):
         shutil.copy(ROOT / name, tmp_path)
     done = python("-c", loop.replace("checkpoints/tiny", str(TINY)), cwd=tmp_path, PYTHONPATH="")
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint, Tokenizer
+from checkpoint import Checkpoint
 from generate import LLM, Engine, generate
 from helpers import (DRAFT, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, golden, load_checkpoint, of_each_family,
                      on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, tiny,
@@ -17,6 +17,7 @@ from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Fixed, Heuristic
 from sampling import Sampling, probabilities
 from speculative import DraftModel, Speculator, accept, lookup
+from tokenizer import Tokenizer
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6, top_p=0.95, min_p=0.08)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]

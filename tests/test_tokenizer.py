@@ -1,5 +1,5 @@
 """
-checkpoint.Tokenizer, as guard.VettedTokenizer makes it safe: text to tokens and back, special tokens that users type,
+tokenizer.Tokenizer, as guard.VettedTokenizer makes it safe: text to tokens and back, special tokens that users type,
 broken files, and chat templates. All tokenizers but the bundled tokenizer.model are made here.
 """
 import inspect
@@ -16,10 +16,11 @@ from unittest.mock import MagicMock
 import pytest
 import tokenizers as hf
 
-from checkpoint import Checkpoint, Tokenizer
+from checkpoint import Checkpoint
 from guard import template_process
 from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer, put, python, read_json, refusal,
                      rewrite, trained, with_json, with_model)
+from tokenizer import Tokenizer
 
 SETTINGS = "tokenizer_config.json"
 

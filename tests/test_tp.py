@@ -22,8 +22,9 @@ from torch import Tensor
 
 import generate
 import tp_worker
-from checkpoint import UserError, config_from_hf, hf_weights
+from checkpoint import UserError, hf_weights
 from cli import ranks as ends
+from families import config_from_hf
 from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, make,
                      make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, write)
 from model import Config
