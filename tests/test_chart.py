@@ -43,8 +43,7 @@ def rows(line: dict) -> list[list[str]]:
     found = []
     for command, *cells in table:
         what, _, rest = command.strip("`").partition(" ")
-        given = dict(re.findall(r"(--[a-z-]+) (\w+)", rest))
-        given.pop("--runs", None)
+        given = dict(re.findall(r"(--(?!runs|new-tokens)[a-z-]+) (\w+)", rest))
         if (what, given, "--no-kernels" not in rest) == (line["what"], options, line["kernels"]):
             found.append(cells)
     return found
