@@ -76,7 +76,7 @@ def main() -> int:
     warm_up, memory = min(WARM_UP, args.generations // 5), []
     marks = {warm_up + (args.generations - warm_up) * quarter // 4 for quarter in range(5)}
     repeated = set(rng.sample(range(args.generations), min(REPEATED, args.generations)))
-    chat = Chat(llm, Namespace(max_new_tokens=12, stop=[], system=None, quiet=True))
+    chat = Chat(llm, Namespace(max_new_tokens=12, stop=[], system=None, quiet=True, show_thinking=False))
     for i in range(args.generations):
         if args.how == "chat":
             with open("/dev/null", "w") as null, redirect_stdout(null):
