@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from checkpoint import Checkpoint, UserError, hf_weights
 from model import Experts, Transformer, grouped_linear
 
-SHRINK = [1 - 0.03 * i for i in range(8)]  # factors of a group's range among which GPTQ chooses
-
 
 # The plain quantized layer
 
@@ -123,10 +121,8 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         self.codes = codes
-        self.out_features, self.in_features = (
-            qweight.shape[-2],
-            qweight.shape[-1] * 32 // codes.bits,
-        )
+        self.out_features, words = qweight.shape[-2:]
+        self.in_features = words * 32 // codes.bits
         self.qweight, self.scales = parameter(qweight), parameter(scales)
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
         self.bias, self.g_idx = parameter(bias), parameter(g_idx)
@@ -134,11 +130,9 @@ class QuantizedLinear(nn.Module):
     def groups(self) -> Tensor:
         """Each input's group [K]."""
         K, C = self.in_features, self.scales.shape[-1]
-        return (
-            torch.arange(K, device=self.scales.device) // (K // C)
-            if self.g_idx is None
-            else self.g_idx
-        )
+        if self.g_idx is not None:
+            return self.g_idx
+        return torch.arange(K, device=self.scales.device) // (K // C)
 
     def dequantize(self, dtype: torch.dtype, experts=...) -> Tensor:
         """The weights [N, K]; of a QuantizedExperts, these experts' [any, N, K]."""
@@ -176,17 +170,9 @@ class QuantizedExperts(QuantizedLinear):
         return len(self.qweight)
 
     def expert(self, x: int) -> QuantizedLinear:
-        def own(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[x]
-
-        return QuantizedLinear(
-            self.qweight[x],
-            self.scales[x],
-            own(self.zeros),
-            self.codes,
-            own(self.bias),
-            own(self.g_idx),
-        )
+        tensors = self.qweight, self.scales, self.zeros, self.bias, self.g_idx
+        own = [None if tensor is None else tensor[x] for tensor in tensors]
+        return QuantizedLinear(*own[:3], self.codes, *own[3:])
 
 
 def always(condition) -> bool:
@@ -322,35 +308,26 @@ def group_of(K: int, group_size: int) -> int:
 # Rounding
 
 
-def find_scales(
-    w: Tensor, codes: Codes, sym: bool, costs: Tensor | None = None, widest: Callable | None = None
-):
-    """w [..., G], fp32 -> scale, as fp16 rounds it, and zero [..., 1], of the range that spans the weights and 0.
+def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = None):
+    """w [..., G], fp32 -> scale and zero [..., 1] of the range that spans the weights and 0.
 
-    costs [G]: the range is shrunk to the least sum of squared errors times costs; without costs, shrinking made the
-    perplexity worse. widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
-    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read."""
+    widest(low, high): the range of a group of which only a part is here. Zero points start at 1: files of the "gptq"
+    format store zero - 1, and engines disagree on how -1 is read."""
     top = 2**codes.bits - 1
     low = w.amin(-1, keepdim=True).clamp(max=0)
     high = w.amax(-1, keepdim=True).clamp(min=0)
     if widest:
         low, high = widest(low, high)
     if sym:
-        span = 2 * torch.maximum(-low, high) / top
-        zero = torch.full_like(span, codes.zero)
-    else:
-        span = torch.maximum((high - low) / top, high / (top - 1))
-        zero = (-low / span.clamp(min=1e-30)).round().clamp(1, top)
-    # Fp16's, and never 0.
-    scales = [(span * shrink).clamp(2**-24, 65504).half().float() for shrink in SHRINK]
-    if costs is None:
-        return scales[0], zero
-    errors = []
-    for scale in scales:
-        rounded = (encode(w, scale, zero, codes) - zero) * scale
-        errors.append(((rounded - w).square() * costs).sum(-1, keepdim=True))
-    best = torch.cat(errors, dim=-1).argmin(-1, keepdim=True)
-    return torch.cat(scales, dim=-1).gather(-1, best), zero
+        scale = 2 * torch.maximum(-low, high) / top
+        return scale, torch.full_like(scale, codes.zero)
+    scale = torch.maximum((high - low) / top, high / (top - 1))
+    return scale, (-low / scale.clamp(min=1e-30)).round().clamp(1, top)
+
+
+def as_half(scale: Tensor) -> Tensor:
+    """As fp16 rounds it; never 0."""
+    return scale.clamp(2**-24, 65504).half().float()
 
 
 def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
@@ -362,13 +339,11 @@ def round_to_nearest(
 ):
     """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for codes.zero everywhere."""
     groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
-    scale, zero = find_scales(groups, codes, sym, widest=widest)  # [N, C, 1]
+    scale, zero = find_scales(groups, codes, sym, widest)  # [N, C, 1]
+    scale = as_half(scale)
     found = encode(groups, scale, zero, codes).to(torch.uint8)
-    return (
-        found.flatten(1),
-        scale.squeeze(-1).half(),
-        None if sym else zero.squeeze(-1).to(torch.uint8),
-    )
+    zeros = None if sym else zero.squeeze(-1).to(torch.uint8)
+    return found.flatten(1), scale.squeeze(-1).half(), zeros
 
 
 def rounded(linear: nn.Linear, codes: Codes, *how) -> QuantizedLinear:
@@ -408,8 +383,9 @@ def separate_matrices(model: Transformer, group_size: int, head: bool) -> Iterat
 def progress_bar(layers: Iterable, names: list[str], progress: bool):
     from tqdm import tqdm
 
-    disable = None if progress else True
-    return tqdm(layers, "quantizing", len(names), unit="matrix", disable=disable)
+    return tqdm(
+        layers, "quantizing", len(names), unit="matrix", disable=None if progress else True
+    )
 
 
 @torch.no_grad()

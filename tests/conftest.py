@@ -27,7 +27,7 @@ from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
-LONGEST = "test_without_fast test_llm test_tp test_speculative".split()  # -n 28 on two GPUs: 276 s, in order over 392
+LONGEST = "test_without_fast test_llm test_tp test_speculative"  # -n 28 on two GPUs: 276 s, in order over 392
 
 
 def pytest_configure(config):

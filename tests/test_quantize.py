@@ -18,7 +18,7 @@ import formats
 import quantize
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
 from cli.errors import report_errors
-from gptq import gptq, gptq_model
+from gptq import find_best_scales, gptq, gptq_model
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change, error, load_checkpoint, logits_of, make,
                      open_tokenizer, put, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
 from model import Transformer
@@ -111,11 +111,11 @@ def test_rounding_gives_the_nearest_of_evenly_spaced_values(bits, group_size, sy
 
 
 def test_scales_are_chosen_by_what_each_weights_error_costs():
-    w, costs = torch.randn(100, 64), torch.rand(100, 64) ** 8
+    w, costs = torch.randn(64, 100), torch.rand(64, 100) ** 8
 
     def loss(weighing: Tensor) -> Tensor:
-        scale, zero = quantize.find_scales(w, INT4, False, weighing)
-        return (((quantize.encode(w, scale, zero, INT4) - zero) * scale - w).square() * costs).sum(-1)
+        scale, zero = find_best_scales(w.T, INT4, False, weighing.T)
+        return (((quantize.encode(w, scale, zero, INT4) - zero) * scale - w).square() * costs).sum(0)
 
     by_cost, alike = loss(costs), loss(torch.ones_like(costs))
     assert (by_cost <= alike).all() and by_cost.sum() < 0.9 * alike.sum()
@@ -150,7 +150,7 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, bits, group_size,
 def test_gptq_gains_by_narrower_ranges(monkeypatch):
     w, x = torch.randn(33, 288), correlated(288)
     narrowed = gptq(w, x.T @ x, INT4, 96, False, False)[-1]
-    monkeypatch.setattr(quantize, "SHRINK", [1.0])
+    monkeypatch.setattr("gptq.SHRINK", [1.0])
     assert narrowed < 0.99 * gptq(w, x.T @ x, INT4, 96, False, False)[-1]
 
 
