@@ -70,10 +70,7 @@ class Checkpoint:
         self.config = config_from_hf(self.hf)
         self.weights = hf_weights(self.config)
 
-    @staticmethod
-    def settings(hf: dict) -> dict:
-        """What config.json says."""
-        return text_settings(hf)
+    settings = staticmethod(text_settings)  # what config.json says
 
     def weights_of(self, config: Config):
         return hf_weights(config)
@@ -272,7 +269,7 @@ def read_tensor(
     if name not in files:
         raise UserError(
             f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
-            "the weights are quantized (generate.load reads these)"
+            "the weights are quantized (formats.load reads these)"
         )
     path, stored = files.pop(name)
     found = open_shard(path).get_slice(stored)
@@ -283,10 +280,6 @@ def read_tensor(
         return found[part[: len(shape)]]
     tensor = open_shard(path).get_tensor(stored)
     return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
-
-
-def stored_shape(place: Place) -> tuple[int, ...]:
-    return tuple(open_shard(place.path).get_slice(place.name).get_shape())
 
 
 def load_model(

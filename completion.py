@@ -4,6 +4,7 @@ A completion: the tokens that follow a prompt, as they come, and the text that t
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import guard
 from checkpoint import UserError
 from tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ class Completion:
             self.finish_reason = "length"
 
     def begin_part(self, mark: str):
-        """mark: one of checkpoint.PARTS."""
+        """mark: one of tokenizer.PARTS."""
         final = self.header.startswith("final")
         self.writes = "header"
         if mark == "<|message|>":
@@ -80,6 +81,39 @@ class Completion:
         stops = [] if self.finish_reason else self.stop_texts
         held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self.text[:len(self.text) - held]
+
+
+def make_completions(prompts: list, options, tokenizer: Tokenizer, context: int) -> list[Completion]:
+    """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the context, or
+    max_seq_length, has no room for it."""
+    if not prompts:
+        raise UserError("no prompt: want a text, messages, or a list of these")
+    encoded = [encode(prompt, tokenizer) for prompt in prompts]
+    if [] in encoded:
+        raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
+    longest = max(map(len, encoded))
+    new_tokens = options.max_new_tokens or max(1, min(256, context - longest))
+    if longest + new_tokens > context:
+        limit = "`max_seq_length`" if options.max_seq_length else "the model's context"
+        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
+                        "shorten the prompt or lower `max_new_tokens`")
+    stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+    completions = []
+    for prompt, tokens in zip(prompts, encoded):
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        for _ in range(options.num_samples):
+            completions.append(Completion(text, tokens, tokenizer, new_tokens, stops))
+    return completions
+
+
+def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> list[int]:
+    with guard.user_errors("a prompt"):
+        if isinstance(prompt, str):
+            return tokenizer.encode_text(prompt)
+        guard.check_messages(prompt)
+        if not tokenizer.template:
+            raise UserError("this checkpoint has no chat template: give a text, which is continued")
+        return tokenizer.encode_chat(prompt)
 
 
 def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:

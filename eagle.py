@@ -13,6 +13,7 @@ Contents: the head, its files in both published layouts, the Drafter.
 Shapes: as in model.py and speculative.py; n places, D the head's dim, which may differ from the target's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +21,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from checkpoint import Checkpoint, Place, UserError, Weight, hf_weights, read_tensor, stored_shape
+from checkpoint import Checkpoint, Place, UserError, Weight, hf_weights, open_shard, read_tensor
 from families import check_supported, text_settings
 from model import Block, Config, RMSNorm, Transformer, buffer
-from speculative import DraftModel
+from speculative import Drafter, DraftModel, PromptLookup
 
 
 # The head
@@ -215,7 +216,8 @@ class HeadCheckpoint(Checkpoint):
         n, width = len(options.places), options.target_dim
         if "fc.weight" not in files:
             raise UserError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
-        found = stored_shape(files["fc.weight"])
+        path, name = files["fc.weight"]
+        found = tuple(open_shard(path).get_slice(name).get_shape())
         if found != (config.dim, n * width):
             raise UserError(
                 f"{self.directory}: fc.weight is {list(found)}, want {[config.dim, n * width]} for {n} "
@@ -362,3 +364,14 @@ class EagleDraft(DraftModel):
         logits = self.engine.forward(tokens, at, self.engine.slots(reach))  # [B, T, draft's V]
         column = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
         self.logits.copy_(logits.gather(1, column))
+
+
+def make_draft(target, model: Transformer | None, make_engine: Callable, slots: int) -> Drafter:
+    """For the generate.Engine `target`. model: a head or a smaller model, which make_engine(model, slots) runs; None:
+    prompt lookup."""
+    if isinstance(model, Head):
+        return EagleDraft(make_engine(model, slots), target)
+    vocab_size = target.model.config.vocab_size
+    if model is None:
+        return PromptLookup(vocab_size, slots)
+    return DraftModel(make_engine(model, min(slots, model.config.context)), vocab_size)

@@ -23,7 +23,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +31,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, read_tensor
+from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
-from model import KVCache, Transformer
-from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, group_of, join_experts,
-                      merge, pack, plain_linear, say_once, unpack, unpack_layers, zeros_of)
+from model import Experts, KVCache, Transformer
+from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
+                      join_experts, merge, pack, parameter, plain_linear, replace_layers, round_head, round_model,
+                      say_once, unpack, zeros_of)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -43,8 +44,50 @@ SHARD_BYTES = 4 * GIB
 ALL = slice(None)
 
 
+def check_quantize(checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None) -> None:
+    """UserError where --quantize and --group-size do not suit the checkpoint. settings: read_settings()'s."""
+    if not quantize:
+        return
+    if settings and settings.get("quant_method") != "mxfp4":  # of gpt-oss what has no codes is rounded
+        raise UserError(f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out")
+    for weight in checkpoint.weights.values():
+        if weight.quantized:
+            group_of(weight.shape[1], default_group(quantize, group_size))
+
+
+def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None = None,
+         group_size: int | None = None, quantize_head: str | None = None, progress: bool = False,
+         split: Callable | None = None) -> Transformer:
+    """Reads a checkpoint's weights, quantized or not.
+
+    quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split: tp.splitter()'s, for this
+    rank's part."""
+    settings = read_settings(checkpoint)
+    group = default_group(quantize, group_size)
+    if settings:
+        group = shared_inputs(settings, group)
+    shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size) if split else None
+    reader = QuantizedReader(settings, device, dtype, shard) if settings else None
+    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
+    if quantize:
+        round_model(model, quantize, group_size, shard=shard)
+    if shard:
+        shard.parallelize(model)
+    if quantize_head:
+        round_head(model, quantize_head)
+    return model
+
+
+def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
+    with torch.device("meta"):
+        experts = Experts(*weight.shape, bias=False)
+    experts.weight, experts.bias = parameter(weight), parameter(bias)
+    return experts
+
+
 def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = False, ranks: int = 1) -> None:
-    """unpack_layers(), if memory allows and leaves room for a KV cache of so many slots over all rows."""
+    """Puts plain layers with the same weights in the place of quantized ones, if memory allows and leaves room for a KV
+    cache of so many slots over all rows. Eager code dequantizes a quantized layer in each call."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)] if model else []
     if not layers:
         return
@@ -53,7 +96,8 @@ def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = Fa
     cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
-        unpack_layers(model)
+        for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
+            replace_layers(model, kind, lambda layer, _: plain(layer.dequantize(weight.dtype), layer.bias))
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)

@@ -32,13 +32,12 @@ from torch import Tensor
 
 import formats
 import guard
-from checkpoint import Checkpoint, UserError, load_model
-from completion import Completion, pieces, rank_completions
-from eagle import EagleDraft
+from checkpoint import UserError
+from completion import Completion, make_completions, pieces, rank_completions
+from eagle import make_draft
 from model import Transformer
-from quantize import check_quantize, default_group, round_head, round_model
 from sampling import LIMITS, Sampling, choose
-from speculative import SLACK, DraftModel, PromptLookup, Speculator, accept, propose
+from speculative import SLACK, Speculator, accept, propose
 from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -117,7 +116,9 @@ class Engine:
         features: tuple[int, ...] = (),
         cache: str = "16-bit",
     ):
-        self.model, self.max_seq_len, self.batch_size = model, max_seq_len, batch_size
+        self.model = model
+        self.max_seq_len = max_seq_len
+        self.batch_size = batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
         # where it takes powers of two. SDPA's masks want a multiple of 8.
@@ -405,7 +406,7 @@ class LLM:
         guard.check_model(keywords, self.checkpoint.config)
         self.context = max_seq_length or self.checkpoint.config.context
         self.quantization = formats.read_settings(self.checkpoint)
-        check_quantize(self.checkpoint, self.quantization, quantize, group_size)
+        formats.check_quantize(self.checkpoint, self.quantization, quantize, group_size)
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
             self.draft_checkpoint = guard.open_draft(draft, opened)
@@ -440,7 +441,8 @@ class LLM:
         if not isinstance(prompts, (str, list, tuple)):
             raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
         single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], dict)
-        completions = self.completions([prompts] if single else prompts, options)
+        prompts = [prompts] if single else prompts
+        completions = make_completions(prompts, options, self.tokenizer, self.context)
         for _ in self._steps(completions, options):
             pass
         if options.time_budget:
@@ -452,7 +454,7 @@ class LLM:
         options = self._options(options)
         if options.num_samples > 1:
             raise UserError(f"`num_samples`={options.num_samples}: a stream is of one sample")
-        completions = self.completions([prompt], options)
+        completions = make_completions([prompt], options, self.tokenizer, self.context)
         return pieces(completions[0], self._steps(completions, options))
 
     def _options(self, given: dict) -> SimpleNamespace:
@@ -471,49 +473,13 @@ class LLM:
             found |= {name: source[name] for name in LIMITS if source.get(name) is not None}
         return Sampling(**found)
 
-    def completions(self, prompts: list, options) -> list[Completion]:
-        """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the
-        context, or max_seq_length, has no room for it."""
-        if not prompts:
-            raise UserError("no prompt: want a text, messages, or a list of these")
-        encoded = [self._encode(prompt) for prompt in prompts]
-        if [] in encoded:
-            raise UserError(
-                "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
-            )
-        longest = max(map(len, encoded))
-        new_tokens = options.max_new_tokens or max(1, min(256, self.context - longest))
-        if longest + new_tokens > self.context:
-            limit = "`max_seq_length`" if self.options.max_seq_length else "the model's context"
-            raise UserError(
-                f"{longest} prompt tokens and {new_tokens} new ones exceed {self.context}, {limit}: "
-                "shorten the prompt or lower `max_new_tokens`"
-            )
-        stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
-        completions = []
-        for prompt, tokens in zip(prompts, encoded):
-            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            for _ in range(options.num_samples):
-                completions.append(Completion(text, tokens, self.tokenizer, new_tokens, stops))
-        return completions
-
-    def _encode(self, prompt: str | list[dict]) -> list[int]:
-        with guard.user_errors("a prompt"):
-            if isinstance(prompt, str):
-                return self.tokenizer.encode_text(prompt)
-            guard.check_messages(prompt)
-            if not self.tokenizer.template:
-                raise UserError(
-                    "this checkpoint has no chat template: give a text, which is continued"
-                )
-            return self.tokenizer.encode_chat(prompt)
-
     # Weights, cache and compiled code
 
     def _load(self, rows: int, length: int) -> None:
         """Reads the weights, for a cache of so many rows and tokens."""
         options, begun = self.options, time.perf_counter()
-        read = partial(load, device=self.device, dtype=self.dtype, progress=not options.quiet)
+        where = dict(device=self.device, dtype=self.dtype, progress=not options.quiet)
+        read = partial(formats.load, **where)
         self.advice = self._check_memory(rows, length)
         with guard.memory_advice(self.advice):
             self.model = read(
@@ -604,18 +570,12 @@ class LLM:
         self.engine = engine(self.model, slots, features=self.head.places if self.head else ())
         if not options.draft:
             return
-        vocab_size = self.model.config.vocab_size
-        draft = PromptLookup(vocab_size, slots)
-        if self.head:
-            draft = EagleDraft(engine(self.draft_model, slots), self.engine)
-        elif self.draft_model:
-            context = min(slots, self.draft_model.config.context)
-            if context < length:
-                print(
-                    f"the draft's context is {context} tokens: no token beyond is drafted",
-                    file=sys.stderr,
-                )
-            draft = DraftModel(engine(self.draft_model, context), vocab_size)
+        draft = make_draft(self.engine, self.draft_model, engine, slots)
+        if draft.max_seq_len < length:
+            print(
+                f"the draft's context is {draft.max_seq_len} tokens: no token beyond is drafted",
+                file=sys.stderr,
+            )
         self.speculator = Speculator(
             self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree
         )
@@ -684,36 +644,6 @@ class LLM:
 def say_compiling():
     print("compiling ...", file=sys.stderr)
     return nullcontext()
-
-
-def load(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None = None,
-    group_size: int | None = None,
-    quantize_head: str | None = None,
-    progress: bool = False,
-    split: Callable | None = None,
-) -> Transformer:
-    """Reads a checkpoint's weights, quantized or not.
-
-    quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split: tp.splitter()'s, for this
-    rank's part."""
-    settings = formats.read_settings(checkpoint)
-    group = default_group(quantize, group_size)
-    if settings:
-        group = formats.shared_inputs(settings, group)
-    shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size) if split else None
-    reader = formats.QuantizedReader(settings, device, dtype, shard) if settings else None
-    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
-    if quantize:
-        round_model(model, quantize, group_size, shard=shard)
-    if shard:
-        shard.parallelize(model)
-    if quantize_head:
-        round_head(model, quantize_head)
-    return model
 
 
 def main() -> None:

@@ -224,8 +224,11 @@ class Block(nn.Module):
         norm = partial(RMSNorm, config.dim, config)
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
-        self.attn_norm, self.attn, self.attn_post_norm = before(), Attention(config, layer), after()
-        self.ffn_norm, self.ffn_post_norm = before(), after()
+        self.attn_norm = before()
+        self.attn = Attention(config, layer)
+        self.attn_post_norm = after()
+        self.ffn_norm = before()
+        self.ffn_post_norm = after()
         self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
 
     def forward(self, x, *where):
@@ -251,7 +254,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
             q, k, _ = self.sizes if config.qk_norm == "whole" else [config.head_dim] * 3
-            self.q_norm, self.k_norm = RMSNorm(q, config), RMSNorm(k, config)
+            self.q_norm = RMSNorm(q, config)
+            self.k_norm = RMSNorm(k, config)
         self.cache = None  # a KVCache, made by Transformer.setup()
 
     def forward(self, x, *where):

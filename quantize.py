@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import Checkpoint, UserError, hf_weights
+from checkpoint import UserError, hf_weights
 from model import Experts, Transformer, grouped_linear
 
 
@@ -123,9 +123,11 @@ class QuantizedLinear(nn.Module):
         self.codes = codes
         self.out_features, words = qweight.shape[-2:]
         self.in_features = words * 32 // codes.bits
-        self.qweight, self.scales = parameter(qweight), parameter(scales)
+        self.qweight = parameter(qweight)
+        self.scales = parameter(scales)
         self.zeros = parameter(None if zeros is None else zeros.to(torch.int16))
-        self.bias, self.g_idx = parameter(bias), parameter(g_idx)
+        self.bias = parameter(bias)
+        self.g_idx = parameter(g_idx)
 
     def groups(self) -> Tensor:
         """Each input's group [K]."""
@@ -248,22 +250,6 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     linear.weight, linear.bias = parameter(weight), parameter(bias)
     return linear
-
-
-def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
-    with torch.device("meta"):
-        experts = Experts(*weight.shape, bias=False)
-    experts.weight, experts.bias = parameter(weight), parameter(bias)
-    return experts
-
-
-def unpack_layers(model: Transformer):
-    """Puts plain layers with the same weights in the place of quantized ones.
-
-    Eager code dequantizes a quantized layer in each call, and is several times slower than with plain layers."""
-    dtype = model.embed.weight.dtype
-    for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
-        replace_layers(model, kind, lambda layer, _: plain(layer.dequantize(dtype), layer.bias))
 
 
 @cache
@@ -426,22 +412,6 @@ def round_head(model: Transformer, quantize: str):
         )
     group = default_group(quantize, None)
     model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))
-
-
-def check_quantize(
-    checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None
-):
-    """UserError where --quantize and --group-size do not suit the checkpoint. settings: formats.read_settings()'s."""
-    if not quantize:
-        return
-    # Of gpt-oss what has no codes is rounded.
-    if settings and settings.get("quant_method") != "mxfp4":
-        raise UserError(
-            f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option out"
-        )
-    for weight in checkpoint.weights.values():
-        if weight.quantized:
-            group_of(weight.shape[1], default_group(quantize, group_size))
 
 
 def main():

@@ -243,8 +243,12 @@ class Speculator:
     value to all, so that they choose the same k."""
 
     def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
-        self.target, self.draft, self.policy_name, self.agree = target, draft, policy, agree
-        rows, self.device = target.batch_size, target.device
+        self.target = target
+        self.draft = draft
+        self.policy_name = policy
+        self.agree = agree
+        self.device = target.device
+        rows = target.batch_size
         self.text = torch.zeros(rows, target.max_seq_len, dtype=torch.long, device=self.device)
         # The index of each row's last token.
         self.last = torch.ones(rows, dtype=torch.long, device=self.device)
@@ -363,13 +367,7 @@ class Speculator:
         self.last += new
         return tokens, logprobs, new, proposed
 
-    def read(
-        self,
-        tokens: Tensor,
-        logprobs: Tensor,
-        new: Tensor | None = None,
-        proposed: Tensor | None = None,
-    ):
+    def read(self, tokens, logprobs, new: Tensor | None = None, proposed: Tensor | None = None):
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         if new is None:  # begin()'s
             return self.target.read(tokens, logprobs)

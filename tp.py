@@ -35,8 +35,7 @@ from model import Config, MoE, RMSNorm, Transformer
 def cut(n: int, unit: int, rank: int, ranks: int):
     """A rank's share of n: [begin, end). Shares are multiples of unit, and as even as that allows."""
     each, more = divmod(-(-n // unit), ranks)
-    begin, end = (min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1))
-    return begin, end
+    return [min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1)]
 
 
 def part_of(columns: int, ranks: int) -> int:
@@ -187,7 +186,7 @@ class Shard:
 
 
 def splitter(team: "Team"):
-    """(config, group, outputs) -> this rank's Shard, for generate.load(); None for a rank that is alone."""
+    """(config, group, outputs) -> this rank's Shard, for formats.load(); None for a rank that is alone."""
     return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
 
 

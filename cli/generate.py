@@ -14,7 +14,7 @@ from cli.chat import Chat
 from cli.options import DEFAULTS, generate_args
 from cli.output import format_report, headings, progress, report, show, written_whole
 from cli.prompts import as_messages, read_prompts
-from completion import Completion, rank_completions
+from completion import Completion, make_completions, rank_completions
 from generate import LLM
 from guard import user_errors
 
@@ -35,7 +35,8 @@ def main(description: str):
         llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
-        completions = llm.completions(as_messages(prompts, args, llm.tokenizer), args)
+        messages = as_messages(prompts, args, llm.tokenizer)
+        completions = make_completions(messages, args, llm.tokenizer, llm.context)
         longest = max(len(completion.prompt_tokens) for completion in completions)
         llm.prepare(len(completions), longest + completions[0].limit, len(prompts))
     if llm.team.ranks == 1:

@@ -51,14 +51,13 @@ from checkpoint import Checkpoint, UserError, Weight, hf_weights  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
 from cli.ranks import run  # noqa: E402
 from eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
-from formats import read_settings  # noqa: E402
-from generate import TINY, Engine, generate, import_fast, load  # noqa: E402
+from formats import check_quantize, load, read_settings  # noqa: E402
+from generate import TINY, Engine, generate, import_fast  # noqa: E402
 from guard import (GIB, check_memory, check_options, find_device, find_dtype, memory_advice,  # noqa: E402
                    open_checkpoint, open_draft)
 from model import Block, Config, Experts, KVCache, LayerConfig, MoE, RMSNorm, Transformer  # noqa: E402
 from policies import make_policy  # noqa: E402
-from quantize import (MXFP4, QuantizedExperts, check_quantize, default_group, replace_layers, round_head,  # noqa: E402
-                      round_model)
+from quantize import MXFP4, QuantizedExperts, default_group, replace_layers, round_head, round_model  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator  # noqa: E402

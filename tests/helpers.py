@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -23,15 +24,14 @@ from torch import Tensor, nn
 import formats
 import guard
 from checkpoint import Checkpoint, UserError, hf_weights, load_model
-from eagle import EagleDraft, Head, HeadConfig
+from eagle import Head, HeadConfig, make_draft
 from families import config_from_hf
 from generate import Engine, generate
-from generate import load as load_vetted
 from gptq import gptq_model
 from model import Config, LayerConfig, Rope, Transformer
-from quantize import QuantizedLinear, check_quantize, round_model
+from quantize import QuantizedLinear, round_model
 from sampling import Sampling
-from speculative import SLACK, DraftModel, PromptLookup, Speculator
+from speculative import SLACK, Speculator
 from tokenizer import Tokenizer
 from tp import Team
 
@@ -133,7 +133,7 @@ def tiny(device: str = "cpu", directory: Path = TINY) -> Transformer:
 def tiny_head(directory: Path = EAGLE, **how) -> Head:
     """The bundled head, beside an embedding of its own."""
     target = guard.open_checkpoint(TINY)
-    head = load_vetted(guard.open_draft(directory, target), CPU, F32, **how)
+    head = formats.load(guard.open_draft(directory, target), CPU, F32, **how)
     head.share_embedding(tiny())
     return head
 
@@ -154,8 +154,8 @@ def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dt
                     group_size: int | None = None, **more) -> Transformer:
     """A checkpoint, vetted and loaded."""
     opened, _ = guard.open_checkpoint(directory, tokenizer=False)
-    check_quantize(opened, formats.read_settings(opened), quantize, group_size)
-    return load_vetted(opened, device, dtype, quantize, group_size, **more)
+    formats.check_quantize(opened, formats.read_settings(opened), quantize, group_size)
+    return formats.load(opened, device, dtype, quantize, group_size, **more)
 
 
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
@@ -185,13 +185,8 @@ def speculator(model: Transformer, length: int, draft: Transformer | None, polic
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
     places = draft.options.places if isinstance(draft, Head) else ()
     target = Engine(model, length + SLACK, rows, sampling, mode, places, cache)
-    drafter = PromptLookup(model.config.vocab_size, target.max_seq_len)
-    if places:
-        drafter = EagleDraft(Engine(draft, target.max_seq_len, rows, sampling, mode, cache=cache), target)
-    elif draft:
-        engine = Engine(draft, min(length + SLACK, draft.config.context), rows, sampling, mode, cache=cache)
-        drafter = DraftModel(engine, model.config.vocab_size)
-    return Speculator(target, drafter, policy, agree)
+    engine = partial(Engine, batch_size=rows, sampling=sampling, mode=mode, cache=cache)
+    return Speculator(target, make_draft(target, draft, engine, length + SLACK), policy, agree)
 
 
 def random_head(seed: int, target: Transformer, known: list[int], places: tuple[int, ...] = (0, 1, 2), dim: int = 12,

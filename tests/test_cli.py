@@ -102,7 +102,7 @@ def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
     ("pipe", ": want a file"), (".", ": want a file"), ("link", ": cannot write there, name another place: "),
     ("none/file", ": cannot write there, name another place: No such file"), ("x" * 250, ": cannot write there, ")])
 def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkeypatch, tmp_path, name, said):
-    monkeypatch.setattr(generate, "load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("formats.load", lambda *_, **__: 1 / 0)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "none" / "trace.json")
     err = one_line(cli(f"--profile {tmp_path / name}"))
@@ -256,7 +256,7 @@ def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
-    monkeypatch.setattr(generate, "load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    monkeypatch.setattr("formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
 

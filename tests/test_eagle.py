@@ -13,7 +13,7 @@ import generate
 import guard
 from checkpoint import Checkpoint
 from eagle import Head, HeadCheckpoint, find_places
-from generate import load
+from formats import load
 from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
                      read, refusal, rewrite, run, speculator)
 from model import Transformer
