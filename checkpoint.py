@@ -38,17 +38,11 @@ class UserError(ValueError):
     """A user's mistake: what was wrong, the limit and the remedy, in one line of at most 1,000 characters.
 
     The message has keywords in backticks, "`top_k`=-1: want 0 or more". str() writes them as Python does, top_k=-1, and
-    command_line() as the command line does, --top-k -1."""
+    cli.errors.message_of() as the command line does, --top-k -1."""
 
     def __init__(self, message: str):
         self.message = message
         super().__init__(one_line(re.sub(r"`(\w+)`", r"\1", message)))
-
-    def command_line(self) -> str:
-        message = self.message.replace("`=", "` ")
-        return one_line(
-            re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message)
-        )
 
 
 def one_line(text: str) -> str:

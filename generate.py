@@ -127,7 +127,8 @@ class Engine:
         self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.compiled, self.kernels = mode != "eager", False
+        self.compiled = mode != "eager"
+        self.kernels = False
         if self.compiled:
             self.compile(use_fast=mode == "fast")
         self.set_sampling(sampling)
@@ -171,10 +172,13 @@ class Engine:
         self.captures = values is not None
         if self.captures:
             self.settings.copy_(values)
-            self.sampler, self.sampling = self.fast, self.settings
-            self.forward, self.decode = self.decoder, self.compiled_decode
+            self.sampler = self.fast
+            self.sampling = self.settings
+            self.forward = self.decoder
+            self.decode = self.compiled_decode
         else:
-            self.sampler, self.sampling = PLAIN, sampling
+            self.sampler = PLAIN
+            self.sampling = sampling
             self.forward = self.compiled_decoder if self.compiled else self.model
             self.decode = decode_one_token
 
@@ -332,19 +336,6 @@ def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
 # From text to text
 
 
-GENERATION = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "num_samples",
-    "stop",
-    "time_budget",
-)
-
-
 class LLM:
     """A checkpoint, ready to generate: the Python API, and what the command line runs.
 
@@ -459,7 +450,7 @@ class LLM:
 
     def _options(self, given: dict) -> SimpleNamespace:
         """The constructor's options with those of a call in their place. None: as if it were not given."""
-        guard.check_call(given, GENERATION, vars(self.options))
+        guard.check_call(given, vars(self.options))
         options = vars(self.options) | {
             name: value for name, value in given.items() if value is not None
         }

@@ -759,12 +759,16 @@ def check_model(options: dict, config: Config):
         raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
 
 
-def check_call(given: dict, names: tuple, options: dict):
-    """UserError for a keyword of a call that is none of these names. options: all of LLM's."""
-    for name in given.keys() - names:
+# What a call of LLM may set.
+CALL = "max_new_tokens temperature top_k top_p min_p seed num_samples stop time_budget".split()
+
+
+def check_call(given: dict, options: dict):
+    """UserError for a keyword that is no option of a call. options: all of LLM's."""
+    for name in given.keys() - CALL:
         if name in options:
             raise UserError(f"{name}: an option of LLM(...), not of a call")
-        near = get_close_matches(name, names, 1)
+        near = get_close_matches(name, CALL, 1)
         raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
 
 

@@ -145,7 +145,8 @@ class DraftModel(Drafter):
 
     def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
         super().__init__(vocab_size, engine.max_seq_len)
-        self.engine, self.vocabulary = engine, vocabulary
+        self.engine = engine
+        self.vocabulary = vocabulary
         engine.row_length = engine.max_seq_len  # what a row is to be is not said to drafts
         # Read in place of tokens that the vocabulary lacks.
         self.last_token = engine.model.config.vocab_size - 1

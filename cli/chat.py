@@ -18,6 +18,7 @@ from pathlib import Path
 from select import select
 
 from checkpoint import UserError
+from cli.errors import message_of
 from cli.output import show, written_whole
 from cli.prompts import system_messages
 from completion import Completion
@@ -64,7 +65,7 @@ class Chat:
                 else:
                     self.turn(line)
             except UserError as error:
-                print(error.command_line(), file=sys.stderr)
+                print(message_of(error), file=sys.stderr)
             except KeyboardInterrupt:  # before the answer began
                 print()
         return self.answers

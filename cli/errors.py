@@ -2,6 +2,7 @@
 How a command ends: exit code 0, 2 after a user's mistake, 130 after Ctrl-C, 141 after a closed pipe, 143 after SIGTERM.
 """
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -46,6 +47,8 @@ def is_expected(error: BaseException) -> bool:
 
 
 def message_of(error: BaseException) -> str:
+    """Of a UserError with its keywords as options."""
     if isinstance(error, UserError):
-        return error.command_line()
+        message = error.message.replace("`=", "` ")
+        return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
     return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))

@@ -22,6 +22,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from checkpoint import UserError
+from cli.errors import message_of
 from families import config_from_hf
 from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
 from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_json, with_model
@@ -199,7 +200,7 @@ def test_each_json_file_is_read_once_by_whom_it_is_vetted_and_once_more(tmp_path
 def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
     error = UserError("`max_seq_length`=900: the context is 512;\nsee `draft`")
     assert str(error) == "max_seq_length=900: the context is 512; see draft"
-    assert error.command_line() == "--max-seq-length 900: the context is 512; see --draft"
+    assert message_of(error) == "--max-seq-length 900: the context is 512; see --draft"
 
 
 def test_a_header_of_over_16_mib_is_refused(tmp_path):
