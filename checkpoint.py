@@ -133,7 +133,8 @@ class Weight(NamedTuple):
     experts: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What it is of our parameter, in the file's order."""
+        """What it is of our parameter, in the file's order: rows of a matrix, also of one expert's; or all experts',
+        ours [X, N, K] as [X, K, N], and of pairs the last dimension 2F as [F, 2]."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         if not self.experts:

@@ -104,7 +104,14 @@ class Engine:
     of the model's modules. features, cache: see Transformer.setup().
 
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
-    [B, T, V] decodes and verifies."""
+    [B, T, V] decodes and verifies. What does a step, by mode:
+
+                       forward             decode              sampler    one CUDA graph is
+        eager          model               decode_one_token    PLAIN      -
+        compile        compiled_decoder    decode_one_token    PLAIN      the forward
+        fast           as compile, but where its kernels run (`kernels`) and know all values of Sampling (`captures`):
+                       decoder             compiled_decode     fast/'s    the whole step
+    """
 
     def __init__(
         self,
@@ -543,7 +550,7 @@ class LLM:
         self.engine = self.speculator = None
         for model in (self.model, self.draft_model):
             if model is not None:
-                model.setup(1, 1)
+                model.setup(1, 1)  # the smallest cache takes the old one's place
         gc.collect()
 
     def _make_engine(self, rows: int, length: int) -> None:

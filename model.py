@@ -150,7 +150,8 @@ class Transformer(nn.Module):
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
 
     def begin_rows(self, lengths: list[int]):
-        """The first rows are for texts that will have so many tokens at most: see Rope.long."""
+        """The first rows are for texts that will have so many tokens at most. With LongRoPE (Phi) a row that will
+        outgrow Rope.original reads the second half of the table from its first token on."""
         for table in self.ropes:
             if table.rope.long:
                 far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
@@ -279,7 +280,8 @@ class Attention(nn.Module):
 
     def with_sinks(self, q, k, v, mask):
         """One more slot, whose value is 0 and whose score is a head's sink: q gets 8 elements, each the sink, and the
-        slot's key 1 / 8 / scale in each. There are 8, and 8 slots, as SDPA wants multiples of 8."""
+        slot's key 1 / 8 / scale in each: their product times scale is the sink. There are 8, and 8 slots, as SDPA wants
+        multiples of 8."""
         sinks = self.sinks[:, None].expand(*q.shape[:-1], 8)  # [B, T, H, 8]
         k, v = (F.pad(x, (0, 8, 0, 8)) for x in (k, v))  # [B, K, L + 8, E + 8]
         k[:, :, -8, -8:] = 1 / 8 / self.scale

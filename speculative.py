@@ -172,7 +172,7 @@ class DraftModel(Drafter):
             self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
-            # A power of two, so that there are few shapes.
+            # A power of two, so that there are few shapes: with 5 unread and last 40, slots 8 to 39 are read.
             width = min(max(32, 1 << self.unread.bit_length()), room)
             at = (last - width).clamp(0, room - width)[:, None]
             at = at + torch.arange(width, device=last.device)
