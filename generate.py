@@ -392,7 +392,9 @@ class LLM:
         time_budget: float | None = None,
     ):
         """template_options: variables of the chat template, such as {"enable_thinking": False}. load: False puts off
-        reading the weights to the first call. quiet: no progress on stderr."""
+        reading the weights to the first call. quiet: no progress on stderr.
+
+        It is long because help(LLM) is to show every option with its default: half of it is the signature."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)

@@ -468,7 +468,8 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
 def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> dict:
     """The JSON line. Bytes of a step are the weights, less an embedding of which one row is read and the experts that
     no row chose, and the keys and values in use; operations of a prompt: two a token and weight of the layers (of
-    experts, those that it chose), and attention's under the mask. All of these are a rank's."""
+    experts, those that it chose), and attention's under the mask. All of these are a rank's. It is long as one list of
+    a line's keys: each is measured and named in one place."""
     dtype = find_dtype(args.dtype, device)
     cuda = device.type == "cuda"
     model = build(what, args, device, dtype, team)
@@ -656,7 +657,7 @@ def middle(runs: list[dict], key: str = "mean") -> dict:
 
 def speculate(what: str, args: Namespace, device: torch.device, team: Team, bar: tqdm) -> Iterator[dict]:
     """A JSON line for each of --draft-tokens: the bundled model with a draft, the target at the shape's cost, against
-    plain decoding of the same batch."""
+    plain decoding of the same batch. It is long as target, draft and plain runs share one set of models and texts."""
     dtype, cuda = find_dtype(args.dtype, device), device.type == "cuda"
     opened = checkpoint, tokenizer = open_checkpoint(TINY if what in SHAPES else what)
     check_quantize(checkpoint, read_settings(checkpoint), args.quantize, args.group_size)
