@@ -25,6 +25,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -35,8 +36,7 @@ from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_w
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Experts, KVCache, Transformer
 from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
-                      join_experts, merge, pack, parameter, plain_linear, replace_layers, round_head, round_model,
-                      say_once, unpack, zeros_of)
+                      pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -69,6 +69,8 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quant
     shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size) if split else None
     reader = QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
+    if quantize or quantize_head:
+        check_finite(model)
     if quantize:
         round_model(model, quantize, group_size, shard=shard)
     if shard:
@@ -76,6 +78,23 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quant
     if quantize_head:
         round_head(model, quantize_head)
     return model
+
+
+def check_finite(model: Transformer) -> None:
+    """UserError for NaN and infinite weights, which rounding would hide."""
+    held = dict(model.named_parameters())
+    for name, weight in hf_weights(model.config).items():
+        parameter = held.get(weight.ours)
+        # What has codes is not there, nor is an EAGLE head's embedding, which may be its target's.
+        there = parameter is not None and not parameter.is_meta
+        if there and not weight.of(parameter).isfinite().all():
+            raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight, linear.bias = parameter(weight), parameter(bias)
+    return linear
 
 
 def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
@@ -97,7 +116,7 @@ def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = Fa
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
         for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
-            replace_layers(model, kind, lambda layer, _: plain(layer.dequantize(weight.dtype), layer.bias))
+            replace_layers(model, kind, lambda layer: plain(layer.dequantize(weight.dtype), layer.bias))
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
@@ -118,6 +137,39 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
         if not quantized or linear.codes != first.codes or not torch.equal(linear.groups(), first.groups()):
             return SeparateLinears(linears)
     return merge(linears, QuantizedLinear, torch.cat)
+
+
+def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
+    """UserError for layers that differ in their codes or their number of groups."""
+    linears = [*linears]
+    kinds = {isinstance(layer, QuantizedLinear) and (layer.codes, layer.scales.shape) for layer in linears}
+    if len(kinds) > 1 or False in kinds:
+        raise UserError("the experts of a layer are quantized in several ways; want one for all")
+    return merge(linears, QuantizedExperts, torch.stack)
+
+
+def merge(linears: list[QuantizedLinear], kind: type, join: Callable) -> QuantizedLinear:
+    """One layer in the place of several with the same codes and as many groups. join: torch.stack, or torch.cat for
+    layers whose groups are the same."""
+
+    def joined(name: str, get: Callable) -> Tensor | None:
+        if all(getattr(linear, name) is None for linear in linears):
+            return None
+        return join([get(linear) for linear in linears])
+
+    tensors = {name: joined(name, attrgetter(name)) for name in ("qweight", "scales", "bias")}
+    g_idx = linears[0].g_idx
+    if join is torch.stack:
+        g_idx = joined("g_idx", QuantizedLinear.groups)
+    zeros = joined("zeros", zeros_of)
+    return kind(**tensors, zeros=zeros, codes=linears[0].codes, g_idx=g_idx)
+
+
+def zeros_of(layer: QuantizedLinear) -> Tensor:
+    """The zero points [N, C], int16, if the layer has none of its own, too."""
+    if layer.zeros is None:
+        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
+    return layer.zeros
 
 
 # What config.json says

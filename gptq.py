@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import UserError
-from model import Transformer, gated, visible
+from formats import join_experts, plain_linear
+from model import Experts, Transformer, gated, visible
 from quantize import (
     CODES,
     Codes,
     QuantizedLinear,
     as_half,
     encode,
+    find_layers,
     find_scales,
     group_of,
     pack,
-    progress_bar,
+    replace_layers,
     rounded,
     say_once,
-    separate_matrices,
 )
 
 # Columns whose errors are passed on to the rest at once: arXiv 2210.17323, section 3.3, step 2.
@@ -129,6 +130,30 @@ def gptq(
 # A model
 
 
+class ExpertList(nn.ModuleList):
+    """model.Experts as linear layers, while these are quantized one by one."""
+
+    def forward(self, x: Tensor, experts: Tensor):
+        sizes = experts.bincount(minlength=len(self))
+        rows = x.split(sizes.tolist())
+        return torch.cat([linear(of) for linear, of in zip(self, rows)])
+
+
+def split_experts(layer: Experts) -> ExpertList:
+    biases = [None] * layer.n_expert if layer.bias is None else layer.bias
+    return ExpertList(plain_linear(*of) for of in zip(layer.weight, biases))
+
+
+def separate_matrices(model: Transformer, head: bool) -> list[str]:
+    """The names of the linear layers to quantize. Each expert becomes one, its number at the end of its name."""
+    layers, names = find_layers(model, head), []
+    replace_layers(model, Experts, split_experts)
+    for name in layers:
+        layer = model.get_submodule(name)
+        names += [f"{name}.{x}" for x in range(len(layer))] if isinstance(layer, ExpertList) else [name]
+    return names
+
+
 @torch.no_grad()
 def gptq_model(
     model: Transformer,
@@ -141,24 +166,26 @@ def gptq_model(
     progress: bool = False,
 ):
     """As quantize.round_model(), but by GPTQ, with calibration tokens [S, T]."""
+    from tqdm import tqdm
+
     codes, few = CODES[quantize], 0
-    with (
-        separate_matrices(model, group_size, head) as names,
-        progress_bar(calibrate(model, tokens, head), names, progress) as bar,
-    ):
-        for name, hessian, drift in bar:
-            linear = model.get_submodule(name)
-            if hessian is None:
-                few += 1
-                model.set_submodule(name, rounded(linear, codes, group_size, sym))
-                continue
-            found, scales, zeros, g_idx, loss = gptq(
-                linear.weight, hessian, codes, group_size, sym, act_order, drift
-            )
-            qweight = pack(found, codes.bits)
-            layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
-            model.set_submodule(name, layer)
-            bar.set_postfix({name: f"{loss:.1e}"})
+    names = separate_matrices(model, head)
+    turns = calibrate(model, tokens, head)
+    bar = tqdm(turns, "quantizing", len(names), unit="matrix", disable=None if progress else True)
+    for name, hessian, drift in bar:
+        linear = model.get_submodule(name)
+        if hessian is None:
+            few += 1
+            model.set_submodule(name, rounded(linear, codes, group_size, sym))
+            continue
+        found, scales, zeros, g_idx, loss = gptq(
+            linear.weight, hessian, codes, group_size, sym, act_order, drift
+        )
+        qweight = pack(found, codes.bits)
+        layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
+        model.set_submodule(name, layer)
+        bar.set_postfix({name: f"{loss:.1e}"})
+    replace_layers(model, ExpertList, join_experts)
     if few:
         say_once(f"rounded: {few} matrices of experts that saw fewer than {FEWEST} tokens")
 

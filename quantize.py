@@ -18,11 +18,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -85,9 +83,9 @@ CODES = {codes.name: codes for codes in (INT4, INT8, E4M3, MXFP4, NVFP4)}
 
 
 def pack(codes: Tensor, bits: int):
-    """codes [N, K] below 2 ** bits -> int32 [N, K * bits / 32]; a word's first code lies in its low bits."""
+    """codes [..., K] below 2 ** bits -> int32 [..., K * bits / 32]; a word's first code lies in its low bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+    return (codes.int().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
 
 
 def unpack(words: Tensor, bits: int):
@@ -186,70 +184,11 @@ def always(condition) -> bool:
     return statically_known_true(condition)
 
 
-class ExpertList(nn.ModuleList):
-    """model.Experts as linear layers, while these are quantized one by one."""
-
-    def forward(self, x: Tensor, experts: Tensor):
-        sizes = experts.bincount(minlength=len(self))
-        rows = x.split(sizes.tolist())
-        return torch.cat([linear(of) for linear, of in zip(self, rows)])
-
-
-def split_experts(layer: Experts, _="") -> ExpertList:
-    biases = [None] * layer.n_expert if layer.bias is None else layer.bias
-    return ExpertList(plain_linear(*of) for of in zip(layer.weight, biases))
-
-
-def join_experts(linears: Iterable[nn.Module], _="") -> QuantizedExperts:
-    """UserError for layers that differ in their codes or their number of groups."""
-    linears = [*linears]
-    kinds = {is_quantized(layer) and (layer.codes, layer.scales.shape) for layer in linears}
-    if len(kinds) > 1 or False in kinds:
-        raise UserError("the experts of a layer are quantized in several ways; want one for all")
-    return merge(linears, QuantizedExperts, torch.stack)
-
-
-def merge(linears: list[QuantizedLinear], kind: type, join: Callable) -> QuantizedLinear:
-    """One layer in the place of several with the same codes and as many groups. join: torch.stack, or torch.cat for
-    layers whose groups are the same."""
-
-    def joined(name: str, get: Callable) -> Tensor | None:
-        if all(getattr(linear, name) is None for linear in linears):
-            return None
-        return join([get(linear) for linear in linears])
-
-    tensors = {name: joined(name, attrgetter(name)) for name in ("qweight", "scales", "bias")}
-    g_idx = linears[0].g_idx
-    if join is torch.stack:
-        g_idx = joined("g_idx", QuantizedLinear.groups)
-    zeros = joined("zeros", zeros_of)
-    return kind(**tensors, zeros=zeros, codes=linears[0].codes, g_idx=g_idx)
-
-
-def is_quantized(layer: nn.Module) -> bool:
-    return isinstance(layer, QuantizedLinear)
-
-
-def zeros_of(layer: QuantizedLinear) -> Tensor:
-    """The zero points [N, C], int16, if the layer has none of its own, too."""
-    if layer.zeros is None:
-        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
-    return layer.zeros
-
-
-def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module, str], nn.Module]):
-    """Puts build(layer, its name) in the place of each layer of this kind, subclasses apart."""
-    # The list holds no such layer itself, so that each is freed once its place is taken.
-    for module in [module for module in model.modules() if type(module) is not kind]:
-        for name, child in list(module.named_children()):
-            if type(child) is kind:
-                setattr(module, name, build(child, name))
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight, linear.bias = parameter(weight), parameter(bias)
-    return linear
+def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module], nn.Module]):
+    """Puts build(layer) in the place of each layer of this kind, subclasses apart."""
+    # Names, so that each layer is freed once its place is taken.
+    for name in [name for name, layer in model.named_modules() if type(layer) is kind]:
+        model.set_submodule(name, build(model.get_submodule(name)))
 
 
 @cache
@@ -262,18 +201,17 @@ def say_once(message: str):
 # Which layers, which groups
 
 
-def find_linears(model: Transformer, head: bool) -> list[str]:
-    """The names in the model of the layers that quantization replaces, the head's only if asked for. An expert's has
-    its number at its end, as in an ExpertList. What has codes already is left out."""
+def find_layers(model: Transformer, head: bool) -> list[str]:
+    """The names in the model of the layers that quantization replaces, the head's only if asked for. What has codes
+    already is left out."""
     names = []
     for weight in hf_weights(model.config).values():
-        name = weight.ours.removesuffix(".weight")
-        if not weight.quantized and (not head or name != "head"):
-            continue
-        experts = range(weight.shape[0]) if weight.experts else [weight.expert]
-        if not is_quantized(model.get_submodule(name)):
-            names += [name if x is None else f"{name}.{x}" for x in experts]
-    return list(dict.fromkeys(names))  # the names of q, k and v are one
+        if weight.quantized or head and weight.ours == "head.weight":
+            names.append(weight.ours.removesuffix(".weight"))
+    names = dict.fromkeys(names)  # q, k and v are one layer
+    return [
+        name for name in names if not isinstance(model.get_submodule(name), QuantizedLinear)
+    ]
 
 
 def group_of(K: int, group_size: int) -> int:
@@ -323,55 +261,25 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
 def round_to_nearest(
     w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None
 ):
-    """w [N, K] -> codes [N, K], uint8, scales [N, C], fp16, and zeros [N, C], None for codes.zero everywhere."""
-    groups = w.float().unflatten(1, (-1, group_of(w.shape[1], group_size)))  # [N, C, G]
-    scale, zero = find_scales(groups, codes, sym, widest)  # [N, C, 1]
+    """w [..., N, K] -> codes, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero everywhere."""
+    groups = w.float().unflatten(-1, (-1, group_of(w.shape[-1], group_size)))  # [..., N, C, G]
+    scale, zero = find_scales(groups, codes, sym, widest)  # [..., N, C, 1]
     scale = as_half(scale)
     found = encode(groups, scale, zero, codes).to(torch.uint8)
     zeros = None if sym else zero.squeeze(-1).to(torch.uint8)
-    return found.flatten(1), scale.squeeze(-1).half(), zeros
+    return found.flatten(-2), scale.squeeze(-1).half(), zeros
 
 
-def rounded(linear: nn.Linear, codes: Codes, *how) -> QuantizedLinear:
+def rounded(layer: nn.Linear | Experts, codes: Codes, *how) -> QuantizedLinear:
     """how: round_to_nearest()'s arguments after the codes."""
-    found, scales, zeros = round_to_nearest(linear.weight, codes, *how)
-    return QuantizedLinear(pack(found, codes.bits), scales, zeros, codes, linear.bias)
+    found, scales, zeros = round_to_nearest(layer.weight, codes, *how)
+    kind = QuantizedExperts if isinstance(layer, Experts) else QuantizedLinear
+    return kind(pack(found, codes.bits), scales, zeros, codes, layer.bias)
 
 
 def default_group(quantize: str | None, group_size: int | None) -> int:
     """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
     return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
-
-
-@contextmanager
-def separate_matrices(model: Transformer, group_size: int, head: bool) -> Iterator[list[str]]:
-    """The names of the linear layers that quantization replaces one by one; meanwhile each expert has its own.
-
-    UserError for weights that are not finite and for groups that do not divide a layer."""
-    held = dict(model.named_parameters())
-    for name, weight in hf_weights(model.config).items():
-        parameter = held.get(weight.ours)
-        # Experts may have codes; an EAGLE head's embedding may be its target's, and not be there yet.
-        there = parameter is not None and not parameter.is_meta
-        if there and not weight.of(parameter).isfinite().all():
-            raise UserError(
-                f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole"
-            )
-    del held, parameter  # each matrix is freed once its codes are there
-    names = find_linears(model, head)
-    replace_layers(model, Experts, split_experts)
-    for name in names:
-        group_of(model.get_submodule(name).in_features, group_size)
-    yield names
-    replace_layers(model, ExpertList, join_experts)
-
-
-def progress_bar(layers: Iterable, names: list[str], progress: bool):
-    from tqdm import tqdm
-
-    return tqdm(
-        layers, "quantizing", len(names), unit="matrix", disable=None if progress else True
-    )
 
 
 @torch.no_grad()
@@ -384,17 +292,17 @@ def round_model(
     shard=None,
     progress: bool = False,
 ):
-    """Replaces each linear layer by a QuantizedLinear, rounded to "int8" or "int4". group_size, sym: None for those of
-    --quantize. shard: the tp.Shard whose part of the model this is."""
+    """Replaces each linear layer, and the experts of a layer, by ones with codes, rounded to "int8" or "int4".
+
+    group_size, sym: None for those of --quantize. shard: the tp.Shard whose part of the model this is."""
+    from tqdm import tqdm
+
     group_size = default_group(quantize, group_size)
     how = CODES[quantize], group_size, quantize == "int8" if sym is None else sym
-    with (
-        separate_matrices(model, group_size, head) as names,
-        progress_bar(names, names, progress) as bar,
-    ):
-        for name in bar:
-            widest = partial(shard.widest, name) if shard and group_size == -1 else None
-            model.set_submodule(name, rounded(model.get_submodule(name), *how, widest))
+    names = find_layers(model, head)
+    for name in tqdm(names, "quantizing", unit="layer", disable=None if progress else True):
+        widest = partial(shard.widest, name) if shard and group_size == -1 else None
+        model.set_submodule(name, rounded(model.get_submodule(name), *how, widest))
 
 
 def round_head(model: Transformer, quantize: str):
@@ -405,10 +313,6 @@ def round_head(model: Transformer, quantize: str):
     if isinstance(head, QuantizedLinear):
         raise UserError(
             f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the option out"
-        )
-    if not head.weight.isfinite().all():
-        raise UserError(
-            "the output head has NaN or infinite weights; take a checkpoint that is whole"
         )
     group = default_group(quantize, None)
     model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))

@@ -20,10 +20,10 @@ from torch import Tensor
 from checkpoint import Checkpoint, UserError, load_model
 from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
-from formats import CONFIGS, write_checkpoint
+from formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
 from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
-from quantize import round_model
+from quantize import group_of, round_model
 from tokenizer import Tokenizer
 
 
@@ -75,6 +75,9 @@ def check_shapes(source: Checkpoint, args):
         if weight.quantized and weight.shape[0] % 8:
             raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
                             "it")
+    for weight in source.weights.values():
+        if weight.quantized:
+            group_of(weight.shape[1], args.group_size)
 
 
 def check_place(source: Checkpoint, out: Path, bits: int):
@@ -114,6 +117,7 @@ def main():
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
+            check_finite(model)
             how = f"int{args.bits}", args.group_size, args.sym
             if args.gptq:
                 gptq_model(model, *how, tokens, args.act_order, args.head, progress=True)

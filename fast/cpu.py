@@ -153,8 +153,8 @@ def int4_operands(codes: Tensor, scales: Tensor, offsets: Tensor) -> tuple[Tenso
 
 def install_linears(model: nn.Module) -> None:
     """Puts a CpuLinear in the place of each nn.Linear, a CpuQuantizedLinear in that of each QuantizedLinear."""
-    replace_layers(model, nn.Linear, lambda layer, name: CpuLinear(layer))
-    replace_layers(model, QuantizedLinear, lambda layer, name: CpuQuantizedLinear(layer))
+    replace_layers(model, nn.Linear, CpuLinear)
+    replace_layers(model, QuantizedLinear, CpuQuantizedLinear)
 
 
 def row_decoder(module: nn.Module) -> nn.Module:

@@ -396,7 +396,7 @@ def install_kernels(model: Transformer) -> FusedDecoder:
             kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
             block.ffn = kind(block.ffn)
     replace_layers(model, QuantizedLinear,
-                   lambda layer, name: PackedLinear(layer) if layer.codes.name in KINDS else layer)
+                   lambda layer: PackedLinear(layer) if layer.codes.name in KINDS else layer)
     return FusedDecoder(model)
 
 

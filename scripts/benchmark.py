@@ -94,7 +94,7 @@ def fill(model: Transformer, device: torch.device, dtype: torch.dtype) -> Transf
     return model
 
 
-def empty_mxfp4(layer: Experts, _) -> QuantizedExperts:
+def empty_mxfp4(layer: Experts) -> QuantizedExperts:
     X, N, K = layer.weight.shape
     qweight = torch.empty(X, N, K // 8, dtype=torch.int32)
     return QuantizedExperts(qweight, torch.empty(X, N, K // 32, dtype=torch.uint8), None, MXFP4, layer.bias)

@@ -11,11 +11,10 @@ from checkpoint import Checkpoint, count_parameters
 from cli.options import generate_args
 from families import config_from_hf
 from generate import LLM, Engine
-from gptq import calibrate, gptq_model
+from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (F32, GOLDEN, error, load_checkpoint, logits_of, make, of_each_family, one_line, put,
                      quantized_layers, read, read_json, refusal, rewrite, run, tiny, with_template, write)
-from model import Experts
-from quantize import find_linears, main, replace_layers, round_model, split_experts
+from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
 RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
@@ -155,9 +154,7 @@ def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
     model, tokens, inputs = tiny(directory=tmp_path), torch.randint(64, (16, 32)), {}
     model.setup(32)
     head = not model.config.tied
-    names = find_linears(model, head=head)
-    replace_layers(model, Experts, split_experts)
-    names = {model.get_submodule(name): name for name in names}
+    names = {model.get_submodule(name): name for name in separate_matrices(model, head)}
     for layer in names:
         layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0].flatten(0, -2)}))
     read(model, tokens)
@@ -281,7 +278,7 @@ def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path):
     hf = dict(model_type="mistral3", text_config=text, vision_config={}, quantization_config=quantization)
     put(tmp_path / "config.json", hf)
     model, tokens = load_checkpoint(tmp_path), torch.randint(64, (12,))
-    assert set(quantized_layers(model)) == set(find_linears(exact, head=False))
+    assert set(quantized_layers(model)) == set(find_layers(exact, head=False))
     assert error(logits_of(model, tokens), logits_of(exact, tokens)) < 0.05
 
 

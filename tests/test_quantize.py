@@ -216,7 +216,7 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
         return list(found)
 
     model.setup(32)
-    before = inputs(map(model.get_submodule, quantize.find_linears(model, head=False)))
+    before = inputs(map(model.get_submodule, quantize.find_layers(model, head=False)))
     gptq_model(model, "int4", 128, False, tokens, True)
     after = inputs(quantized_layers(model).values())
     assert len(seen) == len(before) == len(after) == 20
@@ -373,7 +373,7 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path, made):
     weights = make(tmp_path / "nan", tie_word_embeddings=True)
     weights["model.embed_tokens.weight"][3, 5] = float("nan")
     save_file(weights, tmp_path / "nan" / "model.safetensors")
-    assert "output head" in refusal(load_checkpoint, tmp_path / "nan", quantize_head="int8")
+    assert "model.embed_tokens.weight has NaN" in refusal(load_checkpoint, tmp_path / "nan", quantize_head="int8")
 
 
 def test_the_command_writes_a_checkpoint_that_is_better_with_gptq(tmp_path, command):
