@@ -79,6 +79,7 @@ GPU_TOKENS = {
     "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
     "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
     "head": HEAD,
+    "experts": dict(checkpoint="experts"), "experts, int8": dict(checkpoint="experts", quantize="int8"),
     "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
             max_position_embeddings=256)
@@ -475,6 +476,7 @@ def on_gpus(tmp_path_factory) -> Callable:
             directory.mkdir()
             torch.manual_seed(0)
             make(directory / "wide", **WIDE)
+            make(directory / "experts", "gpt_oss", **WIDE | EXPERTS)
             write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])  # a rank has parts of its groups
             for group, ranks in groups.items():
                 chosen = {name: case for name, case in cases.items() if (name in PAIRED) == (group == "pair")}
