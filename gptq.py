@@ -8,14 +8,13 @@ Shapes: as in quantize.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from checkpoint import UserError
 from formats import join_experts, plain_linear
-from model import Experts, Transformer, gated, visible
+from model import Experts, Transformer, visible
 from quantize import (
     CODES,
     Codes,
@@ -226,8 +225,8 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
             outputs = [layer.ffn(layer.ffn_norm(x)) for x in chunks] + [*total.split(len(exact[0]))]
         else:
             names = f"{name}.ffn.w_gate_up", f"{name}.ffn.w_down"
-            act = partial(gated, activation=layer.ffn.activation)
-            outputs = yield from calibrate_pair(model, names, act, layer.ffn_norm, chunks, exact)
+            gate, norm = layer.ffn.gate, layer.ffn_norm
+            outputs = yield from calibrate_pair(model, names, gate, norm, chunks, exact)
         add(outputs, layer.ffn_post_norm)
     if head:
         yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
@@ -265,7 +264,6 @@ def calibrate_experts(
     """The pairs of a mixture of experts, each for the rows that the original routes there. Returns what the original
     gives for its states [S, T, D]."""
     moe = model.get_submodule(name)
-    act = partial(gated, activation=moe.activation, clamp=moe.moe.clamp)
     rows, exact = states.flatten(0, 1), original.flatten(0, 1)
     weights, experts = moe.route(norm(exact))
     total = torch.zeros_like(exact)
@@ -273,7 +271,7 @@ def calibrate_experts(
         own = (experts == x).any(1).nonzero()[:, 0]
         names = f"{name}.w_gate_up.{x}", f"{name}.w_down.{x}"
         _, output = yield from calibrate_pair(
-            model, names, act, norm, [rows[own]], [exact[own]], FEWEST
+            model, names, moe.gate, norm, [rows[own]], [exact[own]], FEWEST
         )
         total[own] += (weights * (experts == x)).sum(1, keepdim=True)[own] * output
     return total.view_as(original)

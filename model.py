@@ -361,21 +361,27 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.activation = config.activation
+        self.gate = Gate(config.activation)
 
     def forward(self, x):
-        return self.w_down(gated(self.w_gate_up(x), self.activation))
+        return self.w_down(self.gate(self.w_gate_up(x)))
 
 
-def gated(gate_up, activation: str, clamp: tuple | None = None):
-    """[..., 2F] -> [..., F]. clamp: see MoEConfig."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    if clamp:
-        limit, alpha = clamp
-        gate = gate.clamp(max=limit)
-        up = up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
-    return ACTIVATIONS[activation](gate) * up
+class Gate(nn.Module):
+    """A gated linear unit (arXiv 2002.05202): [..., 2F], the gate and then up -> [..., F]. clamp: see MoEConfig."""
+
+    def __init__(self, activation: str, clamp: tuple | None = None):
+        super().__init__()
+        self.activation, self.clamp = activation, clamp
+
+    def forward(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.clamp:
+            limit, alpha = self.clamp
+            gate = gate.clamp(max=limit)
+            up = up.clamp(-limit, limit)
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        return ACTIVATIONS[self.activation](gate) * up
 
 
 class MoE(nn.Module):
@@ -384,7 +390,7 @@ class MoE(nn.Module):
     def __init__(self, config: Config, moe: MoEConfig):
         super().__init__()
         self.moe = moe
-        self.activation = config.activation
+        self.gate = Gate(config.activation, moe.clamp)
         X = moe.n_expert
         self.router = nn.Linear(config.dim, X, bias=moe.bias)
         self.w_gate_up = Experts(X, 2 * moe.ffn_dim, config.dim, moe.bias)
@@ -395,8 +401,7 @@ class MoE(nn.Module):
         rows = x.flatten(0, -2)  # [M, D]
         weights, experts = self.route(rows)  # [M, n]
         experts, order = experts.flatten().sort()
-        y = self.w_gate_up(rows[order // n], experts)  # [M n, 2F]
-        y = gated(y, self.activation, self.moe.clamp)
+        y = self.gate(self.w_gate_up(rows[order // n], experts))  # [M n, F]
         y = self.w_down(y, experts)
         y = y[order.argsort()].unflatten(0, (-1, n))  # [M, n, D]
         return (y * weights[:, :, None]).sum(1).view_as(x)

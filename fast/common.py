@@ -53,6 +53,17 @@ def gate_times_up(gate, up, GATED: constexpr):
 
 
 @jit
+def gate_function(gate, up, limit, alpha, GATED: constexpr):
+    """model.Gate; GATED = 3: with clamp, which is limit and alpha."""
+    if GATED == 3:
+        gate = tl.minimum(gate, limit)
+        y = gate / (1 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1)
+    else:
+        y = gate_times_up(gate, up, GATED)
+    return y
+
+
+@jit
 def arrive(semaphore):
     """Counts this program in and returns how many came before it. The last one to come sees all that the others stored.
 

@@ -35,13 +35,13 @@ from fast.collectives import communication_buffers, fused_all_gather, fused_all_
 from fast.common import unknown_values
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.layout import KINDS
-from fast.linear import add_norm, linear
+from fast.linear import FusedGate, add_norm, gate_number, linear
 from fast.packed_linear import PackedLinear
 from model import Attention, Block, FeedForward, KVCache, MoE, RMSNorm, RopeTable, Transformer, visible
 from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
-OPERATORS = ("linear", "packed_linear", "add_norm", "attend", "update_and_attend", "sample", "distribute",
+OPERATORS = ("linear", "packed_linear", "add_norm", "gate", "attend", "update_and_attend", "sample", "distribute",
              "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "mixture", "grouped_linear")
 
 # The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
@@ -50,7 +50,6 @@ KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "
                 "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
                 "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope",
                 "o_bias", "sinks", "expert_files", "moe"}
-GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
 
 
 # What can be replaced
@@ -94,8 +93,8 @@ def why_plain_ffn(block: Block) -> str | None:
         return why_plain_experts(ffn)
     if type(ffn) is not FeedForward:
         return f"{type(ffn).__name__} in the place of FeedForward"
-    if ffn.activation not in GATES:
-        return f"{ffn.activation} as the gate's function"
+    if not gate_number(ffn.gate):
+        return f"{ffn.gate.activation} as the gate's function"
     if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
         return "gate and up are quantized apart, or in codes that no kernel knows"
     return None
@@ -199,9 +198,10 @@ class FusedFeedForward(nn.Module):
 
     def __init__(self, ffn: FeedForward):
         super().__init__()
-        self.gate = GATES[ffn.activation]
+        self.number = gate_number(ffn.gate)
+        ffn.gate = FusedGate(ffn.gate)
         if isinstance(ffn.w_gate_up, QuantizedLinear):
-            ffn.w_gate_up = PackedLinear(ffn.w_gate_up, self.gate)
+            ffn.w_gate_up = PackedLinear(ffn.w_gate_up, self.number)
         self.ffn = ffn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class FeedForwardHalf(Half):
     def forward(self, x: Tensor, T: int) -> Tensor:
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
         if self.fused:
-            return self.add(x, self.down, self.gate_up(x, gated=self.ffn.gate, **self.before))
+            return self.add(x, self.down, self.gate_up(x, gated=self.ffn.number, **self.before))
         if self.experts and len(x) <= MOST_ROWS:
             return self.add(x, partial(self.ffn.decode, **self.before), x)
         return x + self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.collectives import fused_all_reduce
-from fast.common import (constexpr, gate_times_up, gdc_launch_dependents, gdc_wait, jit, last_arriver, pdl_options,
+from fast.common import (constexpr, gate_function, gdc_launch_dependents, gdc_wait, jit, last_arriver, pdl_options,
                          tl, triton)
 from fast.layout import KINDS, Packed
-from fast.linear import plain_linear
+from fast.linear import FusedGate, gate_number, plain_gate, plain_linear
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
 from fast.packed_linear import dequantize, pack_layer, plain_weights
-from model import gated, grouped_linear
+from model import grouped_linear
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
 
@@ -43,8 +43,6 @@ if triton:
 
 ROWS = 64  # of x, in a tile; a prompt of more is sorted by expert (model.py)
 MOST_ROWS = 512  # for which there are semaphores
-GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS
-CLAMPED = 3  # MoEConfig.clamp
 
 
 # Which experts
@@ -163,17 +161,6 @@ def multiply_plain_rows(x, m, M, w, row, K, S: constexpr):
         xs = tl.load(at_x + k0, mask=(m < M)[None, :] & inside[:, None], other=0)
         acc = tl.dot(tile, xs, acc)
     return acc
-
-
-@jit
-def gate_function(gate, up, limit, alpha, GATED: constexpr):
-    """model.gated()"""
-    if GATED == 3:
-        gate = tl.minimum(gate, limit)
-        y = gate / (1 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1)
-    else:
-        y = gate_times_up(gate, up, GATED)
-    return y
 
 
 @jit(do_not_specialize=["M", "A"])
@@ -322,7 +309,7 @@ def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semapho
         if bias is not None:
             y += bias[expert] if gate else bias[expert] * share
         if gate:
-            y = gated(y, next((name for name, n in GATES.items() if n == gate), ""), (limit, alpha) * (gate == CLAMPED))
+            y = plain_gate(y, gate, limit, alpha)
             y = torch.where(share > 0, y * share, 0)
         out[i] = y
     if gate:
@@ -392,8 +379,9 @@ class FusedMoE(nn.Module):
         super().__init__()
         self.parallel = isinstance(ffn, ParallelExperts)
         moe = self.moe = ffn.linear if self.parallel else ffn
-        self.gate = CLAMPED if moe.moe.clamp else GATES[moe.activation]
-        for name, gate in (("w_gate_up", self.gate), ("w_down", 0)):
+        self.number = gate_number(moe.gate)
+        moe.gate = FusedGate(moe.gate)
+        for name, gate in (("w_gate_up", self.number), ("w_down", 0)):
             if isinstance(getattr(moe, name), QuantizedExperts):
                 setattr(moe, name, PackedExperts(getattr(moe, name), gate))
                 # K = 2,880 is filled up to 2,944: no later layer would fit into what this one leaves in PyTorch's pool,
@@ -419,7 +407,7 @@ class FusedMoE(nn.Module):
         x, weights, active = route(x, norm, eps, moe.router.weight, moe.router.bias, of.n_chosen, of.normalize,
                                    self.semaphore)
         limit, alpha = of.clamp or (0.0, 0.0)
-        y = self.product(moe.w_gate_up, x, weights, active, gate=self.gate, limit=limit, alpha=alpha)
+        y = self.product(moe.w_gate_up, x, weights, active, gate=self.number, limit=limit, alpha=alpha)
         return self.product(moe.w_down, y, weights, active, residual=residual)
 
     def product(self, experts: nn.Module, x: Tensor, weights: Tensor, active: Tensor, **options) -> Tensor:
@@ -460,8 +448,8 @@ def _(x, router):
 def why_plain_experts(ffn: nn.Module) -> str | None:
     """Why this mixture of experts stays model.py's; None: it has kernels."""
     moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
-    if not moe.moe.clamp and moe.activation not in GATES:
-        return f"{moe.activation} as the gate's function"
+    if not gate_number(moe.gate):
+        return f"{moe.gate.activation} as the gate's function"
     for experts in (moe.w_gate_up, moe.w_down):
         if isinstance(experts, QuantizedExperts):
             if experts.codes.name not in KINDS or experts.g_idx is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, group_inputs, pack_words, to_mma_order, unpack
-from fast.linear import plain_linear, rms_norm
+from fast.linear import library_linear, plain_linear, rms_norm
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
 from quantize import CODES, QuantizedLinear, say_once
@@ -145,7 +145,7 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
     if perm is not None:
         x = x[:, perm]
     if choice["kernel"] == "library":
-        return plain_linear(x, dequantize(w, x.dtype), None, bias, residual, gated)
+        return library_linear(x, dequantize(w, x.dtype), bias, residual, gated)
     return gemm(x, w, bias, residual, choice)
 
 

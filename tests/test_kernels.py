@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import add_norm, linear, plain_add_norm, plain_linear, rms_norm
+from fast.linear import FusedGate, add_norm, linear, plain_add_norm, plain_linear, rms_norm
 from helpers import error, exact_attention, exact_linear, rope_of
-from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
+from model import CACHES, Attention, Config, Gate, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
@@ -55,6 +55,15 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             out = function(x, w, norm, bias, residual, gated)
             assert out.dtype == dtype
             check(out, ref)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("", (2.0, 1.7))], ids=["silu", "gelu", "clamp"])
+def test_a_prompts_gate(device, dtype, gate):
+    for shape in (3, 2, 2 * 37), (5, 2 * 2880):
+        x = 2 * torch.randn(shape, device=device, dtype=dtype)
+        check(FusedGate(gate)(x), gate(x.double()))
 
 
 CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one row of positions, as in prefill; ROPES
