@@ -198,11 +198,12 @@ class Engine:
         """The cache's first slots, at least the n that are in use."""
         if self.kernels:
             return self.model.slots[:0]  # kernels find the slots in use by themselves
-        if self.device.type != "cuda" and not self.compiled:
-            return self.model.slots[: round_up(n, 8)]
-        # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's. Always a strict slice:
-        # the full view would specialize and recompile.
-        slots = self.model.slots[:-8][: max(256, 1 << (n - 1).bit_length())]
+        length = round_up(n, 8)
+        if self.device.type == "cuda":
+            # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's.
+            length = max(256, 1 << (n - 1).bit_length())
+        # Always a strict slice: the full view would specialize and recompile.
+        slots = self.model.slots[:-8][:length]
         if self.compiled:
             torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
