@@ -178,23 +178,6 @@ def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
     assert bar.said[0].endswith("320: 100.0 (100.00), 448: 90.0 (90.00), 512: 95.0 (95.00)")
 
 
-def test_a_shape_that_is_the_librarys_alone_keeps_it(timed, bar):
-    timed(lambda rows, choice, *_: 1 if choice == LIBRARY else 2).tune([2, 16], bar)
-    assert kernel_for("int4", 512, 256, 2, CPU)["kernel"] == "library"
-
-
-@pytest.mark.parametrize("format", ["int8", "int4", "int4-32"])
-@pytest.mark.parametrize("rows", [9, 64, 512])
-def test_candidates_are_worth_their_time(format, rows):
-    found = [choice for choice in tune.candidates(format, rows, 57344, 8192) if choice in tune.PACKED_MORE]
-    assert len(found) > 5 and len(set(map(str, found))) == len(found)
-    for choice in found:
-        block_m = choice["block_m"]
-        assert block_m == 64 or block_m < 2 * rows
-        assert block_m > 64 or 5 * block_m >= rows
-        assert choice["scaled"] == (format != "int8") or format == "int4" and rows <= 64
-
-
 def test_the_table_is_replaced_as_a_whole(tuner, tmp_path, monkeypatch):
     old = {"another": {"int8": {"64x64": [entry(1, LIBRARY)]}}, GPU.name: {}}
     path = tmp_path / "tuned.json"
