@@ -127,8 +127,8 @@ class Engine:
         self.max_seq_len = max_seq_len
         self.batch_size = batch_size
         self.device = model.embed.weight.device
-        # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out
-        # where it takes powers of two. SDPA's masks want a multiple of 8.
+        # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out.
+        # SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features, cache)
         # The length that each row may reach, where its prompt and new tokens do not say it.
         self.row_length = None
