@@ -422,7 +422,9 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     (f"--format compressed-tensors --gptq --act-order --calibration {__file__}", "--act-order gptq"),
     (f"--gptq --calibration {__file__} --calibration-tokens 99999999", "99999999 tokens"),
     ("--gptq --calibration /none", "/none"), ("--out /none/x", "/none make"), ("--out {}/link", "link exists")])
-def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, command, options, words):
+def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, monkeypatch, command, options, words):
+    """Before any weight is read."""
+    monkeypatch.setattr("cli.quantize.load_model", None)
     make(tmp_path / "in", tie_word_embeddings=True, vocab_size=2048)
     (tmp_path / "in" / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
