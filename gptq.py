@@ -149,7 +149,10 @@ def separate_matrices(model: Transformer, head: bool) -> list[str]:
     replace_layers(model, Experts, split_experts)
     for name in layers:
         layer = model.get_submodule(name)
-        names += [f"{name}.{x}" for x in range(len(layer))] if isinstance(layer, ExpertList) else [name]
+        if isinstance(layer, ExpertList):
+            names += [f"{name}.{x}" for x in range(len(layer))]
+        else:
+            names.append(name)
     return names
 
 

@@ -209,9 +209,7 @@ def find_layers(model: Transformer, head: bool) -> list[str]:
         if weight.quantized or head and weight.ours == "head.weight":
             names.append(weight.ours.removesuffix(".weight"))
     names = dict.fromkeys(names)  # q, k and v are one layer
-    return [
-        name for name in names if not isinstance(model.get_submodule(name), QuantizedLinear)
-    ]
+    return [name for name in names if not isinstance(model.get_submodule(name), QuantizedLinear)]
 
 
 def group_of(K: int, group_size: int) -> int:
