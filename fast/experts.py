@@ -349,20 +349,16 @@ def _(w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype):
 
 
 class PackedExperts(nn.Module):
-    """A QuantizedExperts in the kernels' layout, the experts' row blocks one behind the other. gate: as in
-    expert_linear()."""
+    """A QuantizedExperts in the kernels' layout. gate: as in expert_linear()."""
 
     def __init__(self, layer: QuantizedExperts, gate: int):
         super().__init__()
         self.n_expert, self.gate, self.bias = layer.n_expert, gate, layer.bias
-        packed = [pack_layer(layer.expert(x), gate) for x in range(layer.n_expert)]
-        first = packed[0]
-        self.N, self.K, self.kind, self.group_size = first.N, first.K, first.kind, first.group_size
-        rows = max(of.scales_and_zeros.shape[2] for of in packed)  # 2 only where all experts' rows share scales so
-        self.qweight = nn.Parameter(torch.cat([of.qweight for of in packed]), requires_grad=False)
-        scales = [of.scales_and_zeros.repeat_interleave(rows // of.scales_and_zeros.shape[2], 2) for of in packed]
-        self.scales_and_zeros = nn.Parameter(torch.cat(scales), requires_grad=False)
-        self.register_buffer("shifts", first.shifts, persistent=False)
+        packed = pack_layer(layer, gate)
+        self.N, self.K, self.kind, self.group_size = packed.N, packed.K, packed.kind, packed.group_size
+        self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
+        self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
+        self.register_buffer("shifts", packed.shifts, persistent=False)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """model.Experts.forward(), of a long prompt: all matrices are unpacked."""

@@ -44,7 +44,7 @@ The blocks of 16 rows at one place along K are contiguous: 1 KiB, which a warp l
     qweight int32 [row blocks, blocks along K, 16 rows, 16 words]
 
 Of a gated layer a row block holds 8 rows of the gate and the 8 rows of up that they gate. Where N or K ends inside of a
-block, the rest is zeros.
+block, the rest is zeros: codes, and a row's scales.
 
 A group's scale and zero point are one word, the zero point in the high half, fp16's bits of the scale in the low half.
 A group may be smaller than a block (int4 in groups of 32 or 64); a block then has `parts` groups:
@@ -141,19 +141,21 @@ def from_mma_order(words: Tensor, kind: str, K: int) -> Tensor:
     return codes.flatten(1)[:, :K]
 
 
-def tile(rows: Tensor, width: int, gated: int) -> Tensor:
-    """[N, C width] -> [row blocks, C, 16 rows, width]."""
-    if gated:
-        half = len(rows) // 2
-        rows = F.pad(rows.view(2, half, -1), (0, 0, 0, -half % 8))
-        rows = rows.unflatten(1, (-1, 8)).transpose(0, 1)  # [row blocks, gate or up, 8 rows, C width]
-    else:
-        rows = F.pad(rows, (0, 0, 0, -len(rows) % 16))
+def in_row_blocks(rows: Tensor, gated: int) -> Tensor:
+    """[..., N, W] -> [16 row blocks, W]: the rows as row blocks hold them, filled up with zeros."""
+    parts, size = (2, 8) if gated else (1, 16)
+    rows = rows.unflatten(-2, (parts, rows.shape[-2] // parts))
+    rows = F.pad(rows, (0, 0, 0, -rows.shape[-2] % size)).unflatten(-2, (-1, size))
+    return rows.transpose(-4, -3).flatten(0, -2)  # [..., row blocks, gate or up, 8 rows, W], or 16 rows
+
+
+def tile(rows: Tensor, width: int) -> Tensor:
+    """[16 row blocks, C width] -> [row blocks, C, 16 rows, width]"""
     return rows.reshape(-1, 16, rows.shape[-1] // width, width).transpose(1, 2).contiguous()
 
 
 def untile(tiles: Tensor, N: int, gated: int) -> Tensor:
-    """[row blocks, C, 16 rows, width] -> [N, C width]; the inverse of tile()."""
+    """[row blocks, C, 16 rows, width] -> [N, C width]; the inverse of tile() and in_row_blocks()."""
     rows = tiles.transpose(1, 2).flatten(2)  # [row blocks, 16 rows, C width]
     if not gated:
         return rows.flatten(0, 1)[:N]
@@ -165,16 +167,16 @@ def from_e8m0(scales: Tensor) -> Tensor:
     return (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
 
 
-def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int, gated: int) -> Tensor:
-    """scales fp16 [N, C], zeros [N, C] or None for `zero` everywhere -> scales_and_zeros. Or scales fp32 or e8m0 in
-    uint8, and None."""
+def pack_scales(scales: Tensor, zeros: Tensor | None, zero: int, parts: int) -> Tensor:
+    """scales fp16 [16 row blocks, C], zeros likewise or None for `zero` everywhere -> scales_and_zeros. Or scales fp32
+    or e8m0 in uint8, and None."""
     C = scales.shape[1]
     if scales.dtype != torch.float16:
         words = scales
     else:
         zeros = zero if zeros is None else zeros.int()
         words = scales.view(torch.int16).int() & 0xFFFF | zeros << 16
-    tiles = tile(F.pad(words, (0, -C % parts)), parts, gated)
+    tiles = tile(F.pad(words, (0, -C % parts)), parts)
     shared = tiles[:, :, ::8]
     if words.dtype == torch.float32 and C > parts == 1 and torch.equal(tiles, shared.repeat_interleave(8, 2)):
         return shared.contiguous()
@@ -303,29 +305,27 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, g_idx: Tens
     uint8; zeros [N, C], below 256, want fp16 scales; None: 8 for int4, 128 for int8, else 0. g_idx: each input's group
     [K], None where K / C consecutive inputs are one. gated: the first half of the rows is gate, the second half up."""
     codes, scales, zeros, perm = group_inputs(codes, scales, zeros, g_idx, KINDS[kind].zero)
-    return pack_words(to_mma_order(codes, kind), scales, zeros, perm, codes.shape[1], kind, gated)
-
-
-def pack_words(words: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, K: int, kind: str,
-               gated: int) -> Packed:
-    """pack() of words int32 [N, W] as to_mma_order() makes them, and of what else group_inputs() gives."""
     wanted = [torch.float16, torch.float32] if zeros is None else [torch.float16]
     if scales.dtype not in ([torch.uint8] if kind == "mxfp4" else wanted):
         raise ValueError(f"scales are {scales.dtype}: want fp16 or, without zero points, fp32; of mxfp4 uint8")
-    C, of = scales.shape[1], KINDS[kind]
+    (N, K), C, of = codes.shape, scales.shape[1], KINDS[kind]
     if kind == "fp8":
         scales = scales.float() * of.scale
     if kind == "mxfp4" and C == 1:
         scales = from_e8m0(scales)
     group_size = K // C
     parts = of.block // group_size if C > 1 and of.block % group_size == 0 else 1
-    qweight = tile(words, 16, gated)
-    scales_and_zeros = pack_scales(scales, zeros, of.zero, parts, gated)
+    codes, scales = in_row_blocks(codes, gated), in_row_blocks(scales, gated)
+    zeros = None if zeros is None else in_row_blocks(zeros, gated)
+    qweight = tile(to_mma_order(codes, kind), 16)
+    scales_and_zeros = pack_scales(scales, zeros, of.zero, parts)
     first_bits = [places(s, 0, kind)[0][1] for s in range(of.pairs)]
-    shifts = torch.tensor(first_bits, dtype=torch.int32, device=words.device)
-    tiles = MAX_ROWS // MIN_BLOCK_M * len(qweight)
-    semaphores = torch.zeros(tiles, dtype=torch.int32, device=words.device)
-    return Packed(qweight, scales_and_zeros, perm, shifts, semaphores, len(words), K, kind, group_size, gated)
+    shifts = torch.tensor(first_bits, dtype=torch.int32, device=codes.device)
+    return Packed(qweight, scales_and_zeros, perm, shifts, new_semaphores(qweight), N, K, kind, group_size, gated)
+
+
+def new_semaphores(qweight: Tensor) -> Tensor:
+    return torch.zeros(MAX_ROWS // MIN_BLOCK_M * len(qweight), dtype=torch.int32, device=qweight.device)
 
 
 def unpack(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:

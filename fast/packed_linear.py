@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
-from fast.layout import KINDS, MAX_ROWS, Packed, group_inputs, pack_words, to_mma_order, unpack
+from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack, unpack
 from fast.linear import library_linear, plain_linear, rms_norm
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
@@ -24,9 +24,9 @@ from quantize import unpack as codes_of
 if triton:
     from fast.packed_gemm import gemm, scale_of
 
-# Rows of w that are repacked at once. A whole layer's codes, unpacked, made the peak of Llama-2-7B in int4 19% larger
-# than its weights and caches (H200).
-REPACKED_ROWS = 1024
+# Codes that are repacked at once, which takes 8 bytes each. A whole layer's made the peak of Llama-2-7B in int4 19%
+# larger than its weights and caches (H200).
+REPACKED = 2 ** 24
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
@@ -159,26 +159,28 @@ def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_siz
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
-    """layout.pack() of a layer, REPACKED_ROWS of its rows at a time. ValueError for codes that no kernel knows."""
-    kind, zeros = layer.codes.name, layer.zeros
+    """layout.pack() of a layer or of experts, some rows at a time; experts' row blocks lie one behind the other.
+    ValueError for codes that no kernel knows."""
+    kind, scales, zeros = layer.codes.name, layer.scales, layer.zeros
     if kind not in KINDS:
         raise ValueError(f"{kind}: the kernels know {', '.join(KINDS)}")
-    words, scales, points = [], [], []
-    for start in range(0, max(1, layer.out_features), REPACKED_ROWS):
-        rows = slice(start, start + REPACKED_ROWS)
-        codes, some_scales, some_zeros, perm = group_inputs(
-            codes_of(layer.qweight[rows], layer.codes.bits), layer.scales[rows],
-            None if zeros is None else zeros[rows], layer.g_idx, layer.codes.zero)
-        words.append(to_mma_order(codes, kind))
-        scales.append(some_scales)
-        points.append(some_zeros)
-    scales = torch.cat(scales)
     if zeros is not None:
-        zeros = torch.cat(points)
+        zeros = in_row_blocks(zeros, gated)
         if scales.dtype == torch.float32:
             say_once("scales in fp32 are rounded to fp16 where zero points stand beside them")
             scales = scales.half()
-    return pack_words(torch.cat(words), scales, zeros, perm, codes.shape[1], kind, gated)
+    words, scales = in_row_blocks(layer.qweight, gated), in_row_blocks(scales, gated)
+    size = max(16, REPACKED // layer.in_features // 16 * 16)
+    parts = []
+    for start in range(0, max(1, len(words)), size):
+        rows = slice(start, start + size)
+        codes, points = codes_of(words[rows], layer.codes.bits), None if zeros is None else zeros[rows]
+        parts.append(pack(codes, scales[rows], points, layer.g_idx, kind))
+    qweight = torch.cat([part.qweight for part in parts])
+    most = max(part.scales_and_zeros.shape[2] for part in parts)  # 2 only where the rows of all parts share scales
+    scales = [part.scales_and_zeros.repeat_interleave(most // part.scales_and_zeros.shape[2], 2) for part in parts]
+    return parts[0]._replace(qweight=qweight, scales_and_zeros=torch.cat(scales), semaphores=new_semaphores(qweight),
+                             N=layer.out_features, gated=gated)
 
 
 class PackedLinear(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fast import packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
-from fast.layout import (KINDS, from_mma_order, group_inputs, pack, pack_scales, tile, to_mma_order, unpack,
-                         unpack_scales, untile)
+from fast.layout import (KINDS, from_mma_order, group_inputs, in_row_blocks, pack, pack_scales, tile, to_mma_order,
+                         unpack, unpack_scales, untile)
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
 from gemv_on_cpu import gemv_on_cpu
 from helpers import DEVICES, ROOT, error, exact_linear, python
@@ -117,7 +117,7 @@ def test_each_code_lies_where_the_drawing_has_it(kind, K):
 @pytest.mark.parametrize("gated, N", [(False, 35), (True, 74)])
 def test_tiles(gated, N):
     rows = torch.randint(1000, (N, 96), dtype=torch.int32)
-    tiles = tile(rows, 16, gated)
+    tiles = tile(in_row_blocks(rows, gated), 16)
     assert untile(tiles, N, gated).equal(rows)
     assert tiles[1, 2, 3].equal(rows[8 + 3 if gated else 16 + 3, 32:48])
     assert tiles[1, 2, 9].equal(rows[37 + 8 + 1 if gated else 16 + 9, 32:48])
@@ -127,15 +127,16 @@ def test_tiles(gated, N):
 def test_scales_that_rows_share_stand_there_once(N, gated):
     scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
     for rows in (2, 16):
-        packed = pack_scales(scales, None, 0, 1, gated)
+        packed = pack_scales(in_row_blocks(scales, gated), None, 0, 1)
         assert packed.shape == ((N + 15) // 16, 5, rows, 1)
         assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
         scales[N - 1, 4] += 1  # then they share none
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_packed_comes_back(shape):
-    """And a layer's 1,024 rows at a time make the same of it."""
+def test_what_is_packed_comes_back(shape, monkeypatch):
+    """And a layer's rows make the same of it some at a time."""
+    monkeypatch.setattr(packed_linear, "REPACKED", 4096)
     weight = random_weight(*shape)
     packed = pack(*weight[:5], gated="gated" in shape[-1])
     assert (packed.perm is None) == (weight.g_idx is None)
