@@ -485,11 +485,21 @@ def as_words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype == torch.int8 else cache
 
 
-def decode_sizes(E: int, BM: int, int8: bool) -> dict:
-    """Of tiles. Llama-2-7B's 200 slots take 5.9 us in tiles of 128, 7.6 in tiles of 64 and 8.1 with splits of 256; 8B's
-    32,768 in int8 take 33, 42 and 49 (H200)."""
-    long = E <= 128 and BM <= 32  # others want too many registers
-    return dict(BL=128 if long else 64, STAGES=3 if long and int8 else 2, SPLIT_SLOTS=128, num_warps=4)
+def decode_sizes(E: int, BM: int, int8: bool, groups: int, L: int, of) -> dict:
+    """Of tiles; groups: B x K, of: what gpu() says. Many groups want small tiles, as several programs then share a
+    multiprocessor; where each has one to itself, it wants many bytes on the way.
+
+    us of BL, STAGES = (128, 2), (64, 3), (128, 3), H200: 32 groups of 230 slots 6.0, 6.0, 5.2; of 4,000 slots 23, 21,
+    27; 512 groups of 230 slots 24, 22, 34; of 8B's 32,768 in int8 35, 37, 33."""
+    slots, processors = 128, of.multi_processor_count  # splits of 256: 7B's 200 slots take 8.1 us for 5.9
+    if E > 128 or BM > 32:  # large tiles want too many registers
+        BL, stages = 64, 2
+    elif groups > processors and not int8:
+        BL, stages = 64, 3
+    else:
+        deep = of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, slots) <= processors
+        BL, stages = 128, 3 if int8 or deep else 2
+    return dict(BL=BL, STAGES=stages, SPLIT_SLOTS=slots, num_warps=4)
 
 
 def row_stride(positions: Tensor) -> int:
@@ -548,7 +558,8 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
     BE, BR = head_tile(E), triton.next_power_of_2(T * H // K)
-    splits = max(1, min(64, 2 * gpu(qkv.device).multi_processor_count // (B * K)))
+    of = gpu(qkv.device)
+    splits = max(1, min(64, 2 * of.multi_processor_count // (B * K)))
     part_stats = part_accs = None
     if splits > 1:
         part_stats = torch.empty(B * K * splits * BR * 2, device=qkv.device)
@@ -562,7 +573,7 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
         k_scale, v_scale, out, part_stats, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
         growth, original, eps, G=H // K, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE, WINDOW=window,
         BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BM=BM, BR=BR, BT=least_tile(T),
-        BS=max(1, 8192 // (BR * BE)), PDL=bool(pdl), **decode_sizes(E, BM, int8), **pdl)
+        BS=max(1, 8192 // (BR * BE)), PDL=bool(pdl), **decode_sizes(E, BM, int8, B * K, L, of), **pdl)
     return out
 
 
