@@ -542,7 +542,9 @@ class LLM:
 
     def _free_cache(self, rows: int, length: int) -> None:
         """The old one, before one of so many rows and tokens is made."""
-        if self.engine and self.options.compile:  # compiled code and kernels hold it
+        if not self.engine:
+            return
+        if self.options.compile:  # compiled code and kernels hold it
             if not self.options.quiet:
                 print(
                     f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",

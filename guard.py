@@ -6,6 +6,7 @@ kind, size and links, the JSON's types and ranges, the headers of the weights), 
 No path in a checkpoint leads out of its directory. What calls code that a file can steer runs in a process of its own
 with limits of time and memory: chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
 """
+import gc
 import inspect
 import json
 import math
@@ -647,7 +648,8 @@ def host_memory() -> int:
 def free_memory(device: torch.device, ranks=1) -> int:
     """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system does not say more."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what PyTorch holds of models that are gone
+        gc.collect()  # models that are gone, where they refer to themselves
+        torch.cuda.empty_cache()  # what PyTorch holds of them
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, TypeError):  # no such file, no such line
         said = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())

@@ -255,8 +255,6 @@ def build(what: str, args: Namespace, device: torch.device, dtype: torch.dtype, 
     """The model, if it fits, once what was measured before it is gone."""
     torch._dynamo.reset()
     gc.collect()  # compiled layers refer to each other
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     checkpoint, settings, mxfp4 = None, {}, what in MXFP4_SHAPES
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
