@@ -144,6 +144,15 @@ def halves(x):
 
 
 @jit
+def repeat(x, ROWS: constexpr):
+    """x [rows, E] -> [ROWS, E], its rows again and again."""
+    R: constexpr = x.shape[0]
+    if R < ROWS:
+        x = tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // R, R, x.shape[1])), (ROWS, x.shape[1]))
+    return x
+
+
+@jit
 def zeros(BM: constexpr, BE: constexpr, scales):
     """acc [BM, BE] for softmax_tile(), in halves if there are scales."""
     if scales is None:
@@ -223,8 +232,9 @@ def to_int8(x):
 
 
 @jit
-def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: constexpr):
-    """Stores new keys, or values, x [BT, BE] of tokens n < T in the cache -> what load_tile() would read of them."""
+def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: constexpr, BT: constexpr):
+    """Stores new keys, or values, x [NEW, BE] of tokens n < T in the cache -> what load_tile() would read of them, in
+    BT rows."""
     at = group.to(tl.int64) * L + position
     WIDE: constexpr = E if scales is None else E // 2
     BW: constexpr = BE if scales is None else BE // 2
@@ -233,13 +243,14 @@ def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: cons
     mask = (n < T)[:, None] & (e < WIDE)[None, :]
     if scales is None:
         tl.store(rows, x, mask=mask)
+        x = repeat(x, BT)
     else:
         x, scale = to_int8(x)
         even, odd = halves(x.to(tl.int16))
         words = (even & 255) | (odd << 8)
         tl.store(scales + at, scale, mask=n < T)
         tl.store(rows, words, mask=mask)
-        x = (words, scale)
+        x = (repeat(words, BT), tl.reshape(repeat(scale[:, None], BT), (BT,)))
     return x
 
 
@@ -285,7 +296,8 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
                      WINDOW: constexpr, BH: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
-                     BL: constexpr, BS: constexpr, STAGES: constexpr, PDL: constexpr):
+                     ROWS: constexpr, NEW: constexpr, BL: constexpr, BS: constexpr, STAGES: constexpr,
+                     PDL: constexpr):
     """Program (b * K + kv head, split).
 
     q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0, or q_norm and k_norm
@@ -302,7 +314,7 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     HEADS: constexpr = H + 2 * K  # of a token in q
     e = tl.arange(0, BE)
     partner = partner_of(e, PAIRS)
-    pair = tl.arange(0, BM)
+    pair = tl.arange(0, ROWS)
     t = tl.minimum(pair // G, T - 1)
     pair_mask = (pair < T * G)[:, None] & (e < E)[None, :]
     q_rows = q + (((b * T + t) * HEADS + kv * G + pair % G) * E)[:, None]
@@ -311,13 +323,14 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     positions += b * position_stride
     position = tl.load(positions + t)
     end = tl.load(positions)
-    n = tl.arange(0, BT)
+    n = tl.arange(0, NEW)
     new_mask = (n < T)[:, None] & (e < E)[None, :]
     new_position = tl.load(positions + n, mask=n < T, other=0)
     new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
     if offset is not None:  # where the sequence's table begins
         cos += tl.load(offset + b) * E
         sin += tl.load(offset + b) * E
+    row_position = end + tl.minimum(tl.arange(0, BM) % ROWS // G, T - 1)  # [BM]
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
@@ -335,7 +348,8 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     row_max = tl.full((BM,), -1e30, tl.float32)
     row_sum = tl.zeros((BM,), tl.float32)
     if sinks is not None:  # what one more slot with this score and no value would leave, once
-        row_max = tl.where(split == 0, tl.load(sinks + kv * G + pair % G).to(tl.float32) * 1.4426950408889634, row_max)
+        heads = kv * G + tl.arange(0, BM) % G
+        row_max = tl.where(split == 0, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max)
         row_sum += tl.where(split == 0, 1.0, 0.0)
     acc = zeros(BM, BE, v_scale)
     for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
@@ -361,26 +375,28 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
             new_q = rope(new_q, swapped, e, cos_q, sin_q, q_norm, kv * G + pair % G, q_square, eps, E, PAIRS)
             if GROWS:
                 new_q *= (1 + growth * tl.log(1.0 + position // original))[:, None]
-            new_q = new_q.to(dtype)
+            new_q = repeat(new_q.to(dtype), BM)
             queries = new_q if k_scale is None else halves(new_q)
             if has_new:
                 k_square = None
                 if BH > 0:
                     k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
                 keys = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
-                keys = store_new(keys.to(dtype), k_cache, k_scale, group, L, n, T, new_position, E, BE)
-                values = store_new(new_v, v_cache, v_scale, group, L, n, T, new_position, E, BE)
-                seen = (n < T)[None, :] & visible(new_position, position, WINDOW)
+                keys = store_new(keys.to(dtype), k_cache, k_scale, group, L, n, T, new_position, E, BE, BT)
+                values = store_new(new_v, v_cache, v_scale, group, L, n, T, new_position, E, BE, BT)
+                at = tl.arange(0, BT)
+                seen = (at < T)[None, :] & visible(end + at, row_position, WINDOW)
                 row_max, row_sum, acc = softmax_tile(queries, keys, values, k_scale, v_scale, seen, scale, row_max,
                                                      row_sum, acc, dtype)
-        seen = (slot < stop)[None, :] & visible(slot, position, WINDOW)
+        seen = (slot < stop)[None, :] & visible(slot, row_position, WINDOW)
         row_max, row_sum, acc = softmax_tile(queries, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype)
 
     acc = joined(acc, v_scale)
     if splits == 1:
         y = acc / row_sum[:, None]
-        rows = out + (((b * T + t) * H + kv * G + pair % G) * E)[:, None]
-        tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=pair_mask)
+        i = tl.arange(0, BM)
+        rows = out + (((b * T + i // G) * H + kv * G + i % G) * E)[:, None]
+        tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(i < T * G)[:, None] & (e < E)[None, :])
     if SPLITS > 1:
         if splits > 1:
             store_part(part_stats, part_accs, group * SPLITS + split, row_max, row_sum, acc, BR, BE)
@@ -485,21 +501,28 @@ def as_words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype == torch.int8 else cache
 
 
-def decode_sizes(E: int, BM: int, int8: bool, groups: int, L: int, of) -> dict:
-    """Of tiles; groups: B x K, of: what gpu() says. Many groups want small tiles, as several programs then share a
-    multiprocessor; where each has one to itself, it wants many bytes on the way.
+def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) -> dict:
+    """For `groups` (B x K) of BR pairs and BN new tokens, both powers of two; of: what gpu() says.
 
-    us of BL, STAGES = (128, 2), (64, 3), (128, 3), H200: 32 groups of 230 slots 6.0, 6.0, 5.2; of 4,000 slots 23, 21,
-    27; 512 groups of 230 slots 24, 22, 34; of 8B's 32,768 in int8 35, 37, 33."""
-    slots, processors = 128, of.multi_processor_count  # splits of 256: 7B's 200 slots take 8.1 us for 5.9
-    if E > 128 or BM > 32:  # large tiles want too many registers
-        BL, stages = 64, 2
-    elif groups > processors and not int8:
-        BL, stages = 64, 3
-    else:
-        deep = of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, slots) <= processors
-        BL, stages = 128, 3 if int8 or deep else 2
-    return dict(BL=BL, STAGES=stages, SPLIT_SLOTS=slots, num_warps=4)
+    tl.dot() takes 16 rows or more. Where many groups have a few pairs each, what comes before it has ROWS, no more, and
+    two warps: several programs then share a multiprocessor, where 16 rows took 250 registers. A few groups, with a
+    multiprocessor each, want many bytes on the way. us, H200, of BL, STAGES, warps:
+
+                                     128, 2, 4    64, 3, 4    128, 3, 4    64, 2, 2 of few rows
+        512 groups of 100 slots           14.3        14.6         20.9                    10.1
+        512 groups of 230 slots           24.3        21.7         34.1                    19.6
+        32 groups of 230 slots             6.0         6.0          5.2                     8.6
+        32 groups of 4,000 slots          23.0        21.2         27.2
+        8B's 32,768 slots in int8         35.4        37.5         33.0                    40.1"""
+    slots, processors, large = 128, of.multi_processor_count, E > 128 or BR > 32  # large tiles want many registers
+    rows, new = max(16, BR), max(16, BN)
+    sizes = dict(SPLIT_SLOTS=slots, BM=rows, BR=BR, BT=new)
+    many = groups > processors and not int8
+    if many and BR <= 4 and not large:
+        return sizes | dict(ROWS=BR, NEW=BN, BL=64, STAGES=2, num_warps=2)
+    deep = of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, slots) <= processors
+    stages = 3 if not large and (many or int8 or deep) else 2
+    return sizes | dict(ROWS=rows, NEW=new, BL=64 if many or large else 128, STAGES=stages, num_warps=4)
 
 
 def row_stride(positions: Tensor) -> int:
@@ -557,7 +580,7 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
-    BE, BR = head_tile(E), triton.next_power_of_2(T * H // K)
+    BE, BR, BN = head_tile(E), triton.next_power_of_2(T * H // K), triton.next_power_of_2(T)
     of = gpu(qkv.device)
     splits = max(1, min(64, 2 * of.multi_processor_count // (B * K)))
     part_stats = part_accs = None
@@ -566,14 +589,14 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
         part_accs = torch.empty(B * K * splits * BR * BE, device=qkv.device)
     out = qkv.new_empty(B, T, H, E)
     whole_norm = q_norm is not None and len(q_norm) > E
-    pdl, BM = pdl_options(qkv.device), max(16, BR)
+    pdl = pdl_options(qkv.device)
     int8 = k_scale is not None and v_scale is not None
     attention_kernel[(B * K, splits)](
         qkv.contiguous(), positions, cos, sin, offset, q_norm, k_norm, sinks, as_words(k_cache), as_words(v_cache),
         k_scale, v_scale, out, part_stats, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
         growth, original, eps, G=H // K, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE, WINDOW=window,
-        BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BM=BM, BR=BR, BT=least_tile(T),
-        BS=max(1, 8192 // (BR * BE)), PDL=bool(pdl), **decode_sizes(E, BM, int8, B * K, L, of), **pdl)
+        BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BS=max(1, 8192 // (BR * BE)),
+        PDL=bool(pdl), **decode_sizes(E, BR, BN, int8, B * K, L, of), **pdl)
     return out
 
 

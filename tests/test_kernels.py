@@ -67,15 +67,15 @@ def test_a_prompts_gate(device, dtype, gate):
 
 
 CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one row of positions, as in prefill; ROPES
-    (1, 1, 32, 32, 128, 230, None, None, False, ""), (2, 1, 9, 3, 64, 300, None, None, False, ""),
+    (1, 1, 32, 32, 128, 230, None, None, False, ""), (50, 1, 9, 3, 64, 300, None, None, False, ""),
     (3, 5, 6, 2, 48, 700, None, "head", False, ""), (1, 1, 32, 8, 128, 9000, None, None, False, ""),
     (2, 3, 8, 8, 64, 3000, 777, None, False, ""), (4, 16, 16, 2, 128, 600, None, "head", False, ""),
     (1, 2, 4, 1, 80, 5000, 4096, None, False, ""), (2, 300, 6, 2, 96, 500, None, None, False, ""),
     (1, 400, 32, 8, 128, 900, 256, "head", False, ""), (2, 3, 4, 2, 64, 200, None, None, True, ""),
-    (2, 50, 4, 2, 64, 200, 20, "head", True, ""), (2, 1, 4, 2, 128, 300, None, None, False, "part"),
-    (3, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
-    (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (2, 1, 4, 4, 64, 300, 50, "whole", False, ""),
-    (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (2, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
+    (2, 50, 4, 2, 64, 200, 20, "head", True, ""), (70, 1, 4, 2, 128, 300, None, None, False, "part"),
+    (70, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
+    (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (35, 1, 4, 4, 64, 300, 50, "whole", False, ""),
+    (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (70, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
     (3, 5, 6, 2, 48, 700, None, "head", False, "int8"), (2, 3, 8, 8, 64, 3000, 777, None, False, "int8"),
     (2, 60, 4, 2, 64, 300, 20, None, False, "int8"), (1, 1, 32, 8, 128, 900, None, None, False, "int8-values"),
     (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks"),
@@ -92,9 +92,9 @@ ROPES = {  # what a rope has besides theta, the share of a head that turns, and 
     *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES)], ids=str)
 @torch.no_grad()
 def test_attention(device, case):
-    """Ragged sequences, GQA of any ratio, windows, norms, one split and many: on a CPU Attention.attend(), on a GPU its
-    kernel, which updates the cache or, as in prefill, finds it complete. The cache is full of numbers, and has a row
-    more than there are sequences."""
+    """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than a GPU has multiprocessors:
+    on a CPU Attention.attend(), on a GPU its kernel, which updates the cache or, as in prefill, finds it complete. The
+    cache is full of numbers, and has a row more than there are sequences."""
     B, T, H, K, E, L, window, qk_norm, shared, kind = case
     dtype = BF16 if device == "cuda" else F32
 
