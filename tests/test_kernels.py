@@ -92,9 +92,9 @@ ROPES = {  # what a rope has besides theta, the share of a head that turns, and 
     *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES)], ids=str)
 @torch.no_grad()
 def test_attention(device, case):
-    """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than multiprocessors: on a CPU
-    Attention.attend(), on a GPU its kernel, which updates the cache or, as in prefill, finds it complete. The cache is
-    full of numbers, and has a row more than there are sequences."""
+    """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than multiprocessors: on a
+    CPU Attention.attend(), on a GPU its kernel, which updates the cache or, as in prefill, finds it complete. The cache
+    is full of numbers, and has a row more than there are sequences."""
     B, T, H, K, E, L, window, qk_norm, shared, kind = case
     dtype = BF16 if device == "cuda" else F32
 
