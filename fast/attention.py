@@ -301,7 +301,8 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     """Program (b * K + kv head, split).
 
     q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0, or q_norm and k_norm
-    are of all heads together, and this is H E, rounded up to a power of two.
+    are of all heads together, and this is H E, rounded up to a power of two. tl.dot() has BM pairs and BT new tokens,
+    what comes before it ROWS and NEW: as many, or fewer.
     It is longer than a screen because the first pass of the loop must hold all that waits for the kernel before: there
     the compiler puts the first tiles' loads ahead of the wait."""
     group = tl.program_id(0)
