@@ -52,7 +52,8 @@ def one_line(text: str) -> str:
 
 
 class Checkpoint:
-    """A directory, each JSON file of which is read once. weights: weights_of() its config."""
+    """A directory, each JSON file of which is read once. weights: weights_of() its config. An EAGLE head's,
+    eagle.HeadCheckpoint, has methods of its own in the place of those that read the config and know the weights."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
 
@@ -117,10 +118,9 @@ class Place(NamedTuple):
 class Weight(NamedTuple):
     """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
 
-    rows, columns: what ranks share these by, "q" or "kv" heads, "ffn" units or "vocab"; None: each rank has all of
-    them. quantized: whether quantization replaces this matrix. norm: it is a norm's. expert: whose it is. experts: it
-    is all experts' at once, [X, inputs, outputs], as gpt-oss has it; rows that are "pairs" are a gate's and an up's in
-    turns."""
+    rows, columns: what ranks share these by, a key of tp.Shard.shares; None: each rank has all of them. quantized:
+    whether quantization replaces this matrix. norm: it is a norm's. expert: whose it is. experts: it is all experts'
+    at once, [X, inputs, outputs], as gpt-oss has it; rows that are "pairs" are a gate's and an up's in turns."""
 
     ours: str
     row: int
@@ -256,9 +256,9 @@ def read_tensor(
     name: str,
     shapes: list[tuple],
     dtypes: str = FLOATS,
-    part: tuple[slice, ...] = (),
+    part: tuple[slice | Tensor, ...] = (),
 ) -> Tensor:
-    """The tensor, or a part of it, in the host's memory. UserError unless it has one of the shapes.
+    """The tensor, or tp.Shard's part of it, in the host's memory. UserError unless it has one of the shapes.
 
     Its name is removed from `files`: a name that is still there at the end has no place in the model."""
     if name not in files:

@@ -89,7 +89,8 @@ class Config:
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
-    expert_files: str = ""  # what experts are called in files: see checkpoint.hf_experts()
+    # What a mixture is called in files, its router and, if each expert has tensors of its own, their gate, up and down.
+    expert_files: str = ""
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
@@ -129,7 +130,7 @@ class Transformer(nn.Module):
         and the tokens of a forward attend to each other alone (training).
 
         features: the places whose hidden states are kept in self.features [batch_size, max_seq_len, n D], by position:
-        place i is before layer i, place n_layer behind the last one. A draft head reads them.
+        place i is before layer i, place n_layer behind the last one. A draft head reads them. They need a batch_size.
         cache: of CACHES."""
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype

@@ -42,7 +42,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
     tokens [B, T], of which accepted + 1 are text, their log-probabilities [B, T] under the raw logits, accepted [B].
 
     A drafted token x is kept with probability min(1, p(x) / q(x)). The first one that is not is drawn anew, from the
-    positive part of p - q. Where all are kept, one more is drawn from p, since q is zero there."""
+    positive part of p - q. Where all that count are kept, one more is drawn, from p."""
     drafted, logits = tokens[:, 1:], logits.float()  # [B, k]
     p = probabilities(logits, sampling)  # [B, T, V]
     nth = torch.arange(drafted.shape[1], device=logits.device)  # [k]
@@ -76,8 +76,8 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling):
 class Drafter:
     """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
 
-    vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens at the end of the texts
-    the draft has not read. The Speculator adds those of its steps without drafts."""
+    vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens before the last one the
+    draft has not read. The Speculator adds those of its steps without drafts."""
     vocab_size: int
     max_seq_len: int
     unread: int = 0
@@ -136,7 +136,7 @@ def lookup(text: Tensor, last: Tensor, k: int):
 
 class DraftModel(Drafter):
     """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text:
-    it holds text[: last + 1 - unread].
+    it holds text[: last - unread] or, behind a draft that was kept whole, a token less; start() reads the last two.
 
     engine: its generate.Engine. vocabulary [draft's V]: the target's token for each of the draft's, if they differ."""
 

@@ -48,7 +48,7 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
 
     The inputs of o are its q heads'. With whole kv heads they fill whole groups of o, and the outputs of k and v fill
     whole words. Llama-3-8B has 4 q heads of 128 for each kv head, 512 inputs: whole groups of 128, so that 512 is the
-    unit. Several ranks may also share a kv head, each with as many of its q heads."""
+    unit. Where equally many ranks share each kv head, a rank has H / ranks q heads, if these are whole groups."""
     H, K, E = config.n_head, config.n_kv_head, config.head_dim
     word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
     o_unit = math.lcm(H // K * math.lcm(E, word), group)
