@@ -66,8 +66,8 @@ def random_weight(N, K, kind, C, parts="", device="cpu", dtype=torch.float32) ->
     if kind == "fp8":
         codes -= (codes % 128 == 127).to(torch.uint8)  # NaN
     scales = (torch.rand(N, C, device=device) + 0.5) / K ** 0.5 / (256 if kind == "fp8" else 2 ** (bits - 2))
-    if "shared" in parts:
-        scales = scales[torch.arange(N, device=device) // 8 * 8]
+    shared = N if "shared" in parts else 16  # the first rows by chance
+    scales[:shared] = scales[torch.arange(N)[:shared] // 8 * 8]
     scales = scales if kind == "fp8" or "wide" in parts else scales.half()
     if kind == "mxfp4":
         scales = (scales.float().log2().round() + 127).to(torch.uint8)
