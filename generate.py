@@ -37,7 +37,7 @@ from completion import Completion, make_completions, pieces, rank_completions
 from eagle import make_draft
 from model import Transformer
 from sampling import LIMITS, Sampling, choose
-from speculative import SLACK, Speculator, accept, propose
+from speculative import SLACK, Speculator, accept, capture, propose
 from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -110,7 +110,7 @@ class Engine:
         eager          model               decode_one_token    PLAIN      -
         compile        compiled_decoder    decode_one_token    PLAIN      the forward
         fast           as compile, but where its kernels run (`kernels`) and know all values of Sampling (`captures`):
-                       decoder             compiled_decode     fast/'s    the whole step
+                       decoder             captured_decode     fast/'s    the whole step
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Engine:
         self.positions = torch.zeros_like(self.tokens)
         self.compiled = mode != "eager"
         self.kernels = False
+        self.graph = None
         if self.compiled:
             self.compile(use_fast=mode == "fast")
         self.set_sampling(sampling)
@@ -150,6 +151,8 @@ class Engine:
         )
         # Do not unify dynamic sizes that happen to coincide.
         torch.fx.experimental._config.use_duck_shape = False
+        # A float is a constant: dynamic=True would trace each layer twice, first with numbers such as eps as inputs.
+        torch._dynamo.config.specialize_float = True
         # Do not make a size dynamic when it first changes.
         torch._dynamo.config.automatic_dynamic_shapes = False
         # Prefill: the code of one layer serves all lengths and layers.
@@ -161,13 +164,7 @@ class Engine:
         if self.fast:
             self.decoder, self.kernels = self.fast.decoder, self.fast.kernels
         self.compiled_decoder = torch.compile(self.decoder, mode="reduce-overhead", fullgraph=True)
-        self.compiled_decode = torch.compile(
-            decode_one_token, mode="reduce-overhead", fullgraph=True
-        )
         self.settings = torch.zeros(4, device=self.device)  # fast/'s values of Sampling
-        # CUDA graphs then use them in place.
-        for state in (self.tokens, self.positions, self.settings):
-            torch._dynamo.mark_static_address(state)
 
     def set_sampling(self, sampling: Sampling) -> None:
         """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled code, and kernels
@@ -182,7 +179,7 @@ class Engine:
             self.sampler = self.fast
             self.sampling = self.settings
             self.forward = self.decoder
-            self.decode = self.compiled_decode
+            self.decode = self.captured_decode
         else:
             self.sampler = PLAIN
             self.sampling = sampling
@@ -235,11 +232,8 @@ class Engine:
             [start + len(prompt) for prompt in prompts for _ in range(samples)]
         )
         # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each time.
-        self.state = (
-            (self.tokens, self.positions)
-            if self.compiled
-            else (self.tokens[:used], self.positions[:used])
-        )
+        rows = slice(None if self.compiled else used)
+        self.state = self.tokens[rows], self.positions[rows]
         self.length = start + max(map(len, prompts))
         self.end = self.length + new_tokens - 1
         return chosen, logprobs
@@ -250,8 +244,17 @@ class Engine:
         if self.length == self.end:
             return None
         self.length += 1
-        slots = self.slots(self.length)
-        return self.decode(self.forward, *self.state, slots, self.sampler.choose, self.sampling)
+        return self.decode(
+            self.forward, *self.state, self.slots(self.length), self.sampler.choose, self.sampling
+        )
+
+    def captured_decode(self, *step) -> tuple[Tensor, Tensor]:
+        """decode_one_token() as a CUDA graph. The first call runs it as it is, which compiles the kernels."""
+        if self.graph:
+            return self.graph()
+        chosen = decode_one_token(*step)
+        self.graph = capture(partial(decode_one_token, *step))
+        return chosen
 
     def read(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
@@ -261,21 +264,21 @@ class Engine:
     def warm_up(
         self, prompts: int, speculator: Speculator | None = None, alone: bool = True
     ) -> None:
-        """Compiles what a batch of so many prompts needs: decode runs, records its graph and replays it.
+        """Compiles what a batch of so many prompts needs: prefill, then decode, which records its graph and replays it.
 
         alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
         if speculator:  # its steps are ready
             speculator.begin([[0, 0]] * prompts, 1, 0, 1)
             speculator.draft.catch_up(speculator.text, speculator.last, speculator.reach())
             return
-        overlap = self.captures and alone
         with (
             self.decoder.warm_up(self.batch_size, self.sampler.choose, self.sampling)
-            if overlap
+            if self.captures and alone
             else nullcontext()
         ):
-            for _ in generate(self, [[0, 0]] * prompts, 4):
-                pass
+            self.begin([[0, 0]] * prompts, 4, 0, 1)
+        while self.step():
+            pass
 
 
 @cache

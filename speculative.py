@@ -396,8 +396,8 @@ class Speculator:
         return rows
 
 
-def capture(step: Callable, pool: tuple[int, int]) -> Callable:
-    """step() as a CUDA graph, which returns the same tensors each time."""
+def capture(step: Callable, pool=None) -> Callable:
+    """step() as a CUDA graph, which returns the same tensors each time. pool: of graphs that share their memory."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         out = step()

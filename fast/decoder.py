@@ -352,8 +352,8 @@ class FusedDecoder(nn.Module):
 
     @contextmanager
     def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:
-        """While the body compiles a step, two threads run one of so many rows, the forward and the choice: Triton
-        compiles its kernels while Dynamo and Inductor are busy with the rest. With full caches Llama-2-7B is ready in
+        """While the body compiles prefill, two threads run a step of so many rows, the forward and the choice: Triton
+        compiles its kernels while Dynamo and Inductor are busy with the layers. With full caches Llama-2-7B is ready in
         3.6 s on an H200, without it in 5.2 s.
 
         Two steps that ran at once, on two streams, may leave a count that a later step would mistake for its own: in
@@ -386,6 +386,8 @@ def install_kernels(model: Transformer) -> FusedDecoder:
     Both share the weights and the caches. On a CPU the kernels' plain twins serve, as in the tests.
     With several ranks all of them call this together. Raises ValueError for a model that has its kernels already."""
     plain_halves(model)  # may raise
+    # Of one layer there are few kernels to compile, and a process waits in its end until a pool of workers has begun, 4 s.
+    torch._inductor.config.compile_threads = 1
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
         communication_buffers(model.embed.weight.device)
