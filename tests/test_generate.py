@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint
 from cli.output import show
 from fast.experts import FusedMoE
 from generate import Completion, Engine, generate
 from helpers import (DRAFT, EOS, F32, FAMILIES, GOLDEN, GREEDY, TINY, error, is_golden, load_checkpoint, make,
-                     on_each_device, python, read, run, speculator, tiny, with_json)
+                     on_each_device, open_tokenizer, python, read, run, speculator, tiny, trained, with_json)
 from sampling import Sampling
 from tokenizer import PARTS, Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(Checkpoint(TINY))
+    return open_tokenizer(TINY)
 
 
 COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU the first of them, below
@@ -108,9 +107,9 @@ def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
 
 
 @on_each_device
-@pytest.mark.parametrize("kind, least", [("int8", 1e-3), ("int8-values", 2e-4)])
+@pytest.mark.parametrize("kind", ["int8", "int8-values"])
 @torch.no_grad()
-def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, least, monkeypatch):
+def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, monkeypatch):
     model, prompts = tiny(device), [[1, 300, 500, 20, 7, 8, 9, 300, 11], [1, 7]]
     alone = [run(Engine(model, 60, 1, GREEDY, cache=kind), [prompt], 30)[0] for prompt in prompts]
     cache, expected = model.layers[0].attn.cache, [row for row in alone for _ in range(2)]
@@ -125,7 +124,7 @@ def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(
     for of in (kind, "16-bit"):
         model.setup(40, 1, cache=of)
         logits.append(read(model, tokens)[0])
-    assert least < error(*logits) < 2e-2
+    assert error(*logits) < 2e-2
 
 
 @pytest.mark.gpu
@@ -162,12 +161,18 @@ def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = ()
     return completion, seen
 
 
-@pytest.mark.parametrize("begin, text", [("", "A naïve café: 火曜日 🦊👩‍🚀!"), ("Once upon", " a time")])
-def test_streamed_text_never_splits_a_character_and_keeps_the_space_behind_the_prompt(tokenizer, begin, text):
-    prompt, tokens = (tokenizer.encode_text(whole) for whole in (begin, begin + text))
-    completion, seen = completion_of(tokens[len(prompt):], tokenizer, prompt=prompt)
+def test_streamed_text_never_splits_a_character(tokenizer):
+    text = "A naïve café: 火曜日 🦊👩‍🚀!"
+    completion, seen = completion_of(tokenizer.encode_text(text)[1:], tokenizer)
     assert completion.text == seen[-1] == text
     assert all(text.startswith(shown) for shown in seen)
+
+
+def test_the_space_behind_a_prompt_is_kept(tmp_path):
+    """By a tokenizer that drops the first space of what it decodes, as Llama's does; the bundled one does not."""
+    tokenizer = trained(tmp_path, ["Once upon a time there was a fox"] * 9, {}, vocab_size=40)
+    prompt, tokens = (tokenizer.encode_text(text) for text in ("Once upon", "Once upon a time"))
+    assert completion_of(tokens[len(prompt):], tokenizer, prompt=prompt)[0].text == " a time"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -198,14 +203,18 @@ def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
 
 @pytest.mark.parametrize("stops, expected", [
     (["dog ran"], "The dog sat. The do not. A "), (["zzz", "dog"], "The "),
-    (["ran away", "do ran"], "The dog sat. The do not. A dog "), (["away. "], "The dog sat. The do not. A dog ran away.")])
-def test_stop_text_across_tokens_is_never_shown_and_what_might_have_become_one_shows_in_the_end(
-        tokenizer, stops, expected):
-    tokens = [*tokenizer.encode_text("The dog sat. The do not. A dog ran away.")[1:], 2]
+    (["ran away", "do ran"], "The dog sat. The do not. A dog ")])
+def test_stop_text_across_tokens_is_never_shown(tokenizer, stops, expected):
+    tokens = tokenizer.encode_text("The dog sat. The do not. A dog ran away.")[1:]
     completion, seen = completion_of(tokens, tokenizer, stops)
     assert completion.text == seen[-1] == expected and completion.finish_reason == "stop"
     assert all(expected.startswith(shown) for shown in seen)
     assert tokenizer.decode(completion.tokens).startswith(expected)  # the tokens include the stop text
+
+
+def test_what_might_have_become_a_stop_text_shows_in_the_end(tokenizer):
+    _, seen = completion_of([*tokenizer.encode_text("A do")[1:], 2], tokenizer, ["dog"])
+    assert seen[-2:] == ["A ", "A do"]
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():

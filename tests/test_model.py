@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from helpers import FAMILIES, GOLDEN, error, golden, load_checkpoint, of_each_family, on_each_device, read, tiny
 from model import Transformer
@@ -44,21 +45,19 @@ def test_only_the_chosen_experts_are_computed(n):
 @of_each_family
 def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(model, family):
     """A padded prefill, then a step of 3 tokens at positions of each row's own, over slots full of rubbish."""
-    all_tokens, all_logits = golden(GOLDEN / family)
+    rows, logits = golden(GOLDEN / family)
     lengths = torch.tensor([17, 2, 9])
     model.setup(max_seq_len=64, batch_size=3)
-    model.begin_rows([len(tokens) for tokens in all_tokens])
+    model.begin_rows([*map(len, rows)])
     for layer in model.layers:
         layer.attn.cache.k.normal_(std=9)
         layer.attn.cache.v.normal_(std=9)
-    prompts = torch.randint(0, model.config.vocab_size, (3, 17))
-    for row, n in enumerate(lengths):
-        prompts[row, :n] = all_tokens[row][:n]
+    prompts = pad_sequence([row[:n] for row, n in zip(rows, lengths)], batch_first=True)
     last = read(model, prompts, last=lengths - 1)
-    steps = torch.stack([all_tokens[row][n:n + 3] for row, n in enumerate(lengths)])
+    steps = torch.stack([row[n:n + 3] for row, n in zip(rows, lengths)])
     verified = model(steps, lengths[:, None] + torch.arange(3))
-    for row, n in enumerate(lengths):
-        assert error(torch.cat((last[row][None], verified[row])), all_logits[row][n - 1:n + 3]) < 1e-5
+    for out, ref, n in zip(torch.cat((last[:, None], verified), dim=1), logits, lengths):
+        assert error(out, ref[n - 1:n + 3]) < 1e-5
 
 
 def test_rope_tables_are_fp32():
@@ -71,18 +70,15 @@ def test_rope_tables_are_fp32():
 
 @torch.no_grad()
 def test_hidden_states_of_named_places_are_kept_by_position():
-    """The first layer's output and the last one's; of a text in pieces, too."""
+    """The first layer's output and the last one's, of a text in pieces."""
     model, tokens, seen = tiny(directory=GOLDEN / "smollm3"), torch.randint(96, (2, 10)), []
     model.setup(16, 2, features=(1, 4))
     for layer in model.layers[0], model.layers[3]:
         layer.register_forward_hook(lambda _, inputs, out: seen.append(out))
-    read(model, tokens)
-    kept = model.features.clone()
-    assert kept[:, :10].equal(torch.cat(seen, dim=-1)) and not kept[:, 10:].any()
-    model.features.zero_()
     for at in torch.arange(10).split(6):
         model(tokens[:, at], at[None])
-    assert error(model.features, kept) < 1e-5
+    expected = torch.cat([torch.cat(seen[i::2], dim=1) for i in range(2)], dim=-1)
+    assert model.features[:, :10].equal(expected) and not model.features[:, 10:].any()
 
 
 @on_each_device

@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint
 from generate import Engine, generate
 from helpers import (DRAFT, GOLDEN, GREEDY, TINY, check_logprobs, golden, is_golden, load_checkpoint, of_each_family,
-                     on_each_device, random_head, random_model, read, run, same_but_for_ties, speculator, tiny,
-                     tiny_head)
+                     on_each_device, open_tokenizer, random_head, random_model, read, run, same_but_for_ties,
+                     speculator, tiny, tiny_head)
 from model import Transformer
-from policies import DRAFT_LENGTHS, Auto, Bass, Heuristic
+from policies import DRAFT_LENGTHS, Auto, Bass, Heuristic, interpolate
 from sampling import Sampling, probabilities
 from speculative import DraftModel, Speculator, accept, lookup
-from tokenizer import Tokenizer
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6, top_p=0.95, min_p=0.08)
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -31,13 +29,14 @@ def draft_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     return makers[name]().to(device, dtype) if name in makers else None
 
 
-def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square; the cells of which under 5 are expected count as one with the least of the others."""
-    expected, order = (probs.double() * counts.sum()).sort()
-    rare, impossible = int((expected < 5).sum()) + 1, bool(counts[probs == 0].any())
-    pooled, seen = (torch.cat([t[:rare].sum()[None], t[rare:]]) for t in (expected, counts[order]))
-    half = ((seen - pooled) ** 2 / pooled).sum() / 2
-    return 0.0 if impossible else torch.special.gammaincc(half.new_tensor((len(seen) - 1) / 2), half).item()
+def check_counts(counts: Tensor, probs: Tensor) -> None:
+    """Chi-square at 1e-4. The cells of which under 5 are expected count as one."""
+    assert not counts[probs == 0].any()
+    expected = probs.double() * counts.sum()
+    rare = expected < 5
+    pooled, seen = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (expected, counts))
+    half = ((seen - pooled) ** 2 / pooled.clamp(min=5)).sum() / 2
+    assert torch.special.gammaincc(half.new_tensor((len(seen) - 1) / 2), half) > 1e-4
 
 
 @torch.no_grad()
@@ -68,7 +67,7 @@ def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Ten
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
     """The seed is fixed: it passes or fails for good. It sees it where 2 % of the likeliest token are moved, or where a
     rejected token is drawn anew from all of the target's distribution."""
-    assert p_value(speculated_counts(sampling, name, device), exact(sampling)) > 1e-4
+    check_counts(speculated_counts(sampling, name, device), exact(sampling))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def prompts() -> list[list[int]]:
     """Of 40, 1, 17, 3 and 9 tokens."""
     text = ("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went to the park. "
             "There he saw a dog. The dog wanted to play with the red ball.")
-    story = Tokenizer(Checkpoint(TINY)).encode_text(text)
+    story = open_tokenizer(TINY).encode_text(text)
     return [story[:n] for n in (40, 1, 17, 3, 9)]
 
 
@@ -138,33 +137,19 @@ def test_log_probabilities_are_those_of_the_raw_logits(prompts, drafted):
     assert not drafted or 0 < made.counts["accepted"] < made.counts["drafted"]
 
 
-P, Q, LAST = [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("p, q, drafted, proposed, expected", [
-    ([P, Q, P], [P, Q], [1, 2], 2, {2: (1, P)}),  # all are kept, one more is drawn
-    ([P, P], [Q], [0], 1, {0: (0.75, [0, 0, 0.25, 0.75]), 1: (0.25, P)}),  # 0.1 / 0.4 is kept; else what p has more of
-    ([Q, [0, 0, 0.5, 0.5], P, P], [P, P, P], [0, 1, 3], 3, {1: (1, [0, 0, 2 / 3, 1 / 3])}),  # the third would be kept
-    ([P, P], [[0.2, 0.4, 0.6, 0.8]], [3], 1, {0: (0.5, P), 1: (0.5, P)}),  # a rejection leaves nothing: all of p
-    ([LAST, P, P], [LAST, LAST], [3, 3], 1, {1: (1, P)})])  # one is proposed: the other's q does not count
-def test_accept(p, q, drafted, proposed, expected):
-    """Many equal rows; expected: how likely so many are accepted, and the distribution of the token behind them."""
-    read, logits = torch.tensor([0, *drafted]).expand(SAMPLES, -1), (torch.tensor(p).log() + 3).expand(SAMPLES, -1, -1)
-    tokens, logprobs, accepted = accept(logits, read, torch.tensor([*q, [0.0] * 4]).expand(SAMPLES, -1, -1),
-                                        torch.full((SAMPLES,), proposed), PLAIN)
-    assert set(accepted.tolist()) == set(expected)
-    for n, (share, after) in expected.items():
-        assert abs((accepted == n).float().mean() - share) < 0.02
-        ended = tokens[accepted == n, :n + 1]
-        assert (ended[:, :n] == torch.tensor(drafted[:n])).all()
-        assert p_value(ended[:, n].bincount(minlength=4), torch.tensor(after)) > 1e-4
-        told = torch.tensor(p).log()[:n + 1].gather(1, ended.t()).t()  # logits less a constant
-        assert torch.allclose(logprobs[accepted == n, :n + 1], told, atol=1e-5)
+def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
+    """p and q may differ by rounding alone. Here q is twice p."""
+    p, ones = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.ones(SAMPLES, 1, 1)
+    read, q = torch.tensor([0, 3]).expand(SAMPLES, -1), torch.stack((2 * p, 0 * p)) * ones
+    tokens, _, accepted = accept(p.log().expand(2, -1) * ones, read, q, ones.flatten(), PLAIN)
+    assert abs(accepted.float().mean() - 0.5) < 0.02
+    check_counts(tokens[accepted == 0, 0].bincount(minlength=4), p)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
-    """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it."""
+    """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it. Where a
+    row is alone, it keeps its place: in a chat the cache serves the next line."""
     prompts, model, got = [PROMPT[:10 - b] for b in range(rows)], random_model(1), []
     expected = run(Engine(model, 10 + 35, rows, GREEDY), prompts, 35)
     made = speculator(model, 10 + 35, random_model(1), "32", rows)
@@ -176,6 +161,7 @@ def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     assert [len(step[0]) for step in got] == [33, 33, 0]
     rest = [[token for step in got for token, _ in step[b]][:34] for b in range(rows)]
     assert [[token, *row] for token, row in zip(first, rest)] == expected
+    assert rows > 1 or made.text[0, :45].tolist() == prompts[0] + expected[0]
 
 
 def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
@@ -188,14 +174,8 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
     assert max(reached) < 32 and len(reached) < 4 * made.counts["steps"] and made.counts["accepted"]
 
 
-def test_auto_times_few_lengths_and_knows_all():
-    seconds = speculator(tiny(), 40, draft_of("tiny-draft"), "auto").policy.seconds
-    assert set(seconds) == set(DRAFT_LENGTHS) and seconds[32] == seconds[8]
-    assert abs(2 * seconds[5] - seconds[2] - seconds[8]) < 1e-9
-
-
 @pytest.mark.parametrize("policy, kept, expected, limit", [
-    (Heuristic(), [4, 0, 0, 0, 0, 1, 3, 5, 6], [4, 3, 2, 1, 1, 3, 5, 7, 9], 33),
+    (Heuristic(), [4, 0, 0, 0, 0, 1, 3], [4, 3, 2, 1, 1, 3, 5], 33),
     (Bass(), [6, 8, 3, 7, 5, 4, 0, 0, 0, 1, 1, 2], [9, 11, 9, 7, 5, 4, 2, 1, 1, 3, 2, 4], 32)])
 def test_heuristic_and_bass(policy, kept, expected, limit):
     """kept: the most that a row accepted of what k drafts; expected: the next k, by algorithm 1 of arXiv 2404.15778
@@ -226,6 +206,7 @@ def simulate(matches: Callable, times=TIMES):
 
 
 def test_auto():
+    assert interpolate({0: 1.0, 8: 1.8}, [*TIMES]) == pytest.approx(TIMES)
     k, clock, _ = simulate(lambda n: True)
     assert k == 8 and clock < 1.05 * 2000 / 9 * 1.8
     k, clock, _ = simulate(lambda n: True, TIMES | {8: 4.0})
@@ -262,29 +243,16 @@ def test_lookup(alphabet):
 
 def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
     """It is verified at position 1."""
-    made, rows, seen = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=3), [[], [], []], []
+    made, seen = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=3), []
     expected = run(made, prompts[:3], 40)
     made.target.model.register_forward_pre_hook(lambda _, inputs: seen.append(int(inputs[1][0, 0])))
-    for n, step in enumerate(generate(made, prompts[:3], 40)):
+    steps = generate(made, prompts[:3], 40)
+    rows = [[token for token, _ in row] for row in next(steps)]
+    made.finish(0)
+    for step in steps:
         for row, new in zip(rows, step):
             row += [token for token, _ in new]
-        if n == 3:
-            made.finish(0)
-            done = len(rows[0])
-    assert [at >= 40 for at in seen[1:4]] == [True] * 3 and set(seen[4:]) == {1} and len(seen) > 9
-    assert [rows[0], *(row[:40] for row in rows[1:])] == [expected[0][:done], *expected[1:]]
-
-
-def test_one_row_alone_keeps_its_place_when_it_is_done(prompts):
-    """In a chat the cache serves the next line; a GPU may have a step in flight when an answer ends."""
-    made = speculator(tiny(), 40 + 40, None, "4")
-    [tokens] = run(made, prompts[:1], 20)
-    last = int(made.last)
-    made.finish(0)
-    with torch.no_grad():
-        _, _, new, _ = made.speculate(4)
-    assert made.last == last >= 59 and new == 0
-    assert made.text[0, :60].tolist() == prompts[0] + tokens
+    assert set(seen[1:]) == {1} and [rows[0], *(row[:40] for row in rows[1:])] == [expected[0][:1], *expected[1:]]
 
 
 @pytest.mark.gpu
