@@ -152,7 +152,7 @@ def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
 
 def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]):
     """A completion fed token by token, and what was visible after each."""
-    completion, seen = Completion("", prompt, tokenizer, 99, list(stops)), []
+    completion, seen = Completion("", prompt, tokenizer, 999, list(stops)), []
     for token in tokens:
         completion.add(token, -1.0, 0.0)
         seen.append(completion.visible())
@@ -175,12 +175,10 @@ def test_the_space_behind_a_prompt_is_kept(tmp_path):
     assert completion_of(tokens[len(prompt):], tokenizer, prompt=prompt)[0].text == " a time"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_streamed_text_equals_the_text_decoded_at_once(tokenizer, seed):
+def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
     """Random tokens, with a beginning of sequence, which has no text of its own, strewn among them."""
-    random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(259, 2048, (60,), generator=random)
-    tokens[torch.rand(60, generator=random) < 0.1] = 1
+    tokens = torch.randint(259, 2048, (300,))
+    tokens[torch.rand(300) < 0.1] = 1
     completion, _ = completion_of(tokens.tolist(), tokenizer)
     assert completion.text == tokenizer.decode(tokens.tolist())
 

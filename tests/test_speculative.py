@@ -50,24 +50,20 @@ def exact(sampling: Sampling) -> Tensor:
     return p.gather(-1, drawn[:, :, None]).prod(1).view(8, 512).sum(0)
 
 
-def speculated_counts(sampling: Sampling, name: str, device: str = "cpu") -> Tensor:
-    """[512]: how often speculation, two tokens a step, gave them; the first token is prefill's, none of the others."""
+@on_each_device
+@pytest.mark.parametrize("sampling, name", [
+    (PLAIN, "prompt-lookup"), (CUT, "fewer tokens"), (PLAIN, "padded"), (PLAIN, "head")])
+def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
+    """Two tokens a step; of four the first is prefill's, none of the others. The seed is fixed: it passes or fails for
+    good. It sees it where 2 % of the likeliest token are moved, or where a rejected token is drawn anew from all of the
+    target's distribution."""
     dtype = torch.float32 if device == "cpu" else torch.float16  # of which there are kernels
     made = speculator(random_model(1).to(device, dtype), len(PROMPT) + 4, draft_of(name, device, dtype), "2", SAMPLES,
                       sampling, "fast" if device == "cuda" else "eager")
     torch.manual_seed(1)
     rows = torch.tensor(run(made, [PROMPT], 4, samples=SAMPLES))
     assert SAMPLES / 10 < made.counts["accepted"] < made.counts["drafted"] - SAMPLES / 10
-    return (rows[:, 1:] @ torch.tensor([64, 8, 1])).bincount(minlength=512)
-
-
-@on_each_device
-@pytest.mark.parametrize("sampling, name", [
-    (PLAIN, "prompt-lookup"), (CUT, "fewer tokens"), (PLAIN, "padded"), (PLAIN, "head")])
-def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
-    """The seed is fixed: it passes or fails for good. It sees it where 2 % of the likeliest token are moved, or where a
-    rejected token is drawn anew from all of the target's distribution."""
-    check_counts(speculated_counts(sampling, name, device), exact(sampling))
+    check_counts((rows[:, 1:] @ torch.tensor([64, 8, 1])).bincount(minlength=512), exact(sampling))
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +135,10 @@ def test_log_probabilities_are_those_of_the_raw_logits(prompts, drafted):
 
 def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
     """p and q may differ by rounding alone. Here q is twice p."""
-    p, ones = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.ones(SAMPLES, 1, 1)
-    read, q = torch.tensor([0, 3]).expand(SAMPLES, -1), torch.stack((2 * p, 0 * p)) * ones
-    tokens, _, accepted = accept(p.log().expand(2, -1) * ones, read, q, ones.flatten(), PLAIN)
+    q = torch.tensor([0.5, 0.0])[:, None].expand(SAMPLES, 2, 4)
+    tokens, _, accepted = accept(torch.zeros(SAMPLES, 2, 4), torch.full((SAMPLES, 2), 3), q, torch.ones(SAMPLES), PLAIN)
     assert abs(accepted.float().mean() - 0.5) < 0.02
-    check_counts(tokens[accepted == 0, 0].bincount(minlength=4), p)
+    check_counts(tokens[accepted == 0, 0].bincount(minlength=4), torch.full((4,), 0.25))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -174,10 +169,10 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
     assert max(reached) < 32 and len(reached) < 4 * made.counts["steps"] and made.counts["accepted"]
 
 
-@pytest.mark.parametrize("policy, kept, expected, limit", [
-    (Heuristic(), [4, 0, 0, 0, 0, 1, 3], [4, 3, 2, 1, 1, 3, 5], 33),
-    (Bass(), [6, 8, 3, 7, 5, 4, 0, 0, 0, 1, 1, 2], [9, 11, 9, 7, 5, 4, 2, 1, 1, 3, 2, 4], 32)])
-def test_heuristic_and_bass(policy, kept, expected, limit):
+@pytest.mark.parametrize("policy, kept, expected", [
+    (Heuristic(), [4, 0, 0, 0, 0, 1, 3], [4, 3, 2, 1, 1, 3, 5]),
+    (Bass(), [6, 8, 3, 7, 5, 4, 0, 0, 0, 1, 1, 2], [9, 11, 9, 7, 5, 4, 2, 1, 1, 3, 2, 4]), (Bass(31), [24], [32])])
+def test_heuristic_and_bass(policy, kept, expected):
     """kept: the most that a row accepted of what k drafts; expected: the next k, by algorithm 1 of arXiv 2404.15778
     for Bass, with l_incre = 2, l_mod = 10, l_limit = 32, l0 = 7."""
     found = []
@@ -185,9 +180,6 @@ def test_heuristic_and_bass(policy, kept, expected, limit):
         policy.update([0, most, most // 2], max(n for n in DRAFT_LENGTHS if n <= policy.k), 1.0)
         found.append(policy.k)
     assert found == expected
-    policy.k = 31
-    policy.update([24], 24, 1.0)
-    assert policy.k == limit
 
 
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
@@ -257,8 +249,8 @@ def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, policy", [
-    ("tiny-draft", "1"), ("tiny-draft", "5"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf"),
-    ("tiny-eagle", "1"), ("tiny-eagle", "5"), ("tiny-eagle", "auto")])
+    ("tiny-draft", "1"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf"), ("tiny-eagle", "5"),
+    ("tiny-eagle", "auto")])
 def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
     """bf16, with kernels, a ragged batch."""
     target = tiny().to("cuda", torch.bfloat16)
