@@ -64,8 +64,8 @@ def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
 
 
 def test_the_pieces_of_a_stream_are_the_text(llm):
-    pieces = list(llm.stream("One day", stop=["was a little"]))
-    assert len(pieces) > 1 and "".join(pieces) == llm("One day", stop=["was a little"]).text
+    pieces = list(llm.stream("Once upon a time", stop=["was a little"]))
+    assert len(pieces) > 1 and "".join(pieces) == llm("Once upon a time", stop=["was a little"]).text
 
 
 def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
