@@ -16,6 +16,8 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from make_golden import randomize
+
 OUT = Path(__file__).parent / "eagle"
 V, DRAFT_V, D, PAIRS, DRAFTED = 96, 40, 32, 14, 5
 COMMON = dict(vocab_size=V, hidden_size=D, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2,
@@ -41,10 +43,7 @@ def random_head(layers: LlamaConfig | Qwen3Config, options: dict) -> Eagle3Draft
     known = torch.randperm(V)[:DRAFT_V].sort().values
     head.load_vocab_mappings(torch.zeros(V, dtype=torch.bool).index_fill(0, known, True),
                              known - torch.arange(DRAFT_V))
-    for name, weight in head.named_parameters():  # every one matters: no ones, no zeros
-        weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
-        weight.copy_(weight.bfloat16())  # the files hold bf16
-    return head
+    return randomize(head)
 
 
 def drafted_logits(head: Eagle3DraftModel, features: Tensor, tokens: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Module
 from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig,
                           Ministral3Config, MistralConfig, MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config,
                           PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config)
@@ -21,7 +22,7 @@ PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24
 LONGROPE_LENGTHS = 40, 1, 6
 COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=False,
-              bos_token_id=1, eos_token_id=None)
+              bos_token_id=1, eos_token_id=None, pad_token_id=None)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
@@ -36,28 +37,27 @@ FAMILIES = {
     "llama2": LlamaConfig(**COMMON | dict(num_key_value_heads=4)),
     "llama3": LlamaConfig(**COMMON, rope_parameters=dict(rope_type="default", rope_theta=500000.0)),
     "llama3.1": LlamaConfig(**COMMON, rope_parameters=LLAMA3),
-    "llama3.2": LlamaConfig(**COMMON | dict(tie_word_embeddings=True), rope_parameters=LLAMA3 | dict(factor=32.0)),
+    "llama3.2": LlamaConfig(**COMMON | TIED, rope_parameters=LLAMA3 | dict(factor=32.0)),
     "mistral": MistralConfig(**COMMON, sliding_window=5, head_dim=16),
     "qwen2": Qwen2Config(**COMMON),
     "qwen3": Qwen3Config(**COMMON, head_dim=16),
-    "smollm2": LlamaConfig(**COMMON | dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3,
-                                           tie_word_embeddings=True)),
+    "smollm2": LlamaConfig(**COMMON | TIED | dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)),
     "qwen2-yarn": Qwen2Config(**COMMON, rope_parameters=YARN | dict(truncate=False, mscale=0.7, mscale_all_dim=0.3)),
-    "smollm3": SmolLM3Config(**COMMON | TIED | dict(num_hidden_layers=4), pad_token_id=None),
-    "phi3": Phi3Config(**COMMON, sliding_window=5, pad_token_id=None),
-    "phi3-long": Phi3Config(**COMMON, original_max_position_embeddings=32, rope_parameters=LONGROPE, pad_token_id=None),
-    "phi4-mini": Phi3Config(**COMMON | TIED | dict(num_attention_heads=2, num_key_value_heads=1), pad_token_id=None,
+    "smollm3": SmolLM3Config(**COMMON | TIED | dict(num_hidden_layers=4)),
+    "phi3": Phi3Config(**COMMON, sliding_window=5),
+    "phi3-long": Phi3Config(**COMMON, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+    "phi4-mini": Phi3Config(**COMMON | TIED | dict(num_attention_heads=2, num_key_value_heads=1),
                             original_max_position_embeddings=32,
                             rope_parameters=LONGROPE | SIX | dict(partial_rotary_factor=0.75)),
     "granite": GraniteConfig(**COMMON | TIED, embedding_multiplier=3.0, attention_multiplier=0.2,
                              residual_multiplier=0.7, logits_scaling=4.0),
-    "ministral3": Ministral3Config(**COMMON, head_dim=16, rope_parameters=MINISTRAL, pad_token_id=None),
-    "olmo2": Olmo2Config(**COMMON, pad_token_id=None),
-    "olmo3": Olmo3Config(**COMMON | dict(num_hidden_layers=4), sliding_window=5, pad_token_id=None,
+    "ministral3": Ministral3Config(**COMMON, head_dim=16, rope_parameters=MINISTRAL),
+    "olmo2": Olmo2Config(**COMMON),
+    "olmo3": Olmo3Config(**COMMON | dict(num_hidden_layers=4), sliding_window=5,
                          rope_parameters=dict(full_attention=YARN, sliding_attention=dict(
                              rope_type="default", rope_theta=10000.0))),
     "gemma3": Gemma3TextConfig(**COMMON | TIED | dict(num_hidden_layers=7), head_dim=16, sliding_window=5,
-                               query_pre_attn_scalar=24, pad_token_id=None,
+                               query_pre_attn_scalar=24,
                                rope_parameters=dict(
                                    full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
                                    sliding_attention=dict(rope_type="default", rope_theta=1e4))),
@@ -75,12 +75,15 @@ def new_model(config) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def random_model(config) -> PreTrainedModel:
-    model = new_model(config)
+def randomize(model: Module) -> Module:
     for name, weight in model.named_parameters():  # every one matters: no ones, no zeros
         weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
         weight.copy_(weight.bfloat16())  # the files hold bf16
     return model
+
+
+def random_model(config) -> PreTrainedModel:
+    return randomize(new_model(config))
 
 
 def greedy(model: PreTrainedModel, prompt_length: int, new_tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """EAGLE-3 heads: their logits are those of others, and a drafted token depends on the text alone."""
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,11 @@ from eagle import Head, HeadCheckpoint, find_places
 from formats import load
 from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
                      read, refusal, rewrite, run, speculator)
-from model import Transformer
 from policies import Fixed
 from sampling import Sampling
 from speculative import Speculator
 
 HEADS = ROOT / "tests" / "eagle"
-PLAIN = Sampling(temperature=1.0)
 TARGET = dict(hidden_size=32, vocab_size=96, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)
 
 
@@ -45,72 +42,52 @@ def copied(tmp_path) -> Path:
     return shutil.copytree(HEADS / "authors", tmp_path / "head")
 
 
+def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> Tensor:
+    """What the head, new, predicts behind the pairs of features [N, n D] and tokens [N], and behind each token that it
+    drafted but the last [len(drafted), draft's V]."""
+    n = len(tokens)
+    head.setup(n + len(drafted), 1)
+    head.states[0, :n] = head.project(features)
+    logits = [read(head, tokens[None])[0, -1]]
+    for at, token in enumerate(drafted[:-1], start=n):
+        logits.append(head(torch.tensor([[token]]), torch.tensor([[at]]))[0, 0])
+    return torch.stack(logits)
+
+
 @pytest.mark.parametrize("name, places", [
     ("authors", (2, 4, 5)), ("authors-norms", (2, 4)), ("speculators", (0, 2, 4))])
 @torch.no_grad()
 def test_logits_are_those_of_the_speculators_package(target, name, places):
-    """Behind each pair, and of four more tokens, each beside the head's own state."""
+    """Behind each pair, and of four more tokens, each beside the head's own state. The last head's second layer sees 5
+    tokens."""
     checkpoint, head = open_head(HEADS / name, target)
     assert checkpoint.options.places == places
     features, tokens, expected = (load_file(HEADS / name / "golden.safetensors")[key]
                                   for key in ("features", "tokens", "logits"))
     steps, pairs, _ = expected.shape
-    windows = [layer.window for layer in checkpoint.config.layers]
-    assert windows == ([None, 5] if name == "speculators" else [None])
-    for t in range(pairs - steps + 1):
-        head.setup(pairs + 1, 1)
-        head.states[0, :t + 1] = head.project(features[:t + 1])
-        first = read(head, tokens[None, :t + 1])[0, -1]
-        found = [first] + [head(tokens[None, at:at + 1], torch.tensor([[at]]))[0, 0] for at in range(t + 1, t + steps)]
+    for t in range(1, pairs - steps + 2):
+        found = drafts(head, features[:t], tokens[:t], tokens[t:t + steps - 1].tolist() + [0])
         # The package lets a drafted token see as far back as its first one does, beyond its window.
-        alike = steps if name != "speculators" else max(1, 5 - t)
-        assert error(torch.stack(found[:alike]), expected[:alike, t]) < 1e-5
+        alike = steps if name != "speculators" else max(1, 6 - t)
+        assert error(found[:alike], expected[:alike, t - 1]) < 1e-5
 
 
 @pytest.mark.parametrize("ids, places", [
-    (None, (2, 18, 33)), ([2, 18, 33], (2, 18, 33)), ([1, 17, 32], (2, 18, 33)), ([24, 30, 36], (24, 30, 36)),
-    ([0, 1], (0, 1))])
+    (None, (2, 18, 33)), ([1, 17, 32], (2, 18, 33)), ([24, 30, 36], (24, 30, 36)), ([0, 1], (0, 1))])
 def test_both_meanings_of_the_ids_give_places(ids, places):
     assert find_places(ids, 36) == places
-
-
-def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> Tensor:
-    """The formula of arXiv 2503.01840 in float64, without a cache: what the head predicts behind the pairs of
-    features [N, n D] and tokens [N], and behind each token that it drafted but the last [len(drafted), draft's V]."""
-    w = {name: weight.double() for name, weight in head.named_parameters()}
-    E, pairs = head.config.head_dim, torch.tensor(head.config.layers[0].rope.frequencies).double()
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + head.config.norm_eps).sqrt() * w[f"{name}.weight"]
-
-    def turned(x: Tensor) -> Tensor:
-        pair = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * torch.outer(torch.arange(len(x)).double(), pairs))
-        return torch.cat((pair.real, pair.imag), dim=-1)
-
-    states, logits = features.double() @ w["fc.weight"].T, []
-    for end in range(len(tokens), len(tokens) + len(drafted)):
-        read = torch.cat((tokens, torch.tensor(drafted, dtype=torch.long)))[:end]
-        embedded = norm(w["embed.weight"][read], "layers.0.attn_norm")
-        x = torch.cat((embedded, norm(states, "layers.0.state_norm")), dim=-1)
-        q, k, v = (x @ w["layers.0.attn.wqkv.weight"].T).split(E, dim=-1)
-        scores = (turned(q) @ turned(k).T / E ** 0.5).masked_fill(torch.ones(end, end).triu(1).bool(), float("-inf"))
-        y = states + scores.softmax(-1) @ v @ w["layers.0.attn.wo.weight"].T
-        gate, up = (norm(y, "layers.0.ffn_norm") @ w["layers.0.ffn.w_gate_up.weight"].T).chunk(2, dim=-1)
-        y = y + (torch.nn.functional.silu(gate) * up) @ w["layers.0.ffn.w_down.weight"].T
-        logits.append(norm(y[-1], "norm") @ w["head.weight"].T)
-        states = torch.cat((states, y[-1:]))
-    return torch.stack(logits)
 
 
 KNOWN = [1, 2, 3, 5, 7]
 
 
-def watched(model: Transformer, policy: str, rows: int, room: int = 160, sampling: Sampling = PLAIN) -> Speculator:
+def watched(policy: str, rows: int, room: int = 160) -> Speculator:
     """A speculator whose drafts are compared with drafts(), of the features of the text so far, read anew. The head is
-    narrower than its target. checked: how many drafts of each length were."""
-    head, whole = random_head(5, model, KNOWN), random_model(1)
-    made = speculator(model, room, head, policy, rows, sampling)
-    propose, made.checked = made.draft.propose, Counter()
+    narrower than its target. checked: their lengths."""
+    model, whole = random_model(1), random_model(1)
+    head, new = (random_head(5, model, KNOWN) for _ in range(2))
+    made = speculator(model, room, head, policy, rows, Sampling(temperature=1.0))
+    propose, made.checked = made.draft.propose, []
 
     def compared(text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, ...]:
         drafted, q, proposed = propose(text, last, k, reach)
@@ -118,10 +95,10 @@ def watched(model: Transformer, policy: str, rows: int, room: int = 160, samplin
             tokens = text[b, :last[b] + 1]
             whole.setup(len(tokens), 1, head.options.places)
             read(whole, tokens[None])
-            logits = drafts(head, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
-            expected = torch.zeros(k, 8).index_copy(1, torch.tensor(KNOWN), logits.softmax(-1).float())
+            logits = drafts(new, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
+            expected = torch.zeros(k, 8).index_copy(1, torch.tensor(KNOWN), logits.softmax(-1))
             assert torch.allclose(q[b, :k], expected, atol=1e-4), f"row {b} at {last[b]}"
-            made.checked[k] += 1
+            made.checked.append(k)
         return drafted, q, proposed
 
     made.draft.propose = compared
@@ -132,40 +109,34 @@ TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
 LONG = [TEXTS[0] * 7 + [5, 6], TEXTS[2] * 10]
 
 
-@pytest.mark.parametrize("policy, texts, samples", [("4", TEXTS, 1), ("1", TEXTS, 1), ("bass", TEXTS[:1], 1),
-                                                    ("3", LONG, 2), ("2", TEXTS[1:2], 2)])
-def test_a_draft_goes_by_the_text_alone(policy, texts, samples):
-    """Whatever was drafted and rejected before; of a ragged batch and of several samples."""
-    made = watched(random_model(1), policy, len(texts) * samples)
-    rows = run(made, texts, 40, samples=samples)
-    assert sum(made.checked.values()) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
-
-
-def test_so_it_does_behind_a_prompt_that_is_read_in_pieces(monkeypatch):
-    """Of the target 16 tokens at a time, of the head 32."""
+@pytest.mark.parametrize("policy, texts, samples", [("4", TEXTS, 1), ("bass", TEXTS[:1], 1), ("3", LONG, 2),
+                                                    ("1", TEXTS[1:2], 2)])
+def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
+    """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long prompt is read in
+    pieces, by the target 16 tokens at a time, by the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
     monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
-    made = watched(random_model(1), "3", 2)
-    run(made, LONG, 20)
-    assert made.checked[3] > 10
+    made = watched(policy, len(texts) * samples)
+    rows = run(made, texts, 40, samples=samples)
+    assert len(made.checked) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[:2]])
 def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
-    """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind a part of the text,
-    which only a row alone can have."""
+    """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind the text, whose end
+    it has not heard of, and behind a part of it, which only a row alone can have."""
     monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
-    made = watched(random_model(1), "auto", len(texts), 400)
-    plan = [k for pause in (30, 1, 2, 40, 5, 70) for k in [0] * pause + [4, 2]]
+    made = watched("auto", len(texts), 400)
+    plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2]]
     made.policy = Fixed(0)
     made.policy.update = lambda *_: setattr(made.policy, "k", plan.pop(0) if plan else 0)
     first = run(made, texts, 200)[0]
     assert not plan and set(made.checked) == {2, 4}
     made.policy = Fixed(3)
-    for start in (160, 30) if len(texts) == 1 else ():
+    for start in (205, 160, 30) if len(texts) == 1 else ():
         made.checked.clear()
         run(made, [[first[150], 1, 6, 2]], 30, start=start)
-        assert made.checked[3] > 5
+        assert len(made.checked) > 5
 
 
 def zeros(*shape: int) -> Tensor:
@@ -180,17 +151,12 @@ def zeros(*shape: int) -> Tensor:
     (dict(draft_vocab_size=41), {}, "d2t [40] [41]"),
     ({}, dict(d2t=torch.full((40,), 60)), "d2t from 60 to 99 0 to 95"),
     ({}, dict(d2t=-torch.arange(40)), "d2t from 0 to 0 distinct"),
-    ({}, dict(d2t=None), "d2t missing"),
     (dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), {}, "(2, 4, 9) 0 to 8"),
     (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[2, 2])), {}, "(2, 2) distinct"),
     (dict(eagle_aux_hidden_state_layer_ids=["a"]), {}, "eagle_aux_hidden_state_layer_ids=['a']"),
     (dict(hidden_size=16), {"fc.weight": zeros(16, 96), "embed_tokens.weight": None}, "embed_tokens.weight 32 16"),
-    (dict(eagle_config=dict(use_aux_hidden_state=False)), {}, "use_aux_hidden_state=False"),
     (dict(speculators_model_type="dflash"), {}, "'dflash' 'eagle3'"),
-    (dict(attention_bias=True), {}, "attention_bias=True"), (dict(model_type="mistral"), {}, "'mistral'"),
-    (dict(norm_output="yes"), {}, "norm_output='yes'"),
-    (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config"),
-    ({}, dict(more=zeros(1)), "no place for tensor more")])
+    (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config")])
 def test_a_head_that_does_not_fit_is_refused_in_one_line(target, copied, config, tensors, words):
     change_tensors(copied, **tensors)
     rewrite(copied / "config.json", **config)
@@ -212,6 +178,8 @@ def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, copied):
 
 def test_embeddings_are_the_targets_where_a_head_has_none(target, copied):
     change_tensors(copied, **{"embed_tokens.weight": None})
-    (_, head), whole = open_head(copied, target), load(target, CPU, F32)
-    head.share_embedding(whole)
-    assert head.embed is whole.embed and open_head(HEADS / "authors", target)[1].embed is not whole.embed
+    whole = load(target, CPU, F32)
+    for directory, shared in (copied, True), (HEADS / "authors", False):
+        _, head = open_head(directory, target)
+        head.share_embedding(whole)
+        assert (head.embed is whole.embed) == shared

@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint
 from cli.output import show
 from fast.experts import FusedMoE
 from generate import Completion, Engine, generate
-from helpers import (DRAFT, F32, FAMILIES, GOLDEN, GREEDY, TINY, check_logprobs, error, is_golden,
-                     load_checkpoint, make, on_each_device, python, read, run, speculator, tiny, with_json)
+from helpers import (DRAFT, EOS, F32, FAMILIES, GOLDEN, GREEDY, TINY, error, is_golden, load_checkpoint, make,
+                     on_each_device, open_tokenizer, python, read, run, speculator, tiny, trained, with_json)
 from sampling import Sampling
 from tokenizer import PARTS, Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(Checkpoint(TINY))
+    return open_tokenizer(TINY)
 
 
 COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU the first of them, below
@@ -68,7 +67,7 @@ def test_what_is_compiled_once_serves_all_prompts_and_samplings(device, mode, mo
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @torch.no_grad()
 def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize):
-    """Few rows and many; decode, whose rows are known, reads the chosen experts alone."""
+    """Few rows and many."""
     make(tmp_path, "mixtral", num_local_experts=40, num_experts_per_tok=2, intermediate_size=32)
     moe = load_checkpoint(tmp_path, quantize=quantize).layers[0].ffn
     graphs = counters["stats"]
@@ -78,11 +77,6 @@ def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize
             x = torch.randn(5, n, 64)
             assert error(compiled(x), moe(x)) < 1e-5
         assert graphs["unique_graphs"] == before + 1
-    codes, x = [], torch.randn(1, 1, 64)
-    torch._dynamo.reset()
-    step = torch.compile(moe, dynamic=False, fullgraph=True, backend=lambda graph, _: codes.append(graph.code) or graph)
-    assert error(step(x), moe(x)) < 1e-5 and len(codes) == 1
-    assert ("grouped_linear" in codes[0]) == (quantize is None)  # which looks at the number of rows by itself
 
 
 def chunk_cases() -> list[tuple[list[list[int]], int]]:
@@ -104,40 +98,33 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, columns, monkeypat
 
 
 @on_each_device
-@pytest.mark.parametrize("start", (0, 1, 5))
-@pytest.mark.parametrize("length", (1, 2, 17))
+@pytest.mark.parametrize("start, length", [(0, 1), (0, 17), (1, 2), (5, 17)])
 def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
     """There is room behind it for the columns that fill up its prompt."""
-    expected = run(Engine(tiny(device), 99, 1, GREEDY), [[7] * length], 1, start)
-    assert run(Engine(tiny(device), start + length + 1, 1, GREEDY), [[7] * length], 1, start) == expected
+    expected, found = (run(Engine(tiny(device), size, 1, GREEDY), [[7] * length], 1, start)
+                       for size in (99, start + length + 1))
+    assert found == expected
 
 
 @on_each_device
-@pytest.mark.parametrize("kind, least", [("int8", 1e-3), ("int8-values", 2e-4)])
-def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, least, monkeypatch):
+@pytest.mark.parametrize("kind", ["int8", "int8-values"])
+@torch.no_grad()
+def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, monkeypatch):
     model, prompts = tiny(device), [[1, 300, 500, 20, 7, 8, 9, 300, 11], [1, 7]]
     alone = [run(Engine(model, 60, 1, GREEDY, cache=kind), [prompt], 30)[0] for prompt in prompts]
-    assert model.layers[0].attn.cache.v.dtype == torch.int8
-    assert model.layers[0].attn.cache.k.dtype == (torch.int8 if kind == "int8" else F32)
-    assert (model.layers[0].attn.cache.v[0, :, :30].int().abs().amax(-1) == 127).all()  # the largest of each head
-    expected = [row for row in alone for _ in range(2)]
-    assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
+    cache, expected = model.layers[0].attn.cache, [row for row in alone for _ in range(2)]
+    assert (cache.k.dtype, cache.v.dtype) == (torch.int8 if kind == "int8" else F32, torch.int8)
+    assert (cache.v[0, :, :30].int().abs().amax(-1) == 127).all()  # the largest of each head
     draft = load_checkpoint(DRAFT, torch.device(device))
     assert run(speculator(model, 60, draft, "3", 4, cache=kind), prompts, 30, samples=2) == expected
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 4)
-    assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
+    for columns in 4096, 4:
+        monkeypatch.setattr("generate.PREFILL_TOKENS", columns)
+        assert run(Engine(model, 60, 4, GREEDY, cache=kind), prompts, 30, samples=2) == expected
     tokens, logits = torch.tensor([[*prompts[0], *alone[0]]], device=device), []
     for of in (kind, "16-bit"):
         model.setup(40, 1, cache=of)
-        with torch.no_grad():
-            logits.append(read(model, tokens)[0])
-    assert least < error(*logits) < 2e-2
-
-
-def test_log_probabilities_are_those_of_the_raw_logits():
-    model, prompt = tiny(), [1, 300, 500]
-    found = list(generate(Engine(model, 40, 1, Sampling(temperature=0.5, top_k=3)), [prompt], 20))
-    check_logprobs(model, prompt, [pair for [[pair]] in found])
+        logits.append(read(model, tokens)[0])
+    assert error(*logits) < 2e-2
 
 
 @pytest.mark.gpu
@@ -165,7 +152,7 @@ def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
 
 def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]):
     """A completion fed token by token, and what was visible after each."""
-    completion, seen = Completion("", prompt, tokenizer, 99, list(stops)), []
+    completion, seen = Completion("", prompt, tokenizer, 999, list(stops)), []
     for token in tokens:
         completion.add(token, -1.0, 0.0)
         seen.append(completion.visible())
@@ -181,35 +168,30 @@ def test_streamed_text_never_splits_a_character(tokenizer):
     assert all(text.startswith(shown) for shown in seen)
 
 
-def test_spaces_between_prompt_and_completion_are_kept(tokenizer):
-    prompt, more = tokenizer.encode_text("Once upon"), tokenizer.encode_text("Once upon a time")
-    completion, _ = completion_of(more[len(prompt):], tokenizer, prompt=prompt)
-    assert completion.text == " a time"
+def test_the_space_behind_a_prompt_is_kept(tmp_path):
+    """By a tokenizer that drops the first space of what it decodes, as Llama's does; the bundled one does not."""
+    tokenizer = trained(tmp_path, ["Once upon a time there was a fox"] * 9, {}, vocab_size=40)
+    prompt, tokens = (tokenizer.encode_text(text) for text in ("Once upon", "Once upon a time"))
+    assert completion_of(tokens[len(prompt):], tokenizer, prompt=prompt)[0].text == " a time"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_streamed_text_equals_the_text_decoded_at_once(tokenizer, seed):
+def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
     """Random tokens, with a beginning of sequence, which has no text of its own, strewn among them."""
-    random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(259, 2048, (60,), generator=random)
-    tokens[torch.rand(60, generator=random) < 0.1] = 1
+    tokens = torch.randint(259, 2048, (300,))
+    tokens[torch.rand(300) < 0.1] = 1
     completion, _ = completion_of(tokens.tolist(), tokenizer)
     assert completion.text == tokenizer.decode(tokens.tolist())
 
 
-def test_stop_token_ends_and_does_not_show(tokenizer):
-    completion, seen = completion_of([*tokenizer.encode_text("The end.")[1:], 2, 400], tokenizer)
-    assert (completion.text, completion.finish_reason) == ("The end.", "stop") and 2 not in completion.tokens
-
-
 def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
-    """What it thinks, and its tools, are no text; --show-thinking puts them on stderr."""
+    """What it thinks, its tools and the stop token are no text; --show-thinking puts the former on stderr."""
     tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
     answer = ("<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
               "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve.")
     tokens = tokenizer.encode_text(answer)
-    completion, seen = completion_of([*tokens, 257], tokenizer, ["A fox"])
-    assert (completion.text, completion.thoughts, completion.tokens) == ("Blue, naïve.", "A fox, final?1", tokens)
+    completion, seen = completion_of([*tokens, EOS], tokenizer, ["A fox"])
+    assert (completion.text, completion.thoughts) == ("Blue, naïve.", "A fox, final?1")
+    assert (completion.tokens, completion.finish_reason) == (tokens, "stop")
     assert all("Blue, naïve.".startswith(shown) for shown in seen)
     for thinking in (False, True):
         show([("", completion)], thinking=thinking)
@@ -217,20 +199,20 @@ def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
     assert not with_json(tmp_path, more=PARTS[1:]).parts
 
 
-@pytest.mark.parametrize("stops", [["dog ran"], ["ran away", "dog ran"], ["zzz", "dog"]])
-def test_stop_text_across_tokens_is_never_shown(tokenizer, stops):
+@pytest.mark.parametrize("stops, expected", [
+    (["dog ran"], "The dog sat. The do not. A "), (["zzz", "dog"], "The "),
+    (["ran away", "do ran"], "The dog sat. The do not. A dog ")])
+def test_stop_text_across_tokens_is_never_shown(tokenizer, stops, expected):
     tokens = tokenizer.encode_text("The dog sat. The do not. A dog ran away.")[1:]
     completion, seen = completion_of(tokens, tokenizer, stops)
-    whole = "The dog sat. The do not. A dog ran away."
-    expected = whole[:min(whole.find(stop) for stop in stops if stop in whole)]
     assert completion.text == seen[-1] == expected and completion.finish_reason == "stop"
     assert all(expected.startswith(shown) for shown in seen)
     assert tokenizer.decode(completion.tokens).startswith(expected)  # the tokens include the stop text
 
 
 def test_what_might_have_become_a_stop_text_shows_in_the_end(tokenizer):
-    completion, seen = completion_of([*tokenizer.encode_text("A do")[1:], 2], tokenizer, ["dog"])
-    assert seen[-2] == "A " and seen[-1] == "A do"
+    _, seen = completion_of([*tokenizer.encode_text("A do")[1:], 2], tokenizer, ["dog"])
+    assert seen[-2:] == ["A ", "A do"]
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():

@@ -1,6 +1,5 @@
 """generate.LLM, the Python API."""
 import asyncio
-import inspect
 import io
 import re
 import shutil
@@ -13,11 +12,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from checkpoint import Checkpoint, UserError
+from checkpoint import UserError
 from generate import LLM, Engine
 from helpers import (DRAFT, EAGLE, ROOT, TINY, python, python_blocks, quantized_layers, refusal, rewrite, tiny,
                      with_template, write)
-from tokenizer import Tokenizer
 from test_generate import same_for_all
 
 GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
@@ -55,31 +53,28 @@ def test_the_readmes_example_runs_and_nothing_else_compiles_again(tmp_path, caps
     same_for_all(Engine(tiny(directory=tmp_path / "draft"), 400, 4), names["llm"].engine, monkeypatch)
 
 
-def test_a_text_is_continued_and_messages_go_through_the_template(llm, chatty):
-    tokenizer = Tokenizer(Checkpoint(Path(chatty)))
-    assert llm("One day").prompt_tokens == tokenizer.encode_text("One day")
-    assert llm(MESSAGES).prompt_tokens == tokenizer.encode_chat(MESSAGES)
-    batch = llm(["One day", MESSAGES, "Tom"])
-    assert tokens_of(batch) == [llm(prompt).tokens for prompt in ("One day", MESSAGES, "Tom")]
+def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
+    """A list comes in the order of the prompts."""
+    text, chat = llm("One day"), llm(MESSAGES)
+    assert text.prompt_tokens == llm.tokenizer.encode_text("One day")
+    assert chat.prompt_tokens == llm.tokenizer.encode_chat(MESSAGES)
+    batch = llm(["One day", MESSAGES], num_samples=2)
+    assert tokens_of(batch) == [text.tokens, text.tokens, chat.tokens, chat.tokens]
+    assert tokens_of(llm("One day", num_samples=3)) == [text.tokens] * 3 and isinstance(llm(["One day"]), list)
 
 
-def test_several_prompts_or_samples_give_a_list_in_their_order(llm):
-    alone = [llm(prompt).tokens for prompt in ("One day", "Tom")]
-    assert tokens_of(llm(["One day", "Tom"], num_samples=2)) == [alone[0], alone[0], alone[1], alone[1]]
-    assert len(llm("One day", num_samples=3)) == 3 and isinstance(llm(["One day"]), list)
-
-
-@pytest.mark.parametrize("prompt", ["One day", MESSAGES])
-def test_the_pieces_of_a_stream_are_the_text(llm, prompt):
-    pieces = list(llm.stream(prompt, stop=["was a little"]))
-    assert len(pieces) > 1 and "".join(pieces) == llm(prompt, stop=["was a little"]).text
+def test_the_pieces_of_a_stream_are_the_text(llm):
+    pieces = list(llm.stream("Once upon a time", stop=["was a little"]))
+    assert len(pieces) > 1 and "".join(pieces) == llm("Once upon a time", stop=["was a little"]).text
 
 
 def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
     expected = llm("One day").text
     stream = llm.stream("Tom and Sue", max_new_tokens=50)
     next(stream)
-    assert llm("One day").text == expected and list(stream) == []
+    other = llm.stream("One day")
+    begin = next(other)
+    assert list(stream) == [] and begin + "".join(other) == expected
     assert "num_samples=2: a stream is of one sample" in refusal(llm.stream, "One day", num_samples=2)
 
 
@@ -97,15 +92,12 @@ def test_a_seed_repeats_a_text(llm):
 
 @pytest.mark.parametrize("prompts, options, said", [
     ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
-    ("One day", dict(temperature=200), "200 is not from 0 to 100"), ("One day", dict(top_k="many"), "invalid int"),
-    ("One day", dict(top_k=True), "top_k=True: invalid int"), ("One day", dict(temperature=[0, 1]), "invalid float"),
-    ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"), ({}, {}, "{}: want a text"),
-    ("One day", dict(help=True), "help: no such option"), ("One day", dict(stop=[""]), "stop: an empty text"),
+    ("One day", dict(temperature=200), "200 is not from 0 to 100"),
+    ("One day", dict(top_k=True), "top_k=True: invalid int"), ("One day", dict(stop=[""]), "stop: an empty text"),
+    ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"),
     ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
-    ("word " * 600, {}, "exceed 512"), ([], {}, "no prompt"), ([[]], {}, "[]: want a text, or messages"),
-    ([dict(role="user")], {}, "want a role and a content"), ([7], {}, "7: want a text"),
-    (torch.zeros(3, 3), {}, "want"), ([torch.zeros(3, 3)], {}, "want"), ([["a"]], {}, "want"), ([{}], {}, "want"),
-    ([[dict(role="user")]], {}, "want")])
+    ([], {}, "no prompt"), ([[]], {}, "[]: want a text, or messages"), ([7], {}, "7: want a text"),
+    ([dict(role="user")], {}, "want a role and a content"), (torch.zeros(3, 3), {}, "want"), ([["a"]], {}, "want")])
 def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, options, said):
     assert said in refusal(llm, prompts, **options) and issubclass(UserError, ValueError)
     refusal(llm.stream, prompts, **options)
@@ -113,28 +105,23 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
 
 
 @pytest.mark.parametrize("options, said", [
-    (dict(max_seq_length=513), "max_seq_length=513: the model's context is 512"),
-    (dict(max_batch_size=0), "max_batch_size=0"), (dict(max_batch_size=True), "max_batch_size=True"),
-    (dict(group_size=32), "group_size=32 goes with quantize"), (dict(dtype="int3"), "int3"),
-    (dict(kv_cache="int4"), "kv_cache"),
-    (dict(quantize="int4", group_size=7), "7"),
-    (dict(draft="/nowhere"), "/nowhere"),
-    *[(dict(stop=stop), "stop=") for stop in (b"a", {"a"}, [b"a"], 3, iter("a"), [["a"]])],
-    *[(dict(device=name), name[:20]) for name in ("cpu:00", "cpu:x", "cpu:" + "1" * 5000, "cuda:²", "tpu")]])
+    (dict(max_batch_size=0), "max_batch_size=0"), (dict(group_size=32), "group_size=32 goes with quantize"),
+    (dict(kv_cache="int4"), "kv_cache"), (dict(quantize="int4", group_size=7), "7"),
+    (dict(draft="/nowhere"), "/nowhere"), *[(dict(stop=stop), "stop=") for stop in (b"a", [b"a"])],
+    *[(dict(device=name), name[:20]) for name in ("cpu:00", "cpu:" + "1" * 5000, "cuda:²")]])
 def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, said):
     assert said in refusal(LLM, str(TINY), **dict(device="cpu") | options)
 
 
 def test_a_cache_in_int8_is_made_for_the_draft_too():
     llm = LLM(str(TINY), kv_cache="int8", draft=str(DRAFT), device="cpu", quiet=True)
-    assert len(llm("One day", max_new_tokens=4).tokens) == 4
+    llm("One day", max_new_tokens=4)
     for model in llm.model, llm.draft_model:
-        assert {cache.dtype for cache in (model.layers[0].attn.cache.k, model.layers[0].attn.cache.v)} == {torch.int8}
+        assert model.layers[0].attn.cache.k.dtype == torch.int8
 
 
 def test_what_exceeds_a_limit_that_was_given_is_a_value_error(chatty):
     llm = LLM(chatty, **GREEDY, max_batch_size=2, max_seq_length=40)
-    assert llm.engine  # made by the constructor, which knows all
     assert re.search("3 rows .* exceed max_batch_size=2", refusal(llm, ["One day", "Tom", "Sue"]))
     assert "new ones exceed 40, max_seq_length" in refusal(llm, "word " * 40)
     assert len(llm(["One day", "Tom"])) == 2
@@ -152,8 +139,6 @@ def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_s
     for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
         assert tokens_of(speculative(prompts)) == tokens_of(llm(prompts))
         assert len(speculative(prompts, temperature=0.9, seed=1)) == len(prompts)
-    samples = speculative("One day", num_samples=2)
-    assert tokens_of(samples) == [llm("One day").tokens] * 2
     assert speculative.speculator.counts["drafted"] > 0
 
 
@@ -209,14 +194,6 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
     assert "at every step, for lack of memory" in capsys.readouterr().err
 
 
-def test_its_options_are_keywords_and_it_completes_to_what_users_need(llm):
-    parameters = inspect.signature(LLM).parameters
-    assert {"temperature", "min_p", "quantize", "draft_tokens", "max_seq_length"} < set(parameters)
-    assert all(parameter.kind == parameter.KEYWORD_ONLY for parameter in list(parameters.values())[1:])
-    assert len(repr(llm)) < 200 and "device='cpu'" in repr(llm)
-    assert len([name for name in dir(llm) if not name.startswith("_")]) <= 24
-
-
 def test_it_works_where_a_notebook_runs_it(chatty, llm):
     """In a running event loop, with streams that are no files."""
     async def cell() -> str:
@@ -227,18 +204,8 @@ def test_it_works_where_a_notebook_runs_it(chatty, llm):
     assert text == llm("One day").text
 
 
-def test_as_a_folder_of_another_project_it_is_imported_as_the_readme_says(tmp_path):
-    line = 'sys.path.insert(0, "llama-fast")'
-    assert f"`{line}`" in (ROOT / "README.md").read_text()
-    shutil.copytree(ROOT, tmp_path / "llama-fast", ignore=shutil.ignore_patterns(".*", "tests", "golden"))
-    more = 'print(LLM(device="cpu", quiet=True)("One day", max_new_tokens=5, temperature=0).text)\n'
-    done = python("-c", f"import sys; {line}\nfrom generate import LLM\n{more}", cwd=tmp_path, PYTHONPATH="")
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
-
-
 def test_the_readmes_loop_runs_on_four_files(tmp_path, llm):
     [loop] = [block for block in python_blocks() if "load_model" in block]
-    assert len(loop.strip().splitlines()) <= 15
     for name in ("model.py", "families.py", "checkpoint.py", "tokenizer.py"):
         shutil.copy(ROOT / name, tmp_path)
     done = python("-c", loop.replace("checkpoints/tiny", str(TINY)), cwd=tmp_path, PYTHONPATH="")
