@@ -10,39 +10,31 @@ from torch import nn
 from fast import experts
 from fast.experts import FusedMoE
 from fast.packed_gemv import Experts, Plain
-from formats import plain_experts
+from formats import join_experts, plain_experts
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
 from model import Config, LayerConfig, MoE, MoEConfig
-from quantize import CODES, QuantizedExperts, pack, replace_layers
+from quantize import QuantizedExperts, replace_layers
+from test_packed import random_weight
 
 BF16 = torch.bfloat16
-CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is
-    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp"),
-    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp"), (96, 72, 8, 2, "int8", -1, "gelu"),
-    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, ""),
+CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is: "clamp" for gpt-oss's gate, with biases
+    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp bias"),
+    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp bias"),
+    (96, 72, 8, 2, "int8", -1, "gelu"), (128, 40, 8, 2, "fp8", -1, "all"),
+    (288, 96, 32, 4, "mxfp4", 32, "clamp bias"), (64, 32, 8, 2, "mxfp4", 32, ""),
     (32, 16, 40, 34, "int8", -1, "")]  # more experts than a warp has lanes
-LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp"),
+LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp bias"),
          (2048, 768, 16, 4, "int4", 128, "zeros"), (2048, 768, 16, 4, "fp8", 128, ""),
-         (2880, 2880, 4, 2, "16-bit", 0, "clamp"), (4096, 1792, 4, 2, "int4", 32, "")]
+         (2880, 2880, 4, 2, "16-bit", 0, "clamp bias"), (4096, 1792, 4, 2, "int4", 32, "")]
 
 
-def random_experts(X, N, K, kind, group, bias, zeros, device) -> nn.Module:
-    b = torch.randn(X, N, device=device, dtype=BF16) if bias else None
+def random_experts(X, N, K, kind, group, more, device) -> nn.Module:
     if kind == "16-bit":
-        return plain_experts(torch.randn(X, N, K, device=device, dtype=BF16) / K ** 0.5, b)
-    codes, C = CODES[kind], 1 if group == -1 else K // group
-    drawn = torch.randint(0, 2 ** codes.bits, (X, N, K), device=device)
-    if kind == "fp8":
-        drawn[drawn % 128 == 127] = 0  # NaN
-    size = dict(int4=5, int8=80, fp8=150, mxfp4=3)[kind]  # of the numbers
-    scales = (torch.rand(X, N, C, device=device) + 0.5) / K ** 0.5 / size
-    if kind == "mxfp4":
-        scales = (scales.log2().round() + 127).to(torch.uint8)
-    elif kind != "fp8":
-        scales = scales.half()
-    points = torch.randint(3, 12, (X, N, C), device=device) if zeros else None
-    return QuantizedExperts(pack(drawn, codes.bits), scales, points, codes, b)
+        weight, bias = torch.randn(X, N, K, device=device) / K ** 0.5, torch.randn(X, N, device=device)
+        return plain_experts(weight.to(BF16), bias.to(BF16) if "bias" in more else None)
+    C = 1 if group == -1 else K // group
+    return join_experts(random_weight(N, K, kind, C, more, device, BF16).layer for _ in range(X))
 
 
 def exact(plain, norm, x, residual):
@@ -57,14 +49,14 @@ def exact(plain, norm, x, residual):
 def random_mixture(D, F, X, n, kind, group, more, device):
     """-> the module, the same with its weights in float64, and its norm's weight."""
     clamp = (1.5, 1.702) if "clamp" in more else None
-    config = MoEConfig(X, n, F, "all" not in more, bool(clamp), clamp)
+    config = MoEConfig(X, n, F, "all" not in more, "bias" in more, clamp)
     activation = "gelu" if "gelu" in more else "silu"
     with torch.device(device):
         moe = MoE(Config(D, (LayerConfig(),), 1, 1, D, F, 8, 8, activation=activation), config).to(BF16)
         moe.router.weight.normal_(std=2 / D ** 0.5)
         norm = (torch.rand(D) + 0.5).to(BF16)
-    moe.w_gate_up = random_experts(X, 2 * F, D, kind, group, bool(clamp), "zeros" in more, device)
-    moe.w_down = random_experts(X, D, F, kind, min(group, F), bool(clamp), "zeros" in more, device)
+    moe.w_gate_up = random_experts(X, 2 * F, D, kind, group, more, device)
+    moe.w_down = random_experts(X, D, F, kind, min(group, F), more, device)
     plain = copy.deepcopy(moe)
     replace_layers(plain, QuantizedExperts, lambda layer: plain_experts(layer.dequantize(torch.float64), layer.bias))
     return moe, plain.double(), norm
@@ -113,7 +105,7 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
 
 def test_gemv_reads_no_expert_that_is_not_there(tmp_path):
     """One was chosen where there is room for two."""
-    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, False, False, "cpu"), 1)
+    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, "", "cpu"), 1)
     packed = experts.as_experts(layer.qweight, layer.scales_and_zeros, None, None, 32, 64, "int8", 64, 1)
     active, weights = torch.tensor([1, 2, 10 ** 9], dtype=torch.int32), torch.tensor([[0.0, 0, 1, 0]])
     chosen, other = gemv_on_cpu(tmp_path, torch.randn(1, 64, dtype=BF16), packed, experts=Experts(active, weights))
