@@ -36,8 +36,8 @@ def unfold(setting: str, directory: Path, settings: dict = {}, **tensors: Tensor
     golden = own.pop("golden tokens"), own.pop("golden logits")
     config["quantization_config"] = config["quantization_config"] | settings
     put(directory / "config.json", config)
-    save_file({name: tensor.contiguous() for name, tensor in (own | tensors).items() if tensor is not None},
-              directory / "model.safetensors")
+    save_file(own, directory / "model.safetensors")
+    change_tensors(directory, **tensors)
     return golden
 
 
@@ -110,14 +110,13 @@ def test_files_as_others_write_them(tmp_path, setting, settings, ending, shape):
 
 
 def test_e4m3_e2m1_and_e8m0_are_read_by_bits():
-    """All 16 numbers of OCP's table; 2 ** -127 is no normal number."""
+    """All numbers that there are, the 16 of OCP's table; 2 ** -127 is no normal number."""
     codes = torch.arange(256, dtype=torch.uint8)
-    numbers = codes.view(torch.float8_e4m3fn).float()
-    assert from_e4m3(codes)[numbers == numbers].equal(numbers[numbers == numbers])
+    numbers = codes[codes % 128 < 127]  # the others are NaN
+    assert from_e4m3(numbers).equal(numbers.view(torch.float8_e4m3fn).float())
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    assert from_e2m1(torch.arange(16, dtype=torch.uint8)).equal(torch.cat([numbers, -numbers]))
-    scales = torch.arange(255, dtype=torch.uint8)
-    assert from_e8m0(scales).double().equal(2.0 ** (scales.double() - 127))
+    assert from_e2m1(codes[:16]).equal(torch.cat([numbers, -numbers]))
+    assert from_e8m0(codes[:255]).double().equal(2.0 ** (codes[:255].double() - 127))
 
 
 def test_of_gpt_oss_the_rest_is_rounded_and_experts_stay_mxfp4(tmp_path):

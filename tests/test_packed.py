@@ -114,7 +114,7 @@ def test_scales_of_other_types_are_refused():
 @pytest.mark.parametrize("parts", ["", "zeros"])
 def test_inputs_of_a_group_come_side_by_side(kind, parts):
     """A rank's slice of an act-order layer: groups differ in size, of group 1 no input is here, and what fills groups
-    up is 0. Groups in order need no permutation."""
+    up is 0."""
     for K, C in [(96, 3), (64, 5), (40, 2), (32, 9), (8, 3)]:
         g_idx = torch.randint(C, (K,))
         g_idx[g_idx == 1] = 0
@@ -122,8 +122,6 @@ def test_inputs_of_a_group_come_side_by_side(kind, parts):
         ref = x.double() @ exact_weights(weight).T
         for layer in PackedLinear(weight.layer), CpuQuantizedLinear(weight.layer):
             torch.testing.assert_close(layer(x).double(), ref, rtol=1e-5, atol=1e-5)
-    in_order = random_weight(6, 96, kind, 3, parts)._replace(g_idx=torch.arange(96) // 32)
-    assert PackedLinear(in_order.layer).perm is None
 
 
 def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
@@ -324,13 +322,13 @@ def test_the_int4_kernel_is_three_files(device, tmp_path):
     (200_000, OSError("no libnvrtc.so.13"), dict(kernel="gemm", rows=2))])
 def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys, memory, missing, kernel):
     packed, properties = pack(*random_weight(64, 256, "int4", 2)[:4]), Mock(shared_memory_per_block_optin=memory)
-    monkeypatch.setattr(packed_linear, "kernel_for", lambda *sizes: dict(kernel="gemm", rows=sizes[3]))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(packed_gemv.ctypes, "CDLL", Mock(side_effect=missing))
-    packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
-    found = [choice_for(packed, M, torch.device("cpu")) for M in (1, 1, 2, 513)]
-    packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
-    assert found == [kernel, kernel, dict(kernel="gemm", rows=2), dict(kernel="library")]
-    assert capsys.readouterr().err.count("no libnvrtc.so.13") == bool(missing)
+    for where, name, value in (
+            (torch.cuda, "get_device_properties", lambda _: properties),
+            (torch.cuda, "get_device_capability", lambda _: (9, 0)),
+            (packed_gemv, "nvrtc", Mock(side_effect=missing)), (packed_gemv.ctypes, "CDLL", Mock()),
+            (packed_gemv, "has_gemv", packed_gemv.has_gemv.__wrapped__),  # which remembers
+            (packed_linear, "kernel_for", lambda *sizes: dict(kernel="gemm", rows=sizes[3]))):
+        monkeypatch.setattr(where, name, value)
+    found = [choice_for(packed, M, torch.device("cpu")) for M in (1, 2, 513)]
+    assert found == [kernel, dict(kernel="gemm", rows=2), dict(kernel="library")]
+    assert ("no libnvrtc.so.13" in capsys.readouterr().err) == bool(missing)
