@@ -16,7 +16,7 @@ import formats
 import quantize
 from checkpoint import UserError
 from cli.errors import report_errors
-from gptq import gptq, gptq_model
+from gptq import find_best_scales, gptq, gptq_model
 from helpers import (CPU, F32, ROOT, SHAPE, TINY, absent, change_tensors, error, load_checkpoint, logits_of, make,
                      open_tokenizer, put, quantized_layers, read, read_json, refusal, tiny, write)
 from quantize import INT4, INT8, Codes, QuantizedLinear, group_of, pack, round_to_nearest
@@ -91,11 +91,13 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, kind, group_size,
         assert g_idx[falling].equal(torch.arange(K) // (K // scales.shape[1]))
 
 
-def test_gptq_gains_by_narrower_ranges(monkeypatch):
+@pytest.mark.parametrize("name, other", [
+    ("SHRINK", [1.0]), ("find_best_scales", lambda w, codes, sym, costs: find_best_scales(w, codes, sym, 1))])
+def test_gptq_gains_by_narrower_ranges_and_by_what_each_weights_error_costs(monkeypatch, name, other):
     w, x = torch.randn(33, 288), correlated(288)
-    narrowed = gptq(w, x.T @ x, INT4, 96, False, False)[-1]
-    monkeypatch.setattr("gptq.SHRINK", [1.0])
-    assert narrowed < 0.99 * gptq(w, x.T @ x, INT4, 96, False, False)[-1]
+    loss = gptq(w, x.T @ x, INT4, 96, False, False)[-1]
+    monkeypatch.setattr(f"gptq.{name}", other)
+    assert loss < 0.95 * gptq(w, x.T @ x, INT4, 96, False, False)[-1]
 
 
 def test_inputs_that_are_always_0_are_rounded():
@@ -173,8 +175,8 @@ def test_what_is_written_loads_bit_for_bit(tmp_path, bits, sym, group_size, act_
     theirs = make(tmp_path / "in", "qwen2")
     made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, form, **config)
     want, got = made.state_dict(), load_checkpoint(tmp_path / "out").state_dict()
-    assert want.keys() == got.keys() and len(quantized_layers(made)) == 2 * 4 + 1
-    assert [name for name in want if not got[name].equal(want[name])] == []
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(quantized_layers(made)) == 2 * 4 + 1
     held = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(held[name], theirs[name]) for name in held if name in theirs)  # as it was, its dtype too
 
