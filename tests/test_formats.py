@@ -132,8 +132,8 @@ def test_of_gpt_oss_the_rest_is_rounded_and_experts_stay_mxfp4(tmp_path):
 
 
 @pytest.mark.parametrize("setting, scale, told", [
-    ("fp8 a tensor, static, cache", None, 1), ("w8a8", None, 1), ("fp8 blocks", None, 1), ("w4a16", None, 0),
-    ("w4a16", "k_scale", 1), ("nvfp4-pack dense", "q_proj.input_global_scale", 1)])
+    ("fp8 a tensor, static, cache", None, 1), ("fp8 blocks", None, 1), ("w4a16", None, 0), ("w4a16", "k_scale", 1),
+    ("nvfp4-pack dense", "q_proj.input_global_scale", 1)])
 def test_what_the_file_asks_of_activations_is_told(tmp_path, capsys, setting, scale, told):
     """With a scale: what config.json does not say."""
     say_once.cache_clear()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.linear import FusedGate, add_norm, linear, plain_add_norm, plain_linear, rms_norm
-from helpers import error, exact_attention, exact_linear, rope_of
+from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import CACHES, Attention, Config, Gate, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,12 +21,11 @@ TOLERANCES = {BF16: (6e-3, 3e-2), F16: (1e-3, 4e-3), F32: (1e-5, 1e-4)}
 
 def check(out: Tensor, ref: Tensor, slack: float = 1) -> None:
     """out is what float64 gives, as far as its type can tell. slack: a factor of the second bound."""
-    assert out.shape == ref.shape
     norm, element = TOLERANCES[out.dtype]
     element *= slack
     out, ref = out.double().cpu(), ref.double().cpu()
-    assert error(out, ref) < norm
     torch.testing.assert_close(out, ref, rtol=element, atol=element * ref.square().mean().sqrt().item())
+    assert error(out, ref) < norm
 
 
 SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
@@ -57,7 +56,7 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             check(out, ref)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_each_device
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("", (2.0, 1.7))], ids=["silu", "gelu", "clamp"])
 def test_a_prompts_gate(device, dtype, gate):
@@ -146,7 +145,7 @@ def test_attention(device, case):
         assert k[B].double().equal(refs[0][B]) and not fused.semaphore.any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_each_device
 @pytest.mark.parametrize("K", [72, 4096, 8192])
 def test_norms_and_their_twin(K, device):
     """A norm's weight may be fp32, as Gemma's and OLMo's are."""

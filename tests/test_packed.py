@@ -14,7 +14,7 @@ from fast.cpu import CpuQuantizedLinear
 from fast.layout import KINDS, pack, unpack
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
 from gemv_on_cpu import gemv_on_cpu
-from helpers import DEVICES, ROOT, error, exact_linear, python
+from helpers import ROOT, error, exact_linear, on_each_device, python
 from quantize import CODES, QuantizedLinear, say_once
 from quantize import pack as pack_codes
 
@@ -307,7 +307,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in
 """
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_the_int4_kernel_is_three_files(device, tmp_path):
     (tmp_path / "fast").mkdir()
     for name in ("layout.py", "packed_gemv.py", "gemv.cu"):
