@@ -1,5 +1,5 @@
 """
-Rounding, GPTQ, and quantized checkpoints in the Hub's GPTQ layout, against what is written here from the definitions.
+Rounding and GPTQ, against what is written here from the definitions, and the command that writes quantized checkpoints.
 """
 import fcntl
 import shutil
