@@ -1,91 +1,65 @@
-"""Kernels for mixtures of experts and their plain twins, each judged by float64 alone."""
+"""
+Kernels for mixtures of experts and their plain twins, each judged by the plain module in float64, right by its goldens.
+"""
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-import model
 from fast import experts
 from fast.experts import FusedMoE
 from fast.packed_gemv import Experts, Plain
+from formats import join_experts, plain_experts
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
 from model import Config, LayerConfig, MoE, MoEConfig
-from quantize import CODES, QuantizedExperts, pack
+from quantize import QuantizedExperts, replace_layers
+from test_packed import random_weight
 
-BF16, F32 = torch.bfloat16, torch.float32
-CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is
-    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp"),
-    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp"), (96, 72, 8, 2, "int8", -1, "gelu"),
-    (128, 40, 8, 2, "fp8", -1, "all"), (288, 96, 32, 4, "mxfp4", 32, "clamp"), (64, 32, 8, 2, "mxfp4", 32, ""),
+BF16 = torch.bfloat16
+CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is: "clamp" for gpt-oss's gate, with biases
+    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp bias"),
+    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp bias"),
+    (96, 72, 8, 2, "int8", -1, "gelu"), (128, 40, 8, 2, "fp8", -1, "all"),
+    (288, 96, 32, 4, "mxfp4", 32, "clamp bias"), (64, 32, 8, 2, "mxfp4", 32, ""),
     (32, 16, 40, 34, "int8", -1, "")]  # more experts than a warp has lanes
-LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp"),
+LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "clamp bias"),
          (2048, 768, 16, 4, "int4", 128, "zeros"), (2048, 768, 16, 4, "fp8", 128, ""),
-         (2880, 2880, 4, 2, "16-bit", 0, "clamp"), (4096, 1792, 4, 2, "int4", 32, "")]
+         (2880, 2880, 4, 2, "16-bit", 0, "clamp bias"), (4096, 1792, 4, 2, "int4", 32, "")]
 
 
-def random_experts(X, N, K, kind, group, bias, zeros, device) -> tuple[nn.Module, torch.Tensor]:
-    """-> the layer, and its weights in float64 [X, N, K]."""
-    b = torch.randn(X, N, device=device, dtype=BF16) if bias else None
+def random_experts(X, N, K, kind, group, more, device) -> nn.Module:
     if kind == "16-bit":
-        layer = model.Experts(X, N, K, bias).to(device, BF16)
-        layer.weight.data = torch.randn(X, N, K, device=device, dtype=BF16) / K ** 0.5
-        layer.bias = None if b is None else nn.Parameter(b)
-        return layer, layer.weight.double()
-    codes, C = CODES[kind], 1 if group == -1 else K // group
-    drawn = torch.randint(0, 2 ** codes.bits, (X, N, K), device=device)
-    if kind == "fp8":
-        drawn[drawn % 128 == 127] = 0  # NaN
-    size = dict(int4=5, int8=80, fp8=150, mxfp4=3)[kind]  # of the numbers
-    scales = (torch.rand(X, N, C, device=device) + 0.5) / K ** 0.5 / size
-    points = torch.randint(3, 12, (X, N, C), device=device) if zeros else None
-    numbers = codes.decode(drawn.to(torch.uint8)).double().unflatten(2, (C, -1))
-    if kind == "mxfp4":
-        scales = (scales.log2().round() + 127).to(torch.uint8)
-    else:
-        scales = scales.to(torch.float32 if kind == "fp8" else torch.float16)
-    middle = points[..., None] if zeros else codes.zero
-    weight = (numbers - middle) * codes.decode_scales(scales).double()[..., None]
-    words = torch.stack([pack(of.to(torch.uint8), codes.bits) for of in drawn])
-    layer = QuantizedExperts(words, scales, points, codes, b)
-    return layer, weight.flatten(2)
+        weight, bias = torch.randn(X, N, K, device=device) / K ** 0.5, torch.randn(X, N, device=device)
+        return plain_experts(weight.to(BF16), bias.to(BF16) if "bias" in more else None)
+    C = 1 if group == -1 else K // group
+    return join_experts(random_weight(N, K, kind, C, more, device, BF16).layer for _ in range(X))
 
 
-def exact(x, norm, moe, gate_up, down, residual, gelu):
-    """The module in float64, all experts for all rows -> what it gives [M, D], and by how much the last expert that a
-    row takes is ahead of the next one [M]."""
-    of, x, out = moe.moe, x.double(), residual.double()
-    x = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.double()
-    biases = [0 if bias is None else bias.double() for bias in (moe.router.bias, moe.w_gate_up.bias, moe.w_down.bias)]
-    logits = x @ moe.router.weight.double().T + biases[0]
-    order = logits.sort(descending=True).values
-    order = torch.cat((order, torch.full_like(order[:, :1], -torch.inf)), 1)
-    last = order[:, of.n_chosen - 1:of.n_chosen]
-    weights = logits.exp() / (logits.exp() * (logits >= last if of.normalize else 1)).sum(1, keepdim=True)
-    for expert in range(of.n_expert):
-        gate_bias, down_bias = (bias if isinstance(bias, int) else bias[expert] for bias in biases[1:])
-        gate, up = (x @ gate_up[expert].T + gate_bias).chunk(2, dim=1)
-        if of.clamp:
-            limit, alpha = of.clamp
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-            gate = gate * torch.sigmoid(alpha * gate)
-        else:
-            gate = nn.functional.gelu(gate, approximate="tanh") if gelu else gate / (1 + (-gate).exp())
-        y = (gate * up) @ down[expert].T + down_bias
-        out = out + torch.where(logits[:, expert:expert + 1] >= last, weights[:, expert:expert + 1] * y, 0)
-    return out, last[:, 0] - order[:, of.n_chosen]
+def exact(plain, norm, x, residual):
+    """What the mixture in float64 gives [M, D], which gathers what each row needs, and by how much the last expert that
+    a row takes is ahead of the next one [M]."""
+    x = nn.functional.rms_norm(x.double(), norm.shape, norm.double(), 1e-5)
+    logits = nn.functional.pad(plain.router(x), (0, 1), value=-torch.inf)
+    last, following = logits.topk(plain.moe.n_chosen + 1).values[:, -2:].unbind(1)
+    return residual + torch.cat([plain(row) for row in x.split(1)]), last - following
 
 
 def random_mixture(D, F, X, n, kind, group, more, device):
-    """-> the module, its norm's weight, and its experts' weights in float64."""
-    clamp, gelu = (1.5, 1.702) if "clamp" in more else None, "gelu" in more
-    config = MoEConfig(X, n, F, "all" not in more, bool(clamp), clamp)
+    """-> the module, the same with its weights in float64, and its norm's weight."""
+    clamp = (1.5, 1.702) if "clamp" in more else None
+    config = MoEConfig(X, n, F, "all" not in more, "bias" in more, clamp)
+    activation = "gelu" if "gelu" in more else "silu"
     with torch.device(device):
-        moe = MoE(Config(D, (LayerConfig(),), 1, 1, D, F, 8, 8, activation="gelu" if gelu else "silu"), config).to(BF16)
+        moe = MoE(Config(D, (LayerConfig(),), 1, 1, D, F, 8, 8, activation=activation), config).to(BF16)
         moe.router.weight.normal_(std=2 / D ** 0.5)
         norm = (torch.rand(D) + 0.5).to(BF16)
-    moe.w_gate_up, gate_up = random_experts(X, 2 * F, D, kind, group, bool(clamp), "zeros" in more, device)
-    moe.w_down, down = random_experts(X, D, F, kind, min(group, F), bool(clamp), "zeros" in more, device)
-    return moe, norm, gate_up, down
+    moe.w_gate_up = random_experts(X, 2 * F, D, kind, group, more, device)
+    moe.w_down = random_experts(X, D, F, kind, min(group, F), more, device)
+    plain = copy.deepcopy(moe)
+    replace_layers(plain, QuantizedExperts, lambda layer: plain_experts(layer.dequantize(torch.float64), layer.bias))
+    return moe, plain.double(), norm
 
 
 @pytest.mark.parametrize("device, case", [
@@ -94,11 +68,11 @@ def random_mixture(D, F, X, n, kind, group, more, device):
 @torch.no_grad()
 def test_experts_and_their_twin(device, case):
     D = case[0]
-    moe, norm, gate_up, down = random_mixture(*case, device)
+    moe, plain, norm = random_mixture(*case, device)
     fused = FusedMoE(moe)
     for rows in (1, 3, 16, 100):
         x, residual = (torch.randn(2 * rows + 8, D, device=device, dtype=BF16) for _ in range(2))
-        ref, ahead = exact(x, norm, moe, gate_up, down, residual, "gelu" in case[-1])
+        ref, ahead = exact(plain, norm, x, residual)
         sure = (ahead > 0.02).nonzero()[:rows, 0]  # x is rounded to bf16 before the router
         x, residual, ref = x[sure], residual[sure], ref[sure]
         assert len(x) == rows
@@ -122,16 +96,16 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
         return gemv_on_cpu(tmp_path, x, packed, None, bias, residual, Experts(active, weights, limit, alpha))
 
     monkeypatch.setattr(experts, "expert_linear", on_cpu)
-    moe, norm, gate_up, down = random_mixture(*case, "cpu")
+    moe, plain, norm = random_mixture(*case, "cpu")
     x, residual = (torch.randn(40, case[0], dtype=BF16) for _ in range(2))
-    ref, ahead = exact(x, norm, moe, gate_up, down, residual, "gelu" in case[-1])
+    ref, ahead = exact(plain, norm, x, residual)
     i = ahead.argmax()
     assert error(FusedMoE(moe).decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]), ref[i:i + 1]) < 6e-3
 
 
 def test_gemv_reads_no_expert_that_is_not_there(tmp_path):
     """One was chosen where there is room for two."""
-    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, False, False, "cpu")[0], 1)
+    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, "", "cpu"), 1)
     packed = experts.as_experts(layer.qweight, layer.scales_and_zeros, None, None, 32, 64, "int8", 64, 1)
     active, weights = torch.tensor([1, 2, 10 ** 9], dtype=torch.int32), torch.tensor([[0.0, 0, 1, 0]])
     chosen, other = gemv_on_cpu(tmp_path, torch.randn(1, 64, dtype=BF16), packed, experts=Experts(active, weights))

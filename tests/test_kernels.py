@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.linear import FusedGate, add_norm, linear, plain_add_norm, plain_linear, rms_norm
-from helpers import error, exact_attention, exact_linear, rope_of
+from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import CACHES, Attention, Config, Gate, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,12 +21,11 @@ TOLERANCES = {BF16: (6e-3, 3e-2), F16: (1e-3, 4e-3), F32: (1e-5, 1e-4)}
 
 def check(out: Tensor, ref: Tensor, slack: float = 1) -> None:
     """out is what float64 gives, as far as its type can tell. slack: a factor of the second bound."""
-    assert out.shape == ref.shape
     norm, element = TOLERANCES[out.dtype]
     element *= slack
     out, ref = out.double().cpu(), ref.double().cpu()
-    assert error(out, ref) < norm
     torch.testing.assert_close(out, ref, rtol=element, atol=element * ref.square().mean().sqrt().item())
+    assert error(out, ref) < norm
 
 
 SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
@@ -57,7 +56,7 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             check(out, ref)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_each_device
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("", (2.0, 1.7))], ids=["silu", "gelu", "clamp"])
 def test_a_prompts_gate(device, dtype, gate):
@@ -66,25 +65,23 @@ def test_a_prompts_gate(device, dtype, gate):
         check(FusedGate(gate)(x), gate(x.double()))
 
 
-CASES = [  # B, T, H, K, E, L, window, qk_norm, whether all sequences share one row of positions, as in prefill; ROPES
-    (1, 1, 32, 32, 128, 230, None, None, False, ""), (50, 1, 9, 3, 64, 300, None, None, False, ""),
-    (3, 5, 6, 2, 48, 700, None, "head", False, ""), (1, 1, 32, 8, 128, 9000, None, None, False, ""),
-    (20, 3, 8, 8, 64, 3000, 777, None, False, ""), (4, 16, 16, 2, 128, 600, None, "head", False, ""),
-    (1, 2, 4, 1, 80, 5000, 4096, None, False, ""), (2, 300, 6, 2, 96, 500, None, None, False, ""),
-    (1, 400, 32, 8, 128, 900, 256, "head", False, ""), (2, 3, 4, 2, 64, 200, None, None, True, ""),
-    (70, 1, 4, 2, 128, 300, None, None, False, "part"),
-    (70, 2, 6, 2, 96, 300, None, None, False, "long"), (2, 60, 4, 2, 64, 300, None, None, False, "long"),
-    (2, 3, 8, 2, 128, 300, None, None, False, "grows"), (35, 1, 4, 4, 64, 300, 50, "whole", False, ""),
-    (2, 4, 4, 1, 256, 300, 100, "head", False, "none"), (70, 1, 16, 2, 64, 900, 128, None, False, "sinks"),
-    (3, 5, 6, 2, 48, 700, None, "head", False, "int8"), (2, 3, 8, 8, 64, 3000, 777, None, False, "int8"),
-    (2, 60, 4, 2, 64, 300, 20, None, False, "int8"), (1, 1, 32, 8, 128, 900, None, None, False, "int8-values"),
-    (1, 3, 8, 8, 64, 9000, None, None, False, "sinks"), (2, 50, 4, 2, 64, 200, 20, "head", True, "sinks"),
-    (2, 90, 2, 1, 256, 300, 40, "head", False, "none"),
-    (2, 200, 4, 1, 128, 700, 130, None, False, "sinks"), (2, 200, 8, 4, 128, 700, None, None, False, "int8")]
+CASES = [  # B, T, H, K, E, L, and where they are not DEFAULTS: window, qk_norm, what else there is (a rope, a cache),
+    # and whether all sequences share one row of positions, as in prefill
+    (1, 1, 32, 32, 128, 230), (50, 1, 9, 3, 64, 300), (3, 5, 6, 2, 48, 700, None, "head"), (1, 1, 32, 8, 128, 9000),
+    (20, 3, 8, 8, 64, 3000, 777), (4, 16, 16, 2, 128, 600, None, "head"), (1, 2, 4, 1, 80, 5000, 4096),
+    (2, 300, 6, 2, 96, 500), (1, 400, 32, 8, 128, 900, 256, "head"), (2, 3, 4, 2, 64, 200, None, None, "", True),
+    (70, 1, 4, 2, 128, 300, None, None, "part"), (70, 2, 6, 2, 96, 300, None, None, "long"),
+    (2, 60, 4, 2, 64, 300, None, None, "long"), (2, 3, 8, 2, 128, 300, None, None, "grows"),
+    (35, 1, 4, 4, 64, 300, 50, "whole"), (2, 4, 4, 1, 256, 300, 100, "head", "none"),
+    (70, 1, 16, 2, 64, 900, 128, None, "sinks"), (3, 5, 6, 2, 48, 700, None, "head", "int8"),
+    (2, 3, 8, 8, 64, 3000, 777, None, "int8"), (2, 60, 4, 2, 64, 300, 20, None, "int8"),
+    (1, 1, 32, 8, 128, 900, None, None, "int8-values"), (1, 3, 8, 8, 64, 9000, None, None, "sinks"),
+    (2, 50, 4, 2, 64, 200, 20, "head", "sinks", True), (2, 90, 2, 1, 256, 300, 40, "head", "none"),
+    (2, 200, 4, 1, 128, 700, 130, None, "sinks"), (2, 200, 8, 4, 128, 700, None, None, "int8")]
+DEFAULTS = (None, None, "", False)
 ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
-    "": ({}, 1, None), "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
-    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07),
-    "sinks": ({}, 1, None), "int8": ({}, 1, None), "int8-values": ({}, 1, None)}
+    "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
+    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07)}
 
 
 @pytest.mark.parametrize("device, case", [
@@ -95,13 +92,13 @@ def test_attention(device, case):
     """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than multiprocessors: on a
     CPU Attention.attend(), on a GPU its kernel, which updates the cache or, as in prefill, finds it complete. The cache
     is full of numbers, and has a row more than there are sequences."""
-    B, T, H, K, E, L, window, qk_norm, shared, kind = case
+    B, T, H, K, E, L, window, qk_norm, kind, shared = *case, *DEFAULTS[len(case) - 6:]
     dtype = BF16 if device == "cuda" else F32
 
     def randn(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
 
-    more, share, scale = ROPES[kind]
+    more, share, scale = ROPES.get(kind, ({}, 1, None))
     if "long" in more:
         more = more | dict(long=rope_of(int(E * share), 300.0).frequencies)
     rope = rope_of(int(E * share), **more)
@@ -148,7 +145,7 @@ def test_attention(device, case):
         assert k[B].double().equal(refs[0][B]) and not fused.semaphore.any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_each_device
 @pytest.mark.parametrize("K", [72, 4096, 8192])
 def test_norms_and_their_twin(K, device):
     """A norm's weight may be fp32, as Gemma's and OLMo's are."""

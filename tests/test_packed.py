@@ -2,7 +2,6 @@
 
 All are compared with float64's products of weights that exact_weights() makes of codes, scales and zero points."""
 import shutil
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock
 
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from fast import packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
-from fast.layout import (KINDS, from_mma_order, group_inputs, in_row_blocks, pack, pack_scales, tile, to_mma_order,
-                         unpack, unpack_scales, untile)
+from fast.layout import KINDS, pack, unpack
 from fast.packed_linear import PackedLinear, choice_for, plain_packed_linear
 from gemv_on_cpu import gemv_on_cpu
-from helpers import DEVICES, ROOT, error, exact_linear, python
-from quantize import CODES, Codes, QuantizedLinear, say_once
+from helpers import ROOT, error, exact_linear, on_each_device, python
+from quantize import CODES, QuantizedLinear, say_once
 from quantize import pack as pack_codes
 
 ROWS = [1, 2, 7, 16, 40, 128, 200, 520]  # of x; 520: the library's
@@ -78,76 +76,31 @@ def random_weight(N, K, kind, C, parts="", device="cpu", dtype=torch.float32) ->
 
 
 def exact_weights(weight: Weight) -> Tensor:
-    """The weights [N, K] in float64, by PyTorch's own types and no function of this repository."""
-    K, C = weight.codes.shape[1], weight.scales.shape[1]
+    """The weights [N, K] in float64. test_formats.py shows what the numbers and the scales are."""
+    codes, scales, (K, C) = CODES[weight.kind], weight.scales, (weight.codes.shape[1], weight.scales.shape[1])
     group = weight.g_idx
     if group is None:
-        group = torch.arange(K, device=weight.codes.device) // (K // C)
-    numbers = weight.codes.view(torch.float8_e4m3fn) if weight.kind == "fp8" else weight.codes
-    scales = weight.scales.double()
-    if weight.kind == "mxfp4":
-        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=numbers.device)[numbers.int() % 8]
-        numbers = torch.where(numbers < 8, magnitudes, -magnitudes)
-        scales = 2 ** (scales - 127) if weight.scales.dtype == torch.uint8 else scales
-    zeros = torch.full_like(weight.scales, dict(int4=8, int8=128).get(weight.kind, 0))
-    zeros = (zeros if weight.zeros is None else weight.zeros).double()
-    return (numbers.double() - zeros[:, group]) * scales[:, group]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("K", [32, 1000])
-def test_each_code_lies_where_the_drawing_has_it(kind, K):
-    bits = KINDS[kind].bits
-    codes = torch.randint(2 ** bits, (5, K), dtype=torch.uint8)
-    words, P = to_mma_order(codes, kind), 16 // bits
-    assert words.dtype == torch.int32 and words.shape == (5, 16 * -(-K // (32 * P)))
-    assert from_mma_order(words, kind, K).equal(codes)
-    for k in range(K):
-        block, (c, s, t, e) = k // (32 * P), (k // (8 * P) % 4, k // 8 % P, k // 2 % 4, k % 2)
-        word = words[:, 16 * block + 4 * t + c]
-        if kind == "fp8":  # each half of the word, shifted by s, has the bits of fp16 that make 2^-8 times the number
-            half = (word >> 16 * e << (7 * s) & 0x3F80 | word >> 16 * e << s & 0x8000).to(torch.int16)
-            got, numbers = half.view(torch.float16).float() * 256, codes[:, k].view(torch.float8_e4m3fn).float()
-            assert got.where(numbers.isfinite(), 0).equal(numbers.where(numbers.isfinite(), 0))
-        else:
-            shift = 4 * s + 16 * e if bits == 4 else 16 * s + 8 * e
-            assert (word >> shift & 2 ** bits - 1).equal(codes[:, k].int())
-
-
-@pytest.mark.parametrize("gated, N", [(False, 35), (True, 74)])
-def test_tiles(gated, N):
-    rows = torch.randint(1000, (N, 96), dtype=torch.int32)
-    tiles = tile(in_row_blocks(rows, gated), 16)
-    assert untile(tiles, N, gated).equal(rows)
-    assert tiles[1, 2, 3].equal(rows[8 + 3 if gated else 16 + 3, 32:48])
-    assert tiles[1, 2, 9].equal(rows[37 + 8 + 1 if gated else 16 + 9, 32:48])
-
-
-@pytest.mark.parametrize("N, gated", [(40, False), (80, True)])
-def test_scales_that_rows_share_stand_there_once(N, gated):
-    scales = torch.rand(N // 8, 5).repeat_interleave(8, 0)
-    for rows in (2, 16):
-        packed = pack_scales(in_row_blocks(scales, gated), None, 0, 1)
-        assert packed.shape == ((N + 15) // 16, 5, rows, 1)
-        assert unpack_scales(packed, N, 5, 0, gated)[0].equal(scales)
-        scales[N - 1, 4] += 1  # then they share none
+        group = torch.arange(K, device=scales.device) // (K // C)
+    if scales.dtype == torch.uint8:
+        scales = codes.decode_scales(scales)
+    zeros = torch.full_like(scales, codes.zero) if weight.zeros is None else weight.zeros
+    return (codes.decode(weight.codes).double() - zeros.double()[:, group]) * scales.double()[:, group]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_packed_comes_back(shape, monkeypatch):
     """And a layer's rows make the same of it some at a time."""
     monkeypatch.setattr(packed_linear, "REPACKED", 4096)
-    weight = random_weight(*shape)
-    packed = pack(*weight[:5], gated="gated" in shape[-1])
-    assert (packed.perm is None) == (weight.g_idx is None)
-    perm = slice(None) if packed.perm is None else packed.perm
+    weight, parts = random_weight(*shape), shape[-1]
+    packed = pack(*weight[:5], gated="gated" in parts)
+    perm = slice(None) if weight.g_idx is None else packed.perm
     found = Weight(*unpack(packed), None, weight.kind, None)
     assert found.codes.equal(weight.codes[:, perm])
     assert exact_weights(found).equal(exact_weights(weight)[:, perm])
-    if "bias" not in shape[-1]:
-        layer = PackedLinear(weight.layer, packed.gated)
-        for name in ("qweight", "scales_and_zeros", "shifts", "semaphores"):
-            assert getattr(layer, name).equal(getattr(packed, name))
+    assert (packed.scales_and_zeros.shape[2] == 2) == (weight.kind == "fp8" and "shared" in parts)
+    layer = PackedLinear(weight.layer, packed.gated)
+    for name in ("qweight", "scales_and_zeros", "shifts", "semaphores"):
+        assert getattr(layer, name).equal(getattr(packed, name))
 
 
 def test_scales_of_other_types_are_refused():
@@ -161,33 +114,22 @@ def test_scales_of_other_types_are_refused():
 @pytest.mark.parametrize("parts", ["", "zeros"])
 def test_inputs_of_a_group_come_side_by_side(kind, parts):
     """A rank's slice of an act-order layer: groups differ in size, of group 1 no input is here, and what fills groups
-    up is 0. Whole groups need nothing; those in order, not even a permutation."""
-    for K, C in [(96, 3), (64, 5), (40, 2), (32, 9), (8, 3), (96, 0)]:
-        g_idx = torch.randint(C, (K,)) if C else torch.randperm(96) // 32
-        if C:
-            g_idx[g_idx == 1] = 0
-        weight = random_weight(6, K, kind, C or 3, parts)._replace(g_idx=g_idx)
-        exact = exact_weights(weight)
-        codes, scales, zeros, perm = group_inputs(*weight[:4], CODES[kind].zero)
-        if len(g_idx.unique()) > 1:
-            size = K if not C else 32 * scales.shape[1]
-            assert codes.dtype == torch.uint8 and codes.shape[1] == len(perm) == size < K + 32 * scales.shape[1]
-        w = exact_weights(Weight(codes, scales, zeros, None, kind, None))
-        assert exact.equal(w if perm is None else torch.zeros_like(exact).index_add(1, perm, w))
-        x = torch.randn(3, K)
-        for layer in PackedLinear(weight.layer), CpuQuantizedLinear(weight.layer):
-            torch.testing.assert_close(layer(x).double(), x.double() @ exact.T, rtol=1e-5, atol=1e-5)
-    for in_order in (None, torch.arange(96) // 32):
-        assert group_inputs(*random_weight(6, 96, kind, 3, parts)._replace(g_idx=in_order)[:4], 8)[3] is None
+    up is 0."""
+    some = [torch.randint(C, (K,)) for K, C in ((96, 3), (64, 5), (32, 9), (8, 3))]
+    for g_idx in *some, torch.arange(96) // 32 % 2 * 2, torch.arange(40) % 2 * 2, torch.zeros(40).long():
+        g_idx[g_idx == 1] = 0
+        weight, x = random_weight(6, len(g_idx), kind, 9, parts)._replace(g_idx=g_idx), torch.randn(3, len(g_idx))
+        packed, ref = PackedLinear(weight.layer), x.double() @ exact_weights(weight).T
+        assert packed.group_size % 32 == 0 or not g_idx.any()  # as the kernels need them
+        for layer in packed, CpuQuantizedLinear(weight.layer):
+            torch.testing.assert_close(layer(x).double(), ref, rtol=1e-5, atol=1e-5)
 
 
 def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
     say_once.cache_clear()
-    weight = random_weight(35, 96, "int4", 3, "zeros wide")
-    x = torch.randn(3, 96)
-    for _ in range(2):
-        assert 0 < error(PackedLinear(weight.layer)(x), x.double() @ exact_weights(weight).T) < 1e-3
-    assert capsys.readouterr().err.count("rounded to fp16") == 1
+    weight, x = random_weight(35, 96, "int4", 3, "zeros wide"), torch.randn(3, 96)
+    assert 0 < error(PackedLinear(weight.layer)(x), x.double() @ exact_weights(weight).T) < 1e-3
+    assert "rounded to fp16" in capsys.readouterr().err
 
 
 def test_a_layer_without_outputs_gives_none():
@@ -195,20 +137,6 @@ def test_a_layer_without_outputs_gives_none():
     layer = random_weight(0, 576, "int4", 9).layer
     for one in layer, PackedLinear(layer), CpuQuantizedLinear(layer):
         assert one(torch.randn(3, 576)).shape == (3, 0)
-
-
-def test_another_kind_of_codes_is_one_object():
-    """e2m1 under another name: the plain layer and the CPU's serve it; the kernels, which do not know it, say so."""
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    numbers = torch.cat([numbers, -numbers])
-    other = Codes("other", 4, 0, lambda codes: numbers[codes.int()], Tensor.float)
-    codes, scales = torch.randint(16, (40, 96), dtype=torch.uint8), 2.0 ** torch.randint(-9, 1, (40, 3))
-    layer, x = QuantizedLinear(pack_codes(codes, 4), scales, None, other), torch.randn(3, 96)
-    ref = x.double() @ (numbers[codes.int()] * scales.repeat_interleave(32, 1)).double().T
-    for one in layer, CpuQuantizedLinear(layer):
-        assert error(one(x), ref) < 1e-6
-    with pytest.raises(ValueError, match="other: the kernels know int4, int8, fp8, mxfp4"):
-        PackedLinear(layer)
 
 
 @pytest.mark.parametrize("kind, C, parts, most", [
@@ -263,20 +191,18 @@ def test_the_twin_is_the_product(shape):
     check_rows(packed.fused(x, norm, residual, packed.gated), ref, 1e-5)
 
 
-@pytest.mark.parametrize("dtype, shape", [
-    (torch.bfloat16, (48, 1280, "int4", 10, "zeros norm")),
-    (torch.float16, (74, 288, "int4", 9, "zeros order norm gated")),
-    (torch.float16, (80, 256, "int4", 4, "zeros norm bias")), (torch.float16, (35, 97, "int4", 1, "residual")),
-    (torch.float16, (100, 640, "int8", 1, "wide norm gated")),
-    (torch.bfloat16, (61, 512, "int8", 16, "zeros residual")), (torch.float16, (56, 640, "fp8", 10, "residual")),
-    (torch.float16, (48, 384, "fp8", 3, "shared norm gated")),
-    (torch.bfloat16, (40, 288, "mxfp4", 9, "order norm bias")),
-    (torch.bfloat16, (37, 1096, "int8", 1, "plain norm bias")),
-    (torch.float16, (44, 72, "int8", 1, "plain norm gated"))], ids=str)
-def test_gemv_on_a_cpu(tmp_path, dtype, shape):
+@pytest.mark.parametrize("shape", [
+    (48, 1280, "int4", 10, "bf16 zeros norm"), (74, 288, "int4", 9, "zeros order norm gated"),
+    (80, 256, "int4", 4, "zeros norm bias"), (35, 97, "int4", 1, "residual"),
+    (100, 640, "int8", 1, "wide norm gated"), (61, 512, "int8", 16, "bf16 zeros residual"),
+    (56, 640, "fp8", 10, "residual"), (48, 384, "fp8", 3, "shared norm gated"),
+    (40, 288, "mxfp4", 9, "bf16 order norm bias"), (37, 1096, "int8", 1, "bf16 plain norm bias"),
+    (44, 72, "int8", 1, "plain norm gated")], ids=str)
+def test_gemv_on_a_cpu(tmp_path, shape):
     """The result is the exact one, rounded once: sums are of integers. FP8's x becomes fp16, rounded after a norm. One
     input is 10,000 times the others, and its weights are 0: 26 bits are enough for these. plain: weights of 16 bits."""
     parts, kind = shape[-1], shape[2]
+    dtype = torch.bfloat16 if "bf16" in parts else torch.float16
     weight = random_weight(*shape, dtype=dtype)
     outlier = kind != "fp8" and weight.zeros is None
     if outlier:
@@ -381,7 +307,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in
 """
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_the_int4_kernel_is_three_files(device, tmp_path):
     (tmp_path / "fast").mkdir()
     for name in ("layout.py", "packed_gemv.py", "gemv.cu"):
@@ -392,26 +318,18 @@ def test_the_int4_kernel_is_three_files(device, tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
 
 
-def test_the_layout_alone_loads_no_kernel():
-    program = "import sys, fast.layout; print(*sorted(name for name in sys.modules if name.startswith('fast')))"
-    done = python("-c", program)
-    assert done.stdout.split() == ["fast", "fast.layout"], done.stderr
-
-
-def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys):
-    packed, device = pack(*random_weight(64, 256, "int4", 2)[:4]), torch.device("cpu")
-    monkeypatch.setattr(packed_linear, "kernel_for", lambda *sizes: dict(kernel="gemm", rows=sizes[3]))
-    properties, library = SimpleNamespace(shared_memory_per_block_optin=200_000), Mock()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(packed_gemv.ctypes, "CDLL", library)
-    found = []
-    for memory, missing in ((200_000, None), (3_000, None), (200_000, OSError("no libnvrtc.so.13"))):
-        properties.shared_memory_per_block_optin, library.side_effect = memory, missing
-        packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
-        found.append([choice_for(packed, M, device) for M in (1, 2, 513)])
-    packed_gemv.nvrtc.cache_clear(), packed_gemv.has_gemv.cache_clear()
-    others = [dict(kernel="gemm", rows=2), dict(kernel="library")]
-    assert found == [[dict(kernel="gemv"), *others], *[[others[0], *others]] * 2]
-    assert capsys.readouterr().err.count("no libnvrtc.so.13") == 1
+@pytest.mark.parametrize("memory, missing, kernel", [
+    (200_000, None, dict(kernel="gemv")), (3_000, None, dict(kernel="gemm", rows=2)),
+    (200_000, OSError("no libnvrtc.so.13"), dict(kernel="gemm", rows=2))])
+def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys, memory, missing, kernel):
+    packed, properties = pack(*random_weight(64, 256, "int4", 2)[:4]), Mock(shared_memory_per_block_optin=memory)
+    for where, name, value in (
+            (torch.cuda, "get_device_properties", lambda _: properties),
+            (torch.cuda, "get_device_capability", lambda _: (9, 0)),
+            (packed_gemv, "nvrtc", Mock(side_effect=missing)), (packed_gemv.ctypes, "CDLL", Mock()),
+            (packed_gemv, "has_gemv", packed_gemv.has_gemv.__wrapped__),  # which remembers
+            (packed_linear, "kernel_for", lambda *sizes: dict(kernel="gemm", rows=sizes[3]))):
+        monkeypatch.setattr(where, name, value)
+    found = [choice_for(packed, M, torch.device("cpu")) for M in (1, 2, 513)]
+    assert found == [kernel, dict(kernel="gemm", rows=2), dict(kernel="library")]
+    assert ("no libnvrtc.so.13" in capsys.readouterr().err) == bool(missing)
