@@ -307,7 +307,11 @@ class KVCache(nn.Module):
     """The keys and values of a layer: k, v [B, K, L, E]. A cache of another type is a class with these methods.
 
     In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention reads has been int8,
-    the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives."""
+    the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives.
+
+    A recurrent layer (Qwen3.5) would keep a state in its place, which nothing overwrites by position. Then a forward
+    must know how many columns of a row are no padding, a rejected draft needs the state before it, arrange_rows()
+    copies all of it, and bytes_per_token() counts layers that differ."""
 
     def __init__(
         self,
