@@ -386,7 +386,7 @@ def install_kernels(model: Transformer) -> FusedDecoder:
     Both share the weights and the caches. On a CPU the kernels' plain twins serve, as in the tests.
     With several ranks all of them call this together. Raises ValueError for a model that has its kernels already."""
     plain_halves(model)  # may raise
-    # Of one layer there are few kernels to compile, and a process waits in its end until a pool of workers has begun, 4 s.
+    # Of one layer there are few kernels to compile, and a process does not end before a pool of workers has begun, 4 s.
     torch._inductor.config.compile_threads = 1
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
