@@ -380,11 +380,11 @@ def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_pat
     ("checkpoints/tin", " in {}/checkpoints (near it: checkpoints/tiny); as a Hub id: the Hub is out of reach"),
     ("{}/checkpoints/tin", " in {}/checkpoints (near it: {}/checkpoints/tiny); as a Hub id"),
     ("tiny", " in {} (near it: checkpoints/tiny, checkpoints/tiny-draft), and not a Hub id of the form owner/name"),
-    ("Tiny-Draft", " in {} (near it: checkpoints/tiny-draft"), ("smol", " in {} (near it: SmolLM), and not"),
+    ("Tiny-Draft", " in {} (near it: checkpoints/tiny-draft"), ("smol", " in {} (near it: SMOLLM), and not"),
     ("checkpoint/tiny", " (near it: checkpoints/tiny"), ("empt", " in {}, and not")])
 def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_the_hub(
         tmp_path, monkeypatch, name, said):
-    for directory in ("checkpoints/tiny", "checkpoints/tiny-draft", "SmolLM"):
+    for directory in ("checkpoints/tiny", "checkpoints/tiny-draft", "SMOLLM"):
         (tmp_path / directory).mkdir(parents=True)
         put(tmp_path / directory / "config.json", {})
     (tmp_path / "empty").mkdir()
