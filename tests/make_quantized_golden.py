@@ -53,20 +53,27 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
             if isinstance(module, nn.Linear) and name != "lm_head"}
 
 
-def separate(gate_up: Tensor, down: Tensor) -> nn.ModuleDict:
-    gate, up = gate_up.chunk(2)
-    layers = nn.ModuleDict()
-    for name, weight in dict(gate_proj=gate, up_proj=up, down_proj=down).items():
-        layers[name] = nn.Linear(*reversed(weight.shape), bias=False)
-        layers[name].weight.data = weight.detach().clone()
-    return layers
+class SeparateExperts(nn.Module):
+    """The linear layers of a transformers model, with those of its experts one by one, as their files name them."""
 
-
-def separate_experts(model: nn.Module) -> None:
-    """Puts the linear layers of a transformers model's experts one by one, as their files name them."""
-    for name, module in [*model.named_modules()]:
-        if name.endswith(".experts"):
-            model.set_submodule(name, nn.ModuleList(map(separate, module.gate_up_proj, module.down_proj)))
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        parts = {name: module.weight for name, module in linears(model).items()}
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                for i, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj)):
+                    gate, up = gate_up.chunk(2)
+                    parts |= {f"{name}.{i}.{part}_proj": w for part, w in dict(gate=gate, up=up, down=down).items()}
+        for name, weight in parts.items():
+            *places, last = name.split(".")
+            here = self
+            for place in places:
+                if not hasattr(here, place):
+                    here.add_module(place, nn.Module())
+                here = getattr(here, place)
+            layer = nn.Linear(*reversed(weight.shape), bias=False)
+            layer.weight.data = weight.detach().clone()
+            here.add_module(last, layer)
 
 
 def fuse_experts(weights: dict[str, Tensor]) -> None:
@@ -93,10 +100,11 @@ def gptq(model: nn.Module, bits: int, group_size: int, sym: bool, form: str, act
     config = QuantizeConfig(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, dynamic=dynamic)
     tensors, weights = {}, {}
     for name, linear in linears(model).items():
-        found = config.dynamic_get(name) if dynamic else {}
+        found = config.dynamic_get(name) if dynamic else None
         if found is False:
             continue
-        here, G = found.get("bits", bits), found.get("group_size", group_size)
+        own = dict(bits=bits, group_size=group_size) | (found or {})
+        here, G = own["bits"], own["group_size"]
         (N, K), top = linear.weight.shape, 2 ** here - 1
         C = 1 if G == -1 else K // G
         perm = torch.randperm(K) if act_order else torch.arange(K)
@@ -334,13 +342,12 @@ FP4 = dict(num_bits=4, type="float", symmetric=True, dynamic=False)
 MXFP4 = FP4 | dict(strategy="group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
 NVFP4 = FP4 | dict(strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn",
                    zp_dtype="torch.float8_e4m3fn")
-EXCEPT = dict(ignore=["lm_head", "re:.*mlp.gate$"])
 MOE = {
     "mxfp4": of("gpt_oss", mxfp4),
-    "mxfp4-pack": of("qwen3_moe", compressed_tensors, scheme(MXFP4), **EXCEPT),
-    "nvfp4-pack": of("qwen3_moe", compressed_tensors, scheme(NVFP4), **EXCEPT),
+    "mxfp4-pack": of("qwen3_moe", compressed_tensors, scheme(MXFP4)),
+    "nvfp4-pack": of("qwen3_moe", compressed_tensors, scheme(NVFP4)),
     "nvfp4-pack dense": of("llama", compressed_tensors, scheme(NVFP4)),
-    "w4a16 of experts": of("qwen3_moe", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC), **EXCEPT),
+    "w4a16 of experts": of("qwen3_moe", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC)),
     "fp8 of experts": of("qwen3_moe", fp8, 32, 32, left_out=["lm_head"]),
 }
 ACT_ORDER = {"w4a16 act-order": of("llama", act_order, 32)}
@@ -363,9 +370,7 @@ def main() -> None:
             torch.manual_seed(len(golden))
             model = new_model(config)
             model.load_state_dict(state)
-            if shape == "qwen3_moe":
-                separate_experts(model)
-            tensors, weights, settings = make(model)
+            tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
             fuse_experts(weights)
             kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
                     if name not in weights and name not in tensors}

@@ -229,13 +229,17 @@ def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, 
         shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)  # no silence about a file that was there once
 
 
-@pytest.mark.parametrize("place, directory", [("hub/blobs", "hub/snapshots/abc"), ("in/deeper", "in")])
-def test_links_of_the_hubs_cache_and_inside_of_the_directory_are_followed(tmp_path, place, directory):
+@pytest.mark.parametrize("place, directory, files", [
+    ("hub/blobs", "hub/snapshots/abc", [*LINKED, SHARD]), ("in/deeper", "in", [*LINKED, SHARD]),
+    ("disk", "in", [SHARD])])  # weights may lie on another disk
+def test_links_are_followed_in_the_hubs_cache_inside_of_the_directory_and_to_it(tmp_path, place, directory, files):
     with_all(tmp_path / directory)
-    for file in [*LINKED, SHARD]:
+    for file in files:
         link_to(tmp_path / place, tmp_path / directory, file)
-    assert open_tokenizer(tmp_path / directory).template == "hello"
-    load(tmp_path / directory)
+    (tmp_path / "name").symlink_to(tmp_path / directory)
+    found = find_checkpoint(str(tmp_path / "name"))
+    assert open_tokenizer(found).template == "hello"
+    load(found)
 
 
 def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_followed(tmp_path):
@@ -244,15 +248,6 @@ def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_fol
     link_to(tmp_path / "elsewhere", snapshot, "config.json")
     (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "elsewhere")
     assert "out of its" in refusal(vet, snapshot)
-
-
-def test_weights_and_the_directory_itself_may_be_links(tmp_path):
-    with_all(tmp_path / "in")
-    link_to(tmp_path / "disk", tmp_path / "in", SHARD)
-    (tmp_path / "name").symlink_to(tmp_path / "in")
-    directory = find_checkpoint(str(tmp_path / "name"))
-    open_tokenizer(directory)
-    load(directory)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"])
