@@ -131,8 +131,7 @@ def gptq(model: nn.Module, bits: int, group_size: int, sym: bool, form: str, act
         tensors |= {f"{name}.{part}": value.clone() for part, value in layer.state_dict().items()
                     if part in ("qweight", "qzeros", "scales", "g_idx", "bias") and value is not None}
     settings = dict(quant_method="gptq", bits=bits, group_size=group_size, sym=sym, desc_act=act_order)
-    more = {key: form, "dynamic": dynamic}
-    return tensors, weights, settings | {name: value for name, value in more.items() if name and value}
+    return tensors, weights, settings | dict(dynamic=dynamic) | ({key: form} if key else {})
 
 
 # AWQ
@@ -265,7 +264,7 @@ def fp8(model: nn.Module, *block: int, key: str = "modules_to_not_convert", left
         weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), F32)
     settings = json.loads(config.to_json_string())
     settings[key] = settings.pop("modules_to_not_convert", None)
-    return tensors, weights, {name: value for name, value in settings.items() if value is not None}
+    return tensors, weights, settings
 
 
 # gpt-oss's MXFP4
@@ -372,6 +371,7 @@ def main() -> None:
             model.load_state_dict(state)
             tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
             fuse_experts(weights)
+            settings = {key: value for key, value in settings.items() if value is not None}
             kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
                     if name not in weights and name not in tensors}
             configs[setting] = json.dumps(config.to_dict() | dict(quantization_config=settings, shared=list(kept)))
