@@ -26,7 +26,6 @@ from cli.errors import report_errors  # noqa: E402
 from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
-LEFT_OUT = pytest.StashKey[int]()  # how many GPU tests
 LONGEST = "test_without_fast test_llm test_tp test_speculative"  # -n 28 on two GPUs: 276 s, in order over 392
 
 
@@ -41,23 +40,17 @@ def alone(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where there is a GPU; elsewhere they count as deselected, and a line says so. Those that wait for
-    all others come first, so that one worker has them and no other test behind them; then the longest."""
+    """GPU tests run where there is a GPU; elsewhere they count as deselected, and the header says so. Those that wait
+    for all others come first, so that one worker has them and no other test behind them; then the longest."""
     items.sort(key=lambda item: (alone(item), item.path.stem in LONGEST), reverse=True)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
-        config.stash[LEFT_OUT] = len(gpu)
 
 
 def pytest_report_header():
     return "GPU tests: " + ("run" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA GPU here")
-
-
-def pytest_report_collectionfinish(config):
-    if count := config.stash.get(LEFT_OUT, 0):
-        return f"left out: {count} GPU tests, PyTorch finds no CUDA GPU here"
 
 
 @pytest.fixture(scope="session", autouse=True)

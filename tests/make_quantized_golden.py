@@ -16,7 +16,7 @@ config.json, which says in `shared` what the setting shares. Written with torch 
 import importlib.util
 import json
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -58,64 +58,53 @@ class SeparateExperts(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        experts = {name: module for name, module in model.named_modules() if hasattr(module, "gate_up_proj")
-                   and isinstance(module.gate_up_proj, nn.Parameter)}
         parts = {name: module.weight for name, module in linears(model).items()}
-        for name, module in experts.items():
-            for i, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj)):
-                gate, up = gate_up.chunk(2)
-                parts |= {f"{name}.{i}.{part}_proj": w for part, w in dict(gate=gate, up=up, down=down).items()}
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                for i, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj)):
+                    gate, up = gate_up.chunk(2)
+                    parts |= {f"{name}.{i}.{part}_proj": w for part, w in dict(gate=gate, up=up, down=down).items()}
         for name, weight in parts.items():
+            *places, last = name.split(".")
             here = self
-            for part in name.split(".")[:-1]:
-                if not hasattr(here, part):
-                    here.add_module(part, nn.Module())
-                here = getattr(here, part)
+            for place in places:
+                if not hasattr(here, place):
+                    here.add_module(place, nn.Module())
+                here = getattr(here, place)
             layer = nn.Linear(*reversed(weight.shape), bias=False)
             layer.weight.data = weight.detach().clone()
-            here.add_module(name.split(".")[-1], layer)
+            here.add_module(last, layer)
 
 
-def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Per-expert weights as transformers' modules hold them."""
-    held, stacks = {}, {}
-    for name, weight in weights.items():
-        before, _, after = name.partition(".experts.")
-        if after[:1].isdigit():
-            stacks.setdefault(before, {})[after] = weight
-        else:
-            held[name] = weight
-    for name, of in stacks.items():
-        gates, ups, downs = ([of[f"{i}.{part}_proj.weight"] for i in range(len(of) // 3)]
-                             for part in ("gate", "up", "down"))
-        held[f"{name}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups)])
-        held[f"{name}.experts.down_proj"] = torch.stack(downs)
-    return held
-
-
-def groups_of(w: Tensor, group_size: int) -> Tensor:
-    return w.detach().float().unflatten(1, (-1, w.shape[1] if group_size == -1 else group_size))  # [N, C, G]
+def fuse_experts(weights: dict[str, Tensor]) -> None:
+    """Per-expert weights become those that transformers' modules hold."""
+    for first in [name for name in weights if name.endswith(".experts.0.gate_proj.weight")]:
+        experts = first.removesuffix(".0.gate_proj.weight")
+        gate, up, down = (torch.stack([weights.pop(f"{experts}.{i}.{part}_proj.weight") for i in range(4)])
+                          for part in ("gate", "up", "down"))
+        weights |= {f"{experts}.gate_up_proj": torch.cat((gate, up), 1), f"{experts}.down_proj": down}
 
 
 # GPTQ
 
 
 def gptq(model: nn.Module, bits: int, group_size: int, sym: bool, form: str, act_order: bool = False,
-         dynamic: dict | None = None):
-    """gptqmodel's TorchLinear packs, makes the first version of the second, and dequantizes."""
+         dynamic: dict | None = None, key: str = "checkpoint_format"):
+    """gptqmodel's TorchLinear packs, dequantizes, and makes the first version of the second.
+
+    key: where quantization_config names the form; "": nowhere."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization.config import QuantizeConfig
-    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
-
-    def pick(name: str, key: str, default):
-        return config.dynamic_get(name, key, default) if dynamic else default
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
     config = QuantizeConfig(bits=bits, group_size=group_size, sym=sym, desc_act=act_order, dynamic=dynamic)
     tensors, weights = {}, {}
     for name, linear in linears(model).items():
-        if dynamic and config.dynamic_get(name) is False:
+        found = config.dynamic_get(name) if dynamic else None
+        if found is False:
             continue
-        here, G = pick(name, "bits", bits), pick(name, "group_size", group_size)
+        own = dict(bits=bits, group_size=group_size) | (found or {})
+        here, G = own["bits"], own["group_size"]
         (N, K), top = linear.weight.shape, 2 ** here - 1
         C = 1 if G == -1 else K // G
         perm = torch.randperm(K) if act_order else torch.arange(K)
@@ -133,23 +122,22 @@ def gptq(model: nn.Module, bits: int, group_size: int, sym: bool, form: str, act
                             bias=linear.bias is not None, format=form)
         layer.pack(linear, scales, zeros, g_idx=g_idx)
         layer.eval().post_init()
+        scales = layer.scales
+        layer.scales = scales.float()
+        weights[name + ".weight"] = layer.dequantize_weight().T.float()
+        layer.scales = scales
         if form == "gptq":
             convert_gptq_v2_to_v1_format_module(layer, config)
-        held = {key: value.clone() for key, value in layer.state_dict().items()
-                if key in ("qweight", "qzeros", "scales", "g_idx", "bias") and value is not None}
-        if form == "gptq":
-            convert_gptq_v1_to_v2_format_module(layer, here, torch.int32)
-        tensors |= {f"{name}.{key}": value for key, value in held.items()}
-        layer.scales = layer.scales.float()
-        weights[name + ".weight"] = layer.dequantize_weight().T.float()
+        tensors |= {f"{name}.{part}": value.clone() for part, value in layer.state_dict().items()
+                    if part in ("qweight", "qzeros", "scales", "g_idx", "bias") and value is not None}
     settings = dict(quant_method="gptq", bits=bits, group_size=group_size, sym=sym, desc_act=act_order)
-    return tensors, weights, settings | ({"dynamic": dynamic} if dynamic else {})
+    return tensors, weights, settings | dict(dynamic=dynamic) | ({key: form} if key else {})
 
 
 # AWQ
 
 
-def awq(model: nn.Module, group_size: int, version: dict):
+def awq(model: nn.Module, group_size: int, **version):
     """autoawq's WQLinear_GEMM. The package's own __init__ wants an older transformers, and is left out."""
     if "awq" not in sys.modules:
         root = Path(importlib.util.find_spec("awq").origin).parent
@@ -161,7 +149,7 @@ def awq(model: nn.Module, group_size: int, version: dict):
 
     tensors, weights = {}, {}
     for name, linear in linears(model).items():
-        groups = groups_of(linear.weight, group_size)
+        groups = linear.weight.detach().unflatten(1, (-1, group_size))
         low, high = groups.amin(-1), groups.amax(-1)
         scales = ((high - low) / 15).half()
         zeros = (-low / scales).round().clamp(0, 15)
@@ -178,27 +166,24 @@ def awq(model: nn.Module, group_size: int, version: dict):
 def observe(w: Tensor, args, **more) -> tuple[Tensor, Tensor]:
     """Scale and zero point of the range of each part that shares them."""
     from compressed_tensors.quantization.utils import calculate_qparams
-    w = w.detach().float()
-    if args.strategy == "tensor":
-        low, high = w.amin()[None], w.amax()[None]
-    elif args.strategy == "block":
-        rows, columns = args.block_structure
-        w = nn.functional.pad(w, (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
-        w = w.view(w.shape[0] // rows, rows, -1, columns)
-        low, high = w.amin((1, 3)), w.amax((1, 3))
-    else:
-        w = groups_of(w, args.group_size if "group" in args.strategy else -1)
-        low, high = w.amin(-1), w.amax(-1)
+    (N, K), w = w.shape, w.detach().float()
+    shapes = dict(tensor=(N, K), channel=(1, K), block=args.block_structure)
+    rows, columns = shapes.get(args.strategy) or (1, args.group_size)
+    w = nn.functional.pad(w, (0, -K % columns, 0, -N % rows))
+    w = w.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    low, high = w.amin((1, 3)), w.amax((1, 3))
     return calculate_qparams(low, high, args, **more)
 
 
-def compressed_tensors(model: nn.Module, dtype: torch.dtype = F32, **config):
+def compressed_tensors(model: nn.Module, *groups: dict, ignore: list[str] = ["lm_head"], dtype: torch.dtype = F32,
+                       **config):
     """The package puts its parameters into the model, compresses it, and decompresses each layer."""
     from compressed_tensors.compressors import BaseCompressor, ModelCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.lifecycle.forward import dequantize
     model.to(dtype)
+    config |= dict(config_groups={f"group_{i}": group for i, group in enumerate(groups)}, ignore=ignore)
     apply_quantization_config(model, QuantizationConfig(quantization_status="frozen", **config))
     schemes = {name: module.quantization_scheme for name, module in model.named_modules()
                if hasattr(module, "quantization_scheme") and module.quantization_scheme.weights}
@@ -208,9 +193,9 @@ def compressed_tensors(model: nn.Module, dtype: torch.dtype = F32, **config):
             module.weight_global_scale.data.copy_(448 * 6 / module.weight.abs().max())
             more = dict(global_scale=module.weight_global_scale)
         scale, zero = observe(module.weight, scheme.weights, **more)
-        module.weight_scale.data.copy_(scale)
+        module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
         if hasattr(module, "weight_zero_point"):
-            module.weight_zero_point.data.copy_(zero)
+            module.weight_zero_point.data.copy_(zero.view_as(module.weight_zero_point))
     before = set(model.state_dict())
     for name, parameter in model.named_parameters():
         if name.endswith(("input_scale", "output_scale", "k_scale", "v_scale")):
@@ -264,12 +249,12 @@ def act_order(model: nn.Module, group_size: int):
 # Block-scaled FP8
 
 
-def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
-    """transformers' own operations of its finegrained FP8."""
+def fp8(model: nn.Module, *block: int, key: str = "modules_to_not_convert", left_out: list[str] | None = None):
+    """transformers' own operations of its finegrained FP8. key: what quantization_config calls what is left out."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.quantizers.quantizers_utils import should_convert_module
     from transformers.utils.quantization_config import FineGrainedFP8Config
-    config = FineGrainedFP8Config(weight_block_size=block, **more)
+    config = FineGrainedFP8Config(weight_block_size=block or None, modules_to_not_convert=left_out)
     quantizer, tensors, weights = SimpleNamespace(quantization_config=config), {}, {}
     for name, linear in linears(model).items():
         if not should_convert_module(name, config.modules_to_not_convert):
@@ -277,7 +262,9 @@ def fp8(model: nn.Module, block: tuple[int, int] | None, **more):
         made = Fp8Quantize(quantizer).convert({f"{name}.weight": linear.weight.detach()})
         tensors |= made
         weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), F32)
-    return tensors, weights, json.loads(config.to_json_string())
+    settings = json.loads(config.to_json_string())
+    settings[key] = settings.pop("modules_to_not_convert", None)
+    return tensors, weights, settings
 
 
 # gpt-oss's MXFP4
@@ -306,82 +293,63 @@ G32, ASYMMETRIC = dict(strategy="group", group_size=32), dict(symmetric=False)
 BF16 = dict(dtype=torch.bfloat16)
 
 
-# A setting: its shape, what makes it, and keys of quantization_config that are put in or, where None, taken out
-
-
-def by_gptq(shape: str, bits: int, group_size: int, sym: bool, form: str = "gptq", key: str = "checkpoint_format",
-            **more):
-    """key: where quantization_config names the form; "": nowhere."""
-    make = partial(gptq, bits=bits, group_size=group_size, sym=sym, form=form, **more)
-    return shape, make, {key: form} if key else {}
-
-
-def by_awq(shape: str, **version):
-    return shape, partial(awq, group_size=32, version=version), {}
-
-
-def by_ct(shape: str, *schemes: dict, ignore: list[str] = ["lm_head"], **more):
-    groups = {f"group_{i}": each for i, each in enumerate(schemes)}
-    return shape, partial(compressed_tensors, config_groups=groups, ignore=ignore, **more), {}
-
-
-def by_fp8(shape: str, rows: int, columns: int, **more):
-    return shape, partial(fp8, block=(rows, columns), **more), {}
+def of(shape: str, make: Callable, *args, **more) -> tuple[str, Callable]:
+    """A setting: its shape and what makes it of a model."""
+    return shape, lambda model: make(model, *args, **more)
 
 
 SETTINGS = {
-    "gptq 4 sym": by_gptq("llama", 4, 32, True),
-    "gptq 4 asymmetric": by_gptq("llama", 4, 32, False, key=""),
-    "gptq 8 asymmetric": by_gptq("llama", 8, 32, False),
-    "gptq 8 a row": by_gptq("llama", 8, -1, True),
-    "gptq act-order": by_gptq("qwen2", 4, 32, False, act_order=True),
-    "gptq_v2 4": by_gptq("llama", 4, 32, False, "gptq_v2"),
-    "gptq_v2 by format": by_gptq("llama", 4, -1, False, "gptq_v2", "format"),
-    "gptq_v2 8 act-order": by_gptq("llama", 8, 32, True, "gptq_v2", act_order=True),
-    "gptq dynamic": by_gptq("two", 4, 32, False, dynamic={
+    "gptq 4 sym": of("llama", gptq, 4, 32, True, "gptq"),
+    "gptq 4 asymmetric": of("llama", gptq, 4, 32, False, "gptq", key=""),
+    "gptq 8 asymmetric": of("llama", gptq, 8, 32, False, "gptq"),
+    "gptq 8 a row": of("llama", gptq, 8, -1, True, "gptq"),
+    "gptq act-order": of("qwen2", gptq, 4, 32, False, "gptq", act_order=True),
+    "gptq_v2 4": of("llama", gptq, 4, 32, False, "gptq_v2"),
+    "gptq_v2 by format": of("llama", gptq, 4, -1, False, "gptq_v2", key="format"),
+    "gptq_v2 8 act-order": of("llama", gptq, 8, 32, True, "gptq_v2", act_order=True),
+    "gptq dynamic": of("two", gptq, 4, 32, False, "gptq", dynamic={
         r"-:model\.layers\.0\.mlp\.up_proj": {}, r"+:.*\.down_proj": dict(bits=8, group_size=96),
         r".*\.1\.self_attn\.[qkv]_proj": dict(group_size=64)}),
-    "awq gemm": by_awq("llama", version="gemm"),
-    "awq GEMM": by_awq("llama", version="GEMM"),
-    "awq": by_awq("qwen2"),
-    "w4a16": by_ct("llama", scheme(INT4 | G32)),
-    "w4a16 bf16": by_ct("qwen2", scheme(INT4 | G32), **BF16),
-    "w4a16 asymmetric": by_ct("llama", scheme(INT4 | G32 | ASYMMETRIC)),
-    "w4a16 a channel": by_ct("llama", scheme(INT4 | CHANNEL)),
-    "w8a16 asymmetric": by_ct("llama", scheme(INT8 | G32 | ASYMMETRIC)),
-    "w8a16 a channel": by_ct("llama", scheme(INT8 | CHANNEL)),
-    "w8a8": by_ct("llama", scheme(INT8 | CHANNEL, DYNAMIC)),
-    "w8a8 asymmetric, static": by_ct("qwen2", scheme(INT8 | CHANNEL | ASYMMETRIC, INT8 | TENSOR)),
-    "fp8 a tensor, static, cache": by_ct("llama", scheme(FP8 | TENSOR, FP8 | TENSOR), kv_cache_scheme=FP8 | TENSOR),
-    "fp8 a channel": by_ct("llama", scheme(FP8 | CHANNEL, DYNAMIC | FP8)),
-    "fp8 a channel, bf16": by_ct("llama", scheme(FP8 | CHANNEL, DYNAMIC | FP8), **BF16),
-    "fp8 naive in blocks": by_ct("288", scheme(FP8 | BLOCK)),
-    "several groups": by_ct(
-        "two", scheme(INT8 | G32, targets=["re:.*self_attn.*"]),
+    "awq gemm": of("llama", awq, 32, version="gemm"),
+    "awq GEMM": of("llama", awq, 32, version="GEMM"),
+    "awq": of("qwen2", awq, 32),
+    "w4a16": of("llama", compressed_tensors, scheme(INT4 | G32)),
+    "w4a16 bf16": of("qwen2", compressed_tensors, scheme(INT4 | G32), **BF16),
+    "w4a16 asymmetric": of("llama", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC)),
+    "w4a16 a channel": of("llama", compressed_tensors, scheme(INT4 | CHANNEL)),
+    "w8a16 asymmetric": of("llama", compressed_tensors, scheme(INT8 | G32 | ASYMMETRIC)),
+    "w8a16 a channel": of("llama", compressed_tensors, scheme(INT8 | CHANNEL)),
+    "w8a8": of("llama", compressed_tensors, scheme(INT8 | CHANNEL, DYNAMIC)),
+    "w8a8 asymmetric, static": of("qwen2", compressed_tensors, scheme(INT8 | CHANNEL | ASYMMETRIC, INT8 | TENSOR)),
+    "fp8 a tensor, static, cache": of("llama", compressed_tensors, scheme(FP8 | TENSOR, FP8 | TENSOR),
+                                      kv_cache_scheme=FP8 | TENSOR),
+    "fp8 a channel": of("llama", compressed_tensors, scheme(FP8 | CHANNEL, DYNAMIC | FP8)),
+    "fp8 a channel, bf16": of("llama", compressed_tensors, scheme(FP8 | CHANNEL, DYNAMIC | FP8), **BF16),
+    "fp8 naive in blocks": of("288", compressed_tensors, scheme(FP8 | BLOCK)),
+    "several groups": of(
+        "two", compressed_tensors, scheme(INT8 | G32, targets=["re:.*self_attn.*"]),
         scheme(FP8 | CHANNEL, targets=["re:.*down_proj", "model.layers.0.mlp.up_proj"]), scheme(INT4 | G32),
         ignore=["re:.*layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"]),
-    "fp8 blocks": by_fp8("128", 128, 128),
-    "fp8 small blocks": by_fp8("llama", 16, 32),
-    "fp8 modules_to_not_convert": by_fp8("two", 32, 32, modules_to_not_convert=[
+    "fp8 blocks": of("128", fp8, 128, 128),
+    "fp8 small blocks": of("llama", fp8, 16, 32),
+    "fp8 modules_to_not_convert": of("two", fp8, 32, 32, left_out=[
         "lm_head", "model.layers.0.mlp", "v_proj", "model.layers.1.self_attn.q_pr"]),
-    "fp8 ignored_layers": (*by_fp8("llama", 32, 32, ignored_layers=["lm_head", "mlp.gate_proj"])[:2], dict(
-        ignored_layers=["lm_head", "mlp.gate_proj"], modules_to_not_convert=None)),
-    "fp8 a tensor": ("llama", partial(fp8, block=None), {}),
+    "fp8 ignored_layers": of("llama", fp8, 32, 32, key="ignored_layers", left_out=["lm_head", "mlp.gate_proj"]),
+    "fp8 a tensor": of("llama", fp8),
 }
 FP4 = dict(num_bits=4, type="float", symmetric=True, dynamic=False)
 MXFP4 = FP4 | dict(strategy="group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
 NVFP4 = FP4 | dict(strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn",
                    zp_dtype="torch.float8_e4m3fn")
-EXCEPT = dict(ignore=["lm_head", "re:.*mlp.gate$"])
 MOE = {
-    "mxfp4": ("gpt_oss", mxfp4, {}),
-    "mxfp4-pack": by_ct("qwen3_moe", scheme(MXFP4), **EXCEPT),
-    "nvfp4-pack": by_ct("qwen3_moe", scheme(NVFP4), **EXCEPT),
-    "nvfp4-pack dense": by_ct("llama", scheme(NVFP4)),
-    "w4a16 of experts": by_ct("qwen3_moe", scheme(INT4 | G32 | ASYMMETRIC), **EXCEPT),
-    "fp8 of experts": by_fp8("qwen3_moe", 32, 32, modules_to_not_convert=["lm_head"]),
+    "mxfp4": of("gpt_oss", mxfp4),
+    "mxfp4-pack": of("qwen3_moe", compressed_tensors, scheme(MXFP4)),
+    "nvfp4-pack": of("qwen3_moe", compressed_tensors, scheme(NVFP4)),
+    "nvfp4-pack dense": of("llama", compressed_tensors, scheme(NVFP4)),
+    "w4a16 of experts": of("qwen3_moe", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC)),
+    "fp8 of experts": of("qwen3_moe", fp8, 32, 32, left_out=["lm_head"]),
 }
-ACT_ORDER = {"w4a16 act-order": ("llama", partial(act_order, group_size=32), {})}
+ACT_ORDER = {"w4a16 act-order": of("llama", act_order, 32)}
 
 
 @torch.no_grad()
@@ -395,15 +363,15 @@ def main() -> None:
         torch.manual_seed(0)
         base = random_model(config)
         state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-        for setting, (of, make, changes) in wanted.items():
-            if of != shape:
+        for setting, (its_shape, make) in wanted.items():
+            if its_shape != shape:
                 continue
             torch.manual_seed(len(golden))
             model = new_model(config)
             model.load_state_dict(state)
-            tensors, weights, settings = make(SeparateExperts(model) if of == "qwen3_moe" else model)
-            weights = fused(weights)
-            settings = {key: value for key, value in (settings | changes).items() if value is not None}
+            tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
+            fuse_experts(weights)
+            settings = {key: value for key, value in settings.items() if value is not None}
             kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
                     if name not in weights and name not in tensors}
             configs[setting] = json.dumps(config.to_dict() | dict(quantization_config=settings, shared=list(kept)))

@@ -8,13 +8,12 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from threading import Thread
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -24,28 +23,25 @@ from safetensors import safe_open
 from checkpoint import UserError
 from cli.errors import message_of
 from families import config_from_hf
-from guard import find_checkpoint, open_checkpoint, read_text, vet, vet_config
-from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_json, with_model
+from guard import find_checkpoint, read_text, vet
+from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 
-ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-            original_max_position_embeddings=64)
+ROPE = '"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4'
 INDEX, WHOLE, SHARD = "model.safetensors.index.json", "model.safetensors", "model-1.safetensors"
-LAYER, NORM, Q = "model.layers.1.", "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+LAYER, Q = "model.layers.1.", "model.layers.1.self_attn.q_proj.weight"
 
 
 def make(directory: Path, dtype=torch.float32, **changes) -> dict[str, torch.Tensor]:
     return drawn(directory, LLAMA | changes, dtype)
 
 
-@pytest.mark.parametrize("stored, wanted", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_tensors_are_of_the_wanted_dtype(tmp_path, stored, wanted):
+def test_tensors_are_of_the_wanted_dtype(tmp_path):
     """test_model.py shows that each lands where it belongs."""
-    save(tmp_path, make(tmp_path, getattr(torch, stored)))
-    found, exact = load(tmp_path, dtype=getattr(torch, wanted)), load(tmp_path)
-    for one, other in zip(found.parameters(), exact.parameters()):
-        assert str(one.dtype) == f"torch.{wanted}" and torch.equal(one, other.to(one.dtype))
+    save(tmp_path, make(tmp_path))
+    for one, other in zip(load(tmp_path, dtype=torch.bfloat16).parameters(), load(tmp_path).parameters()):
+        torch.testing.assert_close(one, other.bfloat16(), rtol=0, atol=0)
 
 
 def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_opened(tmp_path):
@@ -60,8 +56,7 @@ def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_ope
 
 @pytest.mark.parametrize("surplus", [{}, {"lm_head.weight": torch.ones(64, 32)},
                                      {LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4)},
-                                     {LAYER + "self_attn.o_proj.bias": torch.zeros(32)},
-                                     {"x.bias": torch.zeros(64)}], ids=" ".join)
+                                     {LAYER + "self_attn.o_proj.bias": torch.zeros(32)}], ids=" ".join)
 def test_a_tied_head_is_the_embedding_and_tensors_without_effect_are_skipped(tmp_path, surplus):
     theirs = make(tmp_path, tie_word_embeddings=True)
     save(tmp_path, theirs | surplus)
@@ -71,11 +66,9 @@ def test_a_tied_head_is_the_embedding_and_tensors_without_effect_are_skipped(tmp
 
 
 @pytest.mark.parametrize("name, tensor, words", [
-    (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""), (LAYER + "self_attn.q_norm.weight", torch.ones(8), ""),
-    ("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32), ""), (Q, None, "missing"),
-    ("lm_head.weight", None, "missing"), (Q, torch.ones(16, 32), "[16, [32,"), (NORM, torch.tensor(1.0), "[] [32]"),
-    (Q, torch.ones(32, 32).to(torch.int8), "I8"), (Q, torch.ones(32, 32).to(torch.float8_e4m3fn), "F8_E4M3"),
-    ("x.bias", torch.zeros(10 ** 6), ""), ("x.bias", torch.zeros(8, 8), "")])  # zeros, but of no layer's size
+    (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""), ("model.layers.2.mlp.up_proj.weight", torch.ones(1), ""),
+    (Q, None, "missing"), (Q, torch.ones(16, 32), "[16, [32,"), (Q, torch.ones(32, 32).to(torch.int8), "I8"),
+    ("x.bias", torch.zeros(10 ** 6), "")])  # zeros, but of no layer's size
 def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, words):
     tensors = make(tmp_path) | {name: tensor}
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
@@ -83,9 +76,8 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, wo
 
 
 @pytest.mark.parametrize("file, content", [
-    *product([SHARD], [None, 0, 4, 100, -1]), *product([INDEX], [b"{", [], dict(weight_map=[])]),
-    *((INDEX, dict(weight_map={Q: name}))
-      for name in (1, "/x.safetensors", "../x.safetensors", "x/../../x.safetensors")),
+    *product([SHARD], [None, 4, 100, -1]), (INDEX, dict(weight_map=[])),
+    *((INDEX, dict(weight_map={Q: name})) for name in (1, "/x.safetensors", "x/../../x.safetensors")),
     *product(["config.json"], [None, b"{", [1], b"\xff\xfe", b"[" * 100_000])])
 def test_a_damaged_file_and_an_index_that_leads_out_of_the_directory_are_refused(tmp_path, file, content):
     save(tmp_path, make(tmp_path), shards=2)
@@ -131,9 +123,9 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     ("num_attention_heads 0", '"num_attention_heads": 0'), ("num_key_value_heads 0", '"num_key_value_heads": 0'),
     ("vocab_size -1", '"vocab_size": -1'), ("num_hidden_layers '2'", '"num_hidden_layers": "2"'),
     ("hidden_size True", '"hidden_size": true'), ("num_hidden_layers 1000000000", '"num_hidden_layers": 1000000000'),
-    ("rms_norm_eps nan", '"rms_norm_eps": NaN'), ("tie_word_embeddings 'false'", '"tie_word_embeddings": "false"'),
-    ("tie_word_embeddings 1", '"tie_word_embeddings": 1'), ("tie_word_embeddings []", '"tie_word_embeddings": []'),
-    ("tie_word_embeddings 0.5", '"tie_word_embeddings": 0.5'),
+    ("rms_norm_eps nan", '"rms_norm_eps": NaN'), ("intermediate_size None", '"intermediate_size": null'),
+    ("tie_word_embeddings 'false'", '"tie_word_embeddings": "false"'),
+    ("tie_word_embeddings []", '"tie_word_embeddings": []'),
     ("use_sliding_window True", '"model_type": "qwen2", "use_sliding_window": true'),
     ("rope_type dynamic", '"rope_scaling": {"rope_type": "dynamic"}'),
     ("rope_type ntk", '"rope_scaling": {"type": "ntk"}'), ("factor None", '"rope_scaling": {"type": "linear"}'),
@@ -146,55 +138,29 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     ("hidden_size 1e+06", '"hidden_size": 1048577'), ("vocab_size 2e+07", '"vocab_size": 16777217'),
     ("e+15 weights", '"intermediate_size": 1000000000, "hidden_size": 1048576'),
     ("rope_scaling [1] object", '"rope_scaling": [1]'), ("rope_parameters 'x' object", '"rope_parameters": "x"'),
-    ("low_freq_factor high_freq_factor", f'"rope_scaling": {json.dumps(ROPE | dict(low_freq_factor=4))}')])
+    ("high_freq_factor None", ROPE + "}"), ("low_freq_factor high_freq_factor", ROPE + ', "high_freq_factor": 4}')])
 def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, words, changes):
     """changes: lines of config.json."""
     put(tmp_path / "config.json", LLAMA | json.loads(f"{{{changes}}}"))
     assert absent(f"config.json {words}", refusal(vet, tmp_path)) == []
 
 
-@pytest.mark.parametrize("key", [*"hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size "
-                                 "max_position_embeddings rms_norm_eps".split(), *list(ROPE)[1:-1]])
-def test_a_missing_key_is_refused_by_name(key):
-    whole = LLAMA | dict(rope_scaling=dict(ROPE))
-    vet_config(whole)
-    (whole if key in whole else whole["rope_scaling"]).pop(key)
-    with pytest.raises(ValueError, match=key):
-        vet_config(whole)
+def test_only_mistral_has_a_sliding_window():
+    configs = {kind: config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16))
+               for kind in ("mistral", "llama", "qwen2")}
+    windows = {kind: config.layers[0].window for kind, config in configs.items()}
+    assert windows == dict(mistral=16, llama=None, qwen2=None)
 
 
-@pytest.mark.parametrize("spelling", [
-    dict(rope_theta=5e5, rope_scaling=ROPE), dict(rope_parameters=ROPE | dict(rope_theta=5e5)),
-    dict(rope_theta=5e5, rope_scaling={key.replace("rope_", ""): value for key, value in ROPE.items()})])
-def test_every_spelling_of_rope_is_one_config(spelling):
-    layers = config_from_hf(LLAMA | spelling).layers
-    assert layers == config_from_hf(LLAMA | dict(rope_theta=5e5, rope_scaling=ROPE)).layers
-    assert layers[0].rope.original == 64 and layers[0].rope.frequencies[0] == 1
-
-
-@pytest.mark.parametrize("kind, window", [("mistral", 16), ("llama", None), ("qwen2", None), ("qwen3", None)])
-def test_only_mistral_has_a_sliding_window(kind, window):
-    assert config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).layers[0].window == window
-
-
-def test_each_file_is_opened_once(tmp_path, monkeypatch):
+def test_each_file_is_opened_once_to_load_and_a_json_file_once_more_to_be_vetted(tmp_path, monkeypatch):
     """Tensors that lie in two files by turns are read file by file: each opening reads a header."""
     save(tmp_path, make(tmp_path, num_hidden_layers=6), shards=2)
     opened = MagicMock(side_effect=safe_open)
     monkeypatch.setattr("checkpoint.safe_open", opened)
-    load(tmp_path)
+    with patch.object(Path, "read_text", autospec=True, side_effect=Path.read_text) as read:
+        load(tmp_path)
     assert opened.call_count == 2
-
-
-def test_each_json_file_is_read_once_by_whom_it_is_vetted_and_once_more(tmp_path, monkeypatch):
-    with_json(tmp_path, dict(vocab_size=260))
-    put(tmp_path / "generation_config.json", {})
-    save(tmp_path, make(tmp_path, vocab_size=260), shards=2)
-    read, plain = Counter(), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, *how, **of: read.update([path.name]) or plain(path, *how, **of))
-    open_checkpoint(tmp_path)[0].files()
-    for name in ("config.json", "generation_config.json", INDEX, "tokenizer_config.json"):
-        assert read[name] == 2, name
+    assert Counter(call.args[0].name for call in read.mock_calls) == {"config.json": 2, INDEX: 2}
 
 
 def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
@@ -204,11 +170,8 @@ def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
 
 
 def test_a_header_of_over_16_mib_is_refused(tmp_path):
-    save(tmp_path, make(tmp_path))
-    held = (tmp_path / WHOLE).read_bytes()
-    size = int.from_bytes(held[:8], "little")
-    padded = held[8:8 + size] + b" " * 2 ** 24
-    put(tmp_path / WHOLE, len(padded).to_bytes(8, "little") + padded + held[8 + size:])
+    make(tmp_path)
+    put(tmp_path / WHOLE, (2 ** 24 + 1).to_bytes(8, "little"))
     assert absent("model.safetensors header 16777216", refusal(load, tmp_path)) == []
 
 
@@ -231,14 +194,13 @@ def open_all(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [*LINKED, "tokenizer.json", WHOLE, "prompts.txt"])
-@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
-def test_what_would_block_or_never_end_is_refused_by_name(tmp_path, file, kind):
+def test_a_pipe_is_refused_by_name(tmp_path, file):
+    """Whoever opened it would wait for good. fuzz.py has directories, devices and sockets, too."""
     with_model(tmp_path)
     save(tmp_path, make(tmp_path, vocab_size=2048))
-    path = tmp_path / file
-    path.unlink(missing_ok=True)
-    dict(pipe=lambda: os.mkfifo(path), directory=path.mkdir, device=lambda: path.symlink_to("/dev/zero"))[kind]()
-    assert f"{path}: " in refusal(open_all, tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    assert f"{tmp_path / file}: " in refusal(open_all, tmp_path)
 
 
 def link_to(place: Path, directory: Path, file: str) -> None:
@@ -256,11 +218,9 @@ def with_all(directory: Path) -> None:
     save(directory, make(directory, vocab_size=2048), shards=2)
 
 
-@pytest.mark.parametrize("file", [*LINKED, "tokenizer.json"])
+@pytest.mark.parametrize("file", LINKED)
 def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, file):
     with_all(tmp_path / "in")
-    if file == "tokenizer.json":
-        with_json(tmp_path / "in")
     link_to(tmp_path / "elsewhere", tmp_path / "in", file)
     for there in (True, False):
         said = refusal(open_all, tmp_path / "in")
@@ -269,13 +229,17 @@ def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, 
         shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)  # no silence about a file that was there once
 
 
-@pytest.mark.parametrize("place, directory", [("hub/blobs", "hub/snapshots/abc"), ("in/deeper", "in")])
-def test_links_of_the_hubs_cache_and_inside_of_the_directory_are_followed(tmp_path, place, directory):
+@pytest.mark.parametrize("place, directory, files", [
+    ("hub/blobs", "hub/snapshots/abc", [*LINKED, SHARD]), ("in/deeper", "in", [*LINKED, SHARD]),
+    ("disk", "in", [SHARD])])  # weights may lie on another disk
+def test_links_are_followed_in_the_hubs_cache_inside_of_the_directory_and_to_it(tmp_path, place, directory, files):
     with_all(tmp_path / directory)
-    for file in [*LINKED, SHARD]:
+    for file in files:
         link_to(tmp_path / place, tmp_path / directory, file)
-    assert open_tokenizer(tmp_path / directory).template == "hello"
-    load(tmp_path / directory)
+    (tmp_path / "name").symlink_to(tmp_path / directory)
+    found = find_checkpoint(str(tmp_path / "name"))
+    assert open_tokenizer(found).template == "hello"
+    load(found)
 
 
 def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_followed(tmp_path):
@@ -284,17 +248,6 @@ def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_fol
     link_to(tmp_path / "elsewhere", snapshot, "config.json")
     (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "elsewhere")
     assert "out of its" in refusal(vet, snapshot)
-
-
-def test_weights_and_the_directory_itself_may_be_links(tmp_path):
-    with_all(tmp_path / "in")
-    link_to(tmp_path / "disk", tmp_path / "in", SHARD)
-    (tmp_path / "name").symlink_to(tmp_path / "in")
-    directory = find_checkpoint(str(tmp_path / "name"))
-    open_tokenizer(directory)
-    load(directory)
-    shutil.rmtree(tmp_path / "disk")
-    assert f"{tmp_path / 'in' / SHARD}: a link to" in refusal(load, directory)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"])
@@ -318,7 +271,6 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0]
-        self.server.asked.append(path)
         refused = [what for name, what in self.server.refuse.items() if f"/{name}" in path]
         if refused == [None]:
             return self.connection.close()
@@ -342,16 +294,13 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
+@pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.refuse = [], {}
-    Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-    try:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.refuse = {}
+        Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         yield server
-    finally:
         server.shutdown()
-        server.server_close()
 
 
 def download(home: Path, hub: ThreadingHTTPServer, *names: str) -> dict[str, tuple[int, str, str]]:
@@ -364,25 +313,22 @@ def download(home: Path, hub: ThreadingHTTPServer, *names: str) -> dict[str, tup
     return json.loads(done.stdout)
 
 
-def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path):
-    with hub() as server:
-        [(code, out, errors)] = download(tmp_path, server, "owner/name").values()
+def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tmp_path, hub):
+    [(code, out, errors)] = download(tmp_path, hub, "owner/name").values()
     assert code == 0, errors
     place = Path(out.strip())
     files = {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()}
     assert files == {file: file for file in WANTED}
-    asked = {path.partition(f"/resolve/{COMMIT}/")[2] for path in server.asked if "/resolve/" in path}
-    assert asked == set(WANTED)
-    [offline] = download(tmp_path, server, "owner/name").values()
+    hub.shutdown()
+    hub.server_close()
+    [offline] = download(tmp_path, hub, "owner/name").values()
     assert offline[:2] == [0, out], offline
 
 
 NOT_DOWNLOADED = {  # the name -> what the Hub refuses (None: it hangs up), what is said
-    "a/b1": (("/api/", 401, "RepoNotFound"), "401 licence"), "a/b2": (("/resolve/", 401, "GatedRepo"), "401 licence"),
-    "a/b3": (("/api/", 403, "GatedRepo"), "403 licence"), "a/b4": (("/api/", 403, ""), "403 licence"),
-    "a/b5": (("/resolve/", 403, ""), "403 licence"), "a/b6": (("/api/", 404, "RepoNotFound"), "404"),
-    "a/b7": (None, "network another machine"), "no such dir": (None, "directory owner/name"),
-    "a/b/c": (None, "directory owner/name")}
+    "a/b1": (("/api/", 401, "RepoNotFound"), "401 licence hf auth login"),
+    "a/b2": (("/resolve/", 403, "GatedRepo"), "403 licence hf auth login"),
+    "a/b3": (("/api/", 404, ""), "404"), "a/b4": (None, "network another machine")}
 ONE_BY_ONE = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -402,20 +348,12 @@ print(json.dumps(results))
 """
 
 
-@pytest.fixture(scope="module")
-def not_downloaded(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
-    with hub() as server:
-        server.refuse = {name: refuse for name, (refuse, _) in NOT_DOWNLOADED.items()}
-        return download(tmp_path_factory.mktemp("home"), server, *NOT_DOWNLOADED)
-
-
-@pytest.mark.parametrize("name", NOT_DOWNLOADED)
-def test_what_does_not_download_is_one_line_and_exit_code_2(not_downloaded, name):
-    (_, words), (code, out, errors) = NOT_DOWNLOADED[name], not_downloaded[name]
-    *progress, line = errors.splitlines()
-    assert [other for other in progress if other.strip() and not other.strip().startswith("Fetching")] == []
-    assert absent(f"{name} {words}", line) == [] and ("hf auth login" in line or "licence" not in words)
-    assert (code, out) == (2, "")
+def test_what_does_not_download_is_one_line_and_exit_code_2(tmp_path, hub):
+    hub.refuse = {name: refuse for name, (refuse, _) in NOT_DOWNLOADED.items()}
+    for name, (code, out, errors) in download(tmp_path, hub, *NOT_DOWNLOADED).items():
+        *progress, line = errors.splitlines()
+        assert (code, out, absent(f"{name} {NOT_DOWNLOADED[name][1]}", line)) == (2, "", []), errors
+        assert all(other.strip().startswith("Fetching") for other in progress if other.strip())
 
 
 @pytest.mark.parametrize("name", ["/none", "~nobody-here/x", "x" * 300, "a/..", "a/b--c"])
@@ -423,60 +361,39 @@ def test_a_name_that_is_neither_directory_nor_id_is_refused_without_asking(name)
     assert "not a Hub id" in refusal(find_checkpoint, name)
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[str]:
-    """The names that the Hub, which is out of reach, is asked for."""
-    names = []
-
-    def snapshot_download(name, **_):
-        names.append(name)
-        raise LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    return names
-
-
-@pytest.mark.parametrize("file, words", [
-    ("m.gguf", "a GGUF file"), ("M.GGUF", "a GGUF file"), ("m.bin", "a pickle"), ("m.pt", "a pickle"),
-    ("m.pth", "a pickle"), ("m.safetensors", "a file"), ("notes", "a file")])
-def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_path, asked, file, words):
+@pytest.mark.parametrize("file, words", [("M.GGUF", "a GGUF file"), ("m.bin", "a pickle"), ("notes", "a file")])
+def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_path, file, words):
     path = tmp_path / file
     put(path, b"")
     said = refusal(find_checkpoint, str(path))
     assert f"{path} is {words}" in said and "Hugging Face layout: config.json, *.safetensors" in said
     put(tmp_path / "config.json", {})
-    said = refusal(find_checkpoint, str(path))
-    assert f"{path} is {words}" in said and said.endswith(f"want its directory, {tmp_path}")
-    assert asked == []
+    assert refusal(find_checkpoint, str(path)).endswith(f"want its directory, {tmp_path}")
 
 
-@pytest.mark.parametrize("name, near, hub", [
-    ("checkpoints/tin", "checkpoints/tiny", True), ("tiny", "checkpoints/tiny, checkpoints/tiny-draft", False),
-    ("Tiny-Draft", "checkpoints/tiny-draft", False), ("Smollm2", "SmolLM2-135M", False), ("smollm2", "", False),
-    ("checkpoint/tiny", "checkpoints/tiny", True), ("checkpoints/x", "", True), ("empt", "", False),
-    ("{}/checkpoints/tin", "{}/checkpoints/tiny", True)])
+@pytest.mark.parametrize("name, said", [
+    ("checkpoints/tin", " in {}/checkpoints (near it: checkpoints/tiny); as a Hub id: the Hub is out of reach"),
+    ("{}/checkpoints/tin", " in {}/checkpoints (near it: {}/checkpoints/tiny); as a Hub id"),
+    ("tiny", " in {} (near it: checkpoints/tiny, checkpoints/tiny-draft), and not a Hub id of the form owner/name"),
+    ("Tiny-Draft", " in {} (near it: checkpoints/tiny-draft"), ("smol", " in {} (near it: SMOLLM), and not"),
+    ("checkpoint/tiny", " (near it: checkpoints/tiny"), ("empt", " in {}, and not")])
 def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_the_hub(
-        tmp_path, monkeypatch, asked, name, near, hub):
-    for directory in ("checkpoints/tiny", "checkpoints/tiny-draft", *["SmolLM2-135M"] * (name == "Smollm2")):
+        tmp_path, monkeypatch, name, said):
+    for directory in ("checkpoints/tiny", "checkpoints/tiny-draft", "SMOLLM"):
         (tmp_path / directory).mkdir(parents=True)
         put(tmp_path / directory / "config.json", {})
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    name, near = name.format(tmp_path), near.format(tmp_path)
-    said = refusal(find_checkpoint, name)
-    in_full = f" in {tmp_path / 'checkpoints'}" if name.startswith("checkpoints/") else ""
-    assert said.startswith(f"{name}: no such directory{in_full}") and (asked == [name]) == hub
-    assert (f"(near it: {near}" in said) if near else "near it" not in said
-    assert ("as a Hub id: the Hub is out of reach" in said) == hub
-    assert hub or "owner/name" in said
+    monkeypatch.setattr("huggingface_hub.snapshot_download", MagicMock(side_effect=LocalEntryNotFoundError("offline")))
+    name, said = name.format(tmp_path), said.replace("{}", str(tmp_path))
+    assert refusal(find_checkpoint, name).startswith(f"{name}: no such directory{said}")
 
 
-@pytest.mark.parametrize("name", [".", "../here", "{}"])
-def test_a_directory_is_named_in_full(tmp_path, monkeypatch, name):
+def test_a_directory_is_named_in_full(tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    directory = find_checkpoint(name.format(here))
+    directory = find_checkpoint(".")
     assert refusal(vet, directory).startswith(f"{here / 'config.json'}: no such file; want a dir")
     put(directory / "config.json", LLAMA)
     assert refusal(load, directory).startswith(f"{here}: no ")
