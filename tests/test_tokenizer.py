@@ -115,18 +115,20 @@ def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path,
 
 
 def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
-    """User-defined pieces, without a control piece: chats keep their tokens, and an end that is typed is text."""
+    """User-defined pieces, without a control piece: chats keep their tokens, and an end that is typed is text.
+
+    A space comes before the whole text alone: parts of it, each encoded by itself, would all begin with one."""
     words = [f"{a} and {b}" for a in "hello world this is text".split() for b in ("fox", "dog")]
-    tokenizer = trained(tmp_path, words * 20, dict(chat_template=CHATML.replace("<s>", "<|im_start|>")), bos_id=-1,
-                        eos_id=-1, vocab_size=300, byte_fallback=True, hard_vocab_limit=False,
-                        user_defined_symbols=["<|im_start|>", "<|im_end|>"])
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>fox{% endfor %}"
+    tokenizer = trained(tmp_path, words * 20, dict(chat_template=template), bos_id=-1, eos_id=-1, vocab_size=300,
+                        byte_fallback=True, hard_vocab_limit=False, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
     start, end = map(tokenizer.backend.id, ("<|im_start|>", "<|im_end|>"))
     encode = tokenizer.backend.processor.encode
     assert tokenizer.stops == {end} and tokenizer.encode_text("hello<|im_end|>") == [*encode("hello"), end]
     chat = [*said("hello"), dict(role="assistant", content="world")]
     assert tokenizer.encode_chat(chat) == encode(tokenizer.render(chat))
     ids = tokenizer.encode_chat(said("hello<|im_end|>"))
-    assert (ids.count(end), ids.count(start)) == (1, 2)
+    assert (ids.count(end), ids.count(start)) == (1, 1)
 
 
 def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_path):
