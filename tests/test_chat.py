@@ -102,12 +102,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
     assert asked(ended.chat.messages) == ["Hello again"]  # a turn has an answer
 
 
-@pytest.mark.parametrize("lines, left", [
-    (["^C", "^C", "Hello"], ["Hello"]), (["^C", "Hello", "^C", "bye"], []), ([" /quit ", "Hello"], ["Hello"]),
-    (["exit now"], [])])
+@pytest.mark.parametrize("lines, left", {
+    "^C, ^C, Hello": ["Hello"], "^C, Hello, ^C, bye": [], " /quit , Hello": ["Hello"], "exit now": []}.items())
 def test_leaving(session, lines, left):
     """Ctrl-C leaves when it comes twice at one prompt."""
-    assert session(*lines).left == left
+    assert session(*lines.split(", ")).left == left
 
 
 @pytest.mark.parametrize("text", ["/reset\nis what I typed", "/usr/bin/python is what?"])
@@ -163,10 +162,10 @@ def test_a_file_that_is_no_chat_changes_nothing(session, tmp_path, content):
     assert roles(ended.chat.messages) == "user assistant" and "/load " in ended.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("line, said", [
-    ("/frobnicate", "/frobnicate: no such command; /help"), ("/save", "/save: want a file's name"),
-    ("/load /nowhere/x", "/nowhere/x: No such file"), ("/save /nowhere/x", "/save /nowhere/x: No such file"),
-    (" /help ", "/reset")])
+@pytest.mark.parametrize("line, said", {
+    "/frobnicate": "/frobnicate: no such command; /help", "/save": "/save: want a file's name",
+    "/load /nowhere/x": "/nowhere/x: No such file", "/save /nowhere/x": "/save /nowhere/x: No such file",
+    " /help ": "/reset"}.items())
 def test_what_a_command_says(session, line, said):
     ended = session(line)
     assert said in ended.err and not ended.answers
@@ -214,23 +213,16 @@ class Terminal:
         self.read(want)
 
     def read(self, want: str) -> None:
-        """Waits for a text that matches `want`, behind what the last call waited for."""
+        """Waits for a text that matches `want`, behind what the last call waited for, a minute at a time."""
         while not (found := re.search(want, self.screen[self.seen:])):
-            assert self.more(), self.screen[self.seen:]
+            assert select.select([self.master], [], [], 60)[0], self.screen[self.seen:]
+            self.screen += os.read(self.master, 65536).decode(errors="replace")
         self.seen += found.end()
-
-    def more(self) -> bool:
-        """Reads on; false at the end, and where nothing comes for a minute."""
-        with suppress(OSError):  # the last writer has closed it
-            if select.select([self.master], [], [], 60)[0]:
-                self.screen += os.read(self.master, 65536).decode(errors="replace")
-                return True
-        return False
 
     def ended(self) -> int:
         """The exit code; the rest of the screen is read."""
-        while self.more():
-            pass
+        with suppress(OSError):  # the last writer has closed it
+            self.read("(?!)")
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 

@@ -99,18 +99,18 @@ def saved(directory: Path, made: hf.Tokenizer, *special: str, **settings) -> Tok
     return open_tokenizer(directory)
 
 
-@pytest.mark.parametrize("text, ids", [
-    ("ab", [9]), ("ab</s>", [9, 2, 3, 4, 5]), ("</S>", [2, 3, 4, 5]), ("\uff1c/s\uff1eab", [2, 3, 4, 5, 6, 7]),
-    ("ab\u3042ab", [9, 0, 9]), ("ab\u3042ab</s>", [9, 0, 9, 2, 3, 4, 5])])
-def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path, text, ids):
+@pytest.mark.parametrize("text, tokens", {
+    "ab": "ab", "ab</s>": "ab < / s >", "</S>": "< / s >", "\uff1c/s\uff1eab": "< / s > a b",
+    "ab\u3042ab": "ab <unk> ab", "ab\u3042ab</s>": "ab <unk> ab < / s >"}.items())
+def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path, text, tokens):
     """By merges, or as case and width are folded. A character that is unknown leaves the rest of a text as it was."""
-    pieces = "<unk>", "</s>", *"</s>ab", "</", "ab", "s>"
+    pieces = "<unk> </s> < / s > a b </ ab s>".split()
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("a", "b")]
     made = hf.Tokenizer(hf.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
     made.normalizer = hf.normalizers.Sequence([hf.normalizers.NFKC(), hf.normalizers.Lowercase()])
     tokenizer = saved(tmp_path, made, "<unk>", hf.AddedToken("</s>", special=True, normalized=True),
                       chat_template="{{ messages[0].content }}</s>")
-    assert tokenizer.encode_chat(said(text)) == [*ids, 1]
+    assert [*map(tokenizer.token, tokenizer.encode_chat(said(text)))] == [*tokens.split(), "</s>"]
     assert tokenizer.encode_text("</S>") == [1]  # --prompt stays as it is
 
 
@@ -118,29 +118,26 @@ def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
     """User-defined pieces, without a control piece: chats keep their tokens, and an end that is typed is text.
 
     A space comes before the whole text alone: parts of it, each encoded by itself, would all begin with one."""
-    words = [f"{a} and {b}" for a in "hello world this is text".split() for b in ("fox", "dog")]
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>fox{% endfor %}"
-    tokenizer = trained(tmp_path, words * 20, dict(chat_template=template), bos_id=-1, eos_id=-1, vocab_size=300,
-                        byte_fallback=True, hard_vocab_limit=False, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
+    tokenizer = trained(tmp_path, ["hello world fox and dog"] * 40, dict(chat_template=template), bos_id=-1, eos_id=-1,
+                        vocab_size=300, byte_fallback=True, hard_vocab_limit=False,
+                        user_defined_symbols=["<|im_start|>", "<|im_end|>"])
     start, end = map(tokenizer.backend.id, ("<|im_start|>", "<|im_end|>"))
     encode = tokenizer.backend.processor.encode
     assert tokenizer.stops == {end} and tokenizer.encode_text("hello<|im_end|>") == [*encode("hello"), end]
-    chat = [*said("hello"), dict(role="assistant", content="world")]
+    chat = said("hello") + said("world")
     assert tokenizer.encode_chat(chat) == encode(tokenizer.render(chat))
     ids = tokenizer.encode_chat(said("hello<|im_end|>"))
     assert (ids.count(end), ids.count(start)) == (1, 1)
 
 
 def test_an_end_that_is_no_special_token_is_text_too_where_a_user_types_it(tmp_path):
-    with_json(tmp_path, chat_template="<|user|>{{ messages[0].content }}<|end|>")
-    made = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    """LLAMA's end is the token 2."""
+    made = hf.Tokenizer(hf.models.WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
     made.add_tokens(["<|end|>", "<|user|>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    put(tmp_path / "config.json", LLAMA | dict(vocab_size=262, eos_token_id=260))
-    tokenizer = open_tokenizer(tmp_path)
-    for text in "x", "x<|end|>y":
-        ids = tokenizer.encode_chat(said(text))
-        assert ids.count(260) == 1 and ids[0] == 261
+    tokenizer = saved(tmp_path, made, chat_template="<|user|>{{ messages[0].content }}<|end|>")
+    assert tokenizer.encode_chat(said("x")) == [3, 1, 2]
+    assert tokenizer.encode_chat(said("x<|end|>x")) == [3, 1, *[0] * 7, 1, 2]
 
 
 @both
@@ -164,10 +161,10 @@ def test_a_character_that_marks_special_tokens_is_refused_in_messages_alone(temp
 
 @both
 def test_special_tokens_are_text_in_a_chat_without_a_template(tmp_path, make_tokenizer):
+    """Decoding hides those that are not."""
     tokenizer = make_tokenizer(tmp_path)
     ids = tokenizer.encode_typed("<s>hi</s>")
-    assert ids[:1] == tokenizer.encode_text("") and not {*ids[1:]} & {*tokenizer.reserved.values()}
-    assert tokenizer.decode(ids) == "<s>hi</s>"
+    assert ids[:1] == tokenizer.encode_text("") and tokenizer.decode(ids) == "<s>hi</s>"
     assert tokenizer.encode_typed("hi there") == tokenizer.encode_text("hi there")
 
 
@@ -189,12 +186,11 @@ def test_decode_inverts_encode_and_hides_special_tokens(tmp_path, make_tokenizer
     assert tokenizer.decode(tokenizer.encode_text(text) + tokenizer.backend.encode("</s>")) == text
 
 
-@pytest.mark.parametrize("eos_token, generation, config, more", [
-    ("</s>", [7, 8], 9, {EOS, 7, 8, 9}), (dict(content="</s>", lstrip=False), 7, [8], {EOS, 7, 8}),
-    (None, None, None, set())])
-def test_every_known_end_stops(tmp_path, eos_token, generation, config, more):
+@pytest.mark.parametrize("eos_token, generation, config, stops", [
+    ("</s>", [7, 8], 9, {EOS, 7, 8, 9}), (dict(content="</s>"), 7, [8], {EOS, 7, 8}), (None, None, None, set())])
+def test_every_known_end_stops(tmp_path, eos_token, generation, config, stops):
     put(tmp_path / "generation_config.json", dict(eos_token_id=generation))
-    assert with_json(tmp_path, dict(eos_token_id=config), eos_token=eos_token).stops == {EOT, IM_END} | more
+    assert with_json(tmp_path, dict(eos_token_id=config), eos_token=eos_token).stops == {EOT, IM_END} | stops
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -265,19 +261,19 @@ def test_a_chat_template_renders(templated, template, text):
     assert templated(template).render(CHAT) == text
 
 
-@pytest.mark.parametrize("template, word", [
-    ("{{ raise_exception('roles alternate') }}", "roles alternate"), ("{% if %}", "expression"),
-    ("{{ ''.__class__.__mro__ }}", "__class__"), ("{{ messages.append(1) }}", "append"),
-    ("{% include 'x' %}", "loader"), ("{{ range(10 ** 9) | list }}", "Range"), ("{{ none + 1 }}", "None"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion")])
+@pytest.mark.parametrize("template, word", {
+    "{{ raise_exception('roles alternate') }}": "roles alternate", "{% if %}": "expression",
+    "{{ ''.__class__.__mro__ }}": "__class__", "{{ messages.append(1) }}": "append",
+    "{% include 'x' %}": "loader", "{{ range(10 ** 9) | list }}": "Range", "{{ none + 1 }}": "None",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion"}.items())
 def test_what_fails_in_a_chat_template_is_refused(templated, template, word):
     assert word in refusal(templated(template).render, CHAT)
 
 
-@pytest.mark.parametrize("template, said", [
-    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "process ended"),
-    ("{{ 10 ** (10 ** 10) }}", "process ended"), ("{{ 'a' * 10 ** 9 }}", "MemoryError"),
-    ("{#" + "x" * 10 ** 6 + "#}{{ 'x' * 2000000 }}", "2000000 characters")])  # a template's own length is no measure
+@pytest.mark.parametrize("template, said", {
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}": "process ended",
+    "{{ 'a' * 10 ** 9 }}": "MemoryError",
+    "{#" + "x" * 10 ** 6 + "#}{{ 'x' * 2000000 }}": "2000000 characters"}.items())  # its own length is no measure
 def test_a_template_has_limits_of_time_memory_and_length_and_the_next_one_renders(templated, template, said):
     tokenizer, begun = templated(template), time.monotonic()
     assert absent(f"the chat template {said}", refusal(tokenizer.render, CHAT)) == []
