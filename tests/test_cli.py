@@ -240,7 +240,7 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
 def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, cli, tmp_path, monkeypatch):
     text, out = tmp_path / "stories.txt", tmp_path / "out"
     text.write_text((ROOT / "checkpoints" / "stories.txt").read_text() * 20)
-    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 300"
+    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 400"
     code, said, err = call("train_tiny.py", train_tiny.main, *line.split())
     assert code == 0 and "greedy agreement" in said, err
     monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
