@@ -20,9 +20,6 @@ from helpers import (BOS, CHATS, EOS, EOT, IM_END, LLAMA, absent, open_tokenizer
                      rewrite, trained, with_json, with_model)
 from tokenizer import Tokenizer
 
-SETTINGS = "tokenizer_config.json"
-
-
 both = pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
 
 
@@ -197,7 +194,8 @@ def test_every_known_end_stops(tmp_path, eos_token, generation, config, stops):
 @pytest.mark.parametrize("ids", ["2", -1, 2.5, True, [2, 260], {}])
 def test_an_end_that_is_no_token_is_refused_by_the_file_that_names_it(tmp_path, file, ids):
     with_json(tmp_path)
-    put(tmp_path / file, (LLAMA | dict(vocab_size=260) if file == "config.json" else {}) | dict(eos_token_id=ids))
+    put(tmp_path / "generation_config.json", {})
+    rewrite(tmp_path / file, eos_token_id=ids)
     assert absent(f"{tmp_path / file}: eos_token_id= 0 259", refusal(open_tokenizer, tmp_path)) == []
 
 
@@ -208,23 +206,26 @@ def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
     assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode_text, "hi")) == []
 
 
-@pytest.mark.parametrize("file, content, word", [
-    ("tokenizer.model", None, ""), ("tokenizer.model", b"garbage", ""), ("tokenizer.json", {}, ""),
-    ("chat_template.jinja", b"\xff", ""), ("generation_config.json", b"{", ""), (SETTINGS, [], ""),
-    (SETTINGS, b'{"chat_template": ["x"]}', "name"), (SETTINGS, b'{"chat_template": 3}', "chat_template"),
-    (SETTINGS, b'{"add_bos_token": "no"}', "='no'"), (SETTINGS, b'{"bos_token": {"content": []}}', "content"),
-    (SETTINGS, b'{"added_tokens_decoder": []}', "added_tokens_decoder"),
-    (SETTINGS, b'{"added_tokens_decoder": {"7": {"content": ""}}}', "added_tokens_decoder"),
-    (SETTINGS, b'{"added_tokens_decoder": {"7": {"content": 3}}}', "content"),
-    (SETTINGS, b'{"added_tokens_decoder": {"x": {"content": "a"}}}', "'x'"),
-    (SETTINGS, b'{"added_tokens_decoder": {"7": {"content": "%s"}}}' % (b"a" * 1001), "1000"),
-    (SETTINGS, b'{"bos_token": "\\ud800"}', "")])
-def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, capfd, file, content, word):
-    """Two special tokens of a million characters would keep re.compile() busy for minutes."""
+@pytest.mark.parametrize("damage, word", {
+    "tokenizer.model": "", "tokenizer.model garbage": "", "tokenizer.json {}": "", "chat_template.jinja \xff": "",
+    "generation_config.json {": "", "tokenizer_config.json []": "object",
+    'tokenizer_config.json {"chat_template": ["x"]}': "name",
+    'tokenizer_config.json {"chat_template": 3}': "chat_template",
+    'tokenizer_config.json {"add_bos_token": "no"}': "='no'",
+    'tokenizer_config.json {"bos_token": {"content": []}}': "content",
+    'tokenizer_config.json {"bos_token": "\\ud800"}': "surrogates",
+    'tokenizer_config.json {"added_tokens_decoder": []}': "added_tokens_decoder",
+    'tokenizer_config.json {"added_tokens_decoder": {"7": {"content": ""}}}': "added_tokens_decoder",
+    'tokenizer_config.json {"added_tokens_decoder": {"7": {"content": 3}}}': "content",
+    'tokenizer_config.json {"added_tokens_decoder": {"x": {"content": "a"}}}': "'x'",
+    'tokenizer_config.json {"added_tokens_decoder": {"7": {"content": "%s"}}}' % ("a" * 1001): "1000"}.items())
+def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, capfd, damage, word):
+    """Or a missing one. Two special tokens of a million characters would keep re.compile() busy for minutes."""
     with_model(tmp_path)
+    file, _, content = damage.partition(" ")
     (tmp_path / file).unlink(missing_ok=True)
-    if content is not None:
-        put(tmp_path / file, content)
+    if content:
+        put(tmp_path / file, content.encode("latin-1"))
     assert absent(f"{file} {word}", refusal(open_tokenizer, tmp_path)) == []
     assert capfd.readouterr().err == ""  # nor has a library said more
 
@@ -246,12 +247,12 @@ CHAT = said("<b>é</b>")
 
 
 @pytest.mark.parametrize("setting, file, text", [
-    ([dict(name="tool_use", template="b"), dict(name="default", template="a")], None, "a"), ("a", b"c", "c"),
-    (None, b"c", "c"), (None, None, None), ([dict(name="tool_use", template="b")], None, None)])
+    ('[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]', None, "a"), ('"a"', b"c", "c"),
+    ("null", b"c", "c"), ("null", None, None), ('[{"name": "tool_use", "template": "b"}]', None, None)])
 def test_where_the_chat_template_is_found(tmp_path, setting, file, text):
     if file:
         put(tmp_path / "chat_template.jinja", file)
-    assert with_json(tmp_path, chat_template=setting).template == text
+    assert with_json(tmp_path, chat_template=json.loads(setting)).template == text
 
 
 @pytest.mark.parametrize("template, text", [
