@@ -1,14 +1,11 @@
 """The chat: turns, commands, Ctrl-C, a context that fills, and a session on a terminal."""
 import builtins
-import fcntl
 import os
 import pty
 import re
 import select
 import signal
-import subprocess
 import sys
-import termios
 import time
 from argparse import Namespace
 from contextlib import suppress
@@ -105,12 +102,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
     assert asked(ended.chat.messages) == ["Hello again"]  # a turn has an answer
 
 
-@pytest.mark.parametrize("lines, left", [
-    (["^C", "^C", "Hello"], ["Hello"]), (["^C", "Hello", "^C", "bye"], []), (["/quit", "Hello"], ["Hello"]),
-    ([" exit ", "Hello"], ["Hello"]), (["exit now"], [])])
+@pytest.mark.parametrize("lines, left", {
+    "^C, ^C, Hello": ["Hello"], "^C, Hello, ^C, bye": [], " /quit , Hello": ["Hello"], "exit now": []}.items())
 def test_leaving(session, lines, left):
     """Ctrl-C leaves when it comes twice at one prompt."""
-    assert session(*lines).left == left
+    assert session(*lines.split(", ")).left == left
 
 
 @pytest.mark.parametrize("text", ["/reset\nis what I typed", "/usr/bin/python is what?"])
@@ -122,10 +118,9 @@ def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says
     lines = [f"Tell me of the fox, number {i}" for i in range(12)]
     ended = session(*lines, length=150, system="Be brief.")
     messages = ended.chat.messages
-    assert roles(messages[:2]) == "system user" and roles(messages[-2:]) == "user assistant"
-    assert messages[-2]["content"] == lines[-1] and 2 < len(messages) < 25
-    assert len(ended.answers) == 12 and ended.err.count("oldest turns are dropped") == 1
-    assert ended.widths[-1] < 150 and all(len(answer.tokens) == 12 for answer in ended.answers)
+    assert roles(messages[:2]) == "system user" and messages[-2]["content"] == lines[-1] and len(messages) < 25
+    assert [len(answer.tokens) for answer in ended.answers] == [12] * 12
+    assert ended.err.count("oldest turns are dropped") == 1
 
 
 def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
@@ -134,21 +129,10 @@ def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
     assert asked(ended.chat.messages) == ["Hello", "And then?"]
 
 
-def test_a_chat_keeps_no_more_than_its_last_hundred_answers(session):
-    ended = session(*["Hello"] * 103, max_new_tokens=1)
-    assert len(ended.answers) == 100
-
-
-def test_without_a_template_the_text_is_continued(session):
-    ended = session("Once upon a time", "Then", directory=TINY)
-    assert ended.out.startswith(", there was") and ended.widths[1] <= 6 and "your text is continued" in ended.err
-
-
-def test_special_tokens_that_are_typed_are_text_with_a_template_and_without(session, chatty):
-    for directory in (chatty, TINY):
-        [answer] = session("Hello</s> fox<s>", directory=directory).answers
-        assert 2 not in answer.prompt_tokens and answer.prompt_tokens.count(1) <= 1
-        assert "Hello</s> fox<s>" in Tokenizer(Checkpoint(Path(directory))).decode(answer.prompt_tokens)
+def test_without_a_template_the_text_is_continued_and_special_tokens_that_are_typed_are_text(session):
+    ended = session("Once upon a time", "Then</s>", directory=TINY)
+    assert ended.out.startswith(", there was") and ended.widths[1] <= 9 and "your text is continued" in ended.err
+    assert 2 not in ended.answers[1].prompt_tokens
 
 
 def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
@@ -166,24 +150,22 @@ def test_reset_and_system(session):
 def test_a_saved_chat_is_loaded_and_goes_on(session, tmp_path):
     file = tmp_path / "chat.json"
     first = session("Hello fox", f"/save {file}", "And then?", system="Be brief.")
-    assert read_json(file) == first.chat.messages[:3] and list(tmp_path.iterdir()) == [file]
+    assert read_json(file) == first.chat.messages[:3]
     second = session(f"/load {file}", "And then?")
     assert second.chat.messages == first.chat.messages and "3 messages" in second.err
-    assert roles(session(f"/load {file}", "/reset", "Hi").chat.messages) == "system user assistant"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '[{"role": "user"}]', "[7]"])
+@pytest.mark.parametrize("content", ["{", "[7]"])
 def test_a_file_that_is_no_chat_changes_nothing(session, tmp_path, content):
     (tmp_path / "chat.json").write_text(content)
     ended = session("Hello", f"/load {tmp_path / 'chat.json'}")
     assert roles(ended.chat.messages) == "user assistant" and "/load " in ended.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("line, said", [
-    ("/frobnicate", "/frobnicate: no such command; /help"), ("/save", "/save: want a file's name"),
-    ("/load /nowhere/x", "/nowhere/x: No such file"), ("/save /nowhere/x", "/save /nowhere/x: No such file"),
-    ("/help", "/reset"), (" /help ", "/reset"), ("/reset", "is forgotten"), ("/system Be brief.", "message is set"),
-    ("/save .", "/save .: ")])
+@pytest.mark.parametrize("line, said", {
+    "/frobnicate": "/frobnicate: no such command; /help", "/save": "/save: want a file's name",
+    "/load /nowhere/x": "/nowhere/x: No such file", "/save /nowhere/x": "/save /nowhere/x: No such file",
+    " /help ": "/reset"}.items())
 def test_what_a_command_says(session, line, said):
     ended = session(line)
     assert said in ended.err and not ended.answers
@@ -192,11 +174,10 @@ def test_what_a_command_says(session, line, said):
 def test_save_keeps_pipes_and_links_and_writes_where_a_link_points(session, tmp_path):
     """As root, /save /dev/null would take the device's place."""
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     ended = session(f"/save {tmp_path / 'pipe'}", "Hello", f"/save {tmp_path / 'link'}")
     assert f"/save {tmp_path / 'pipe'}: want a file" in ended.err and (tmp_path / "pipe").is_fifo()
-    assert read_json(tmp_path / "file") == ended.chat.messages and (tmp_path / "link").is_symlink()
+    assert read_json(tmp_path / "file") == ended.chat.messages
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
@@ -217,14 +198,13 @@ class Terminal:
     """generate.py on a pseudo terminal."""
 
     def __init__(self, directory: str, new_tokens: int):
-        self.master, slave = pty.openpty()
         line = f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 " \
                f"--max-new-tokens {new_tokens}"
-        self.process = subprocess.Popen([sys.executable, *line.split()], stdin=slave, stdout=slave, stderr=slave,
-                                        cwd=ROOT, env=os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"),
-                                        start_new_session=True,
-                                        preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0))
-        os.close(slave)
+        self.process, self.master = pty.fork()
+        if self.process == 0:
+            os.chdir(ROOT)
+            os.execve(sys.executable, [sys.executable, *line.split()],
+                      os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"))
         self.screen, self.seen = "", 0
 
     def type(self, text: str, want: str = "") -> None:
@@ -233,67 +213,51 @@ class Terminal:
         self.read(want)
 
     def read(self, want: str) -> None:
-        """Waits for a text that matches `want`, behind what the last call waited for."""
+        """Waits for a text that matches `want`, behind what the last call waited for, a minute at a time."""
         while not (found := re.search(want, self.screen[self.seen:])):
-            assert self.more(), self.screen[self.seen:]
+            assert select.select([self.master], [], [], 60)[0], self.screen[self.seen:]
+            self.screen += os.read(self.master, 65536).decode(errors="replace")
         self.seen += found.end()
-
-    def more(self) -> bool:
-        """Reads on; false at the end, and where nothing comes for a minute."""
-        with suppress(OSError):  # the last writer has closed it
-            if select.select([self.master], [], [], 60)[0]:
-                self.screen += os.read(self.master, 65536).decode(errors="replace")
-                return True
-        return False
 
     def ended(self) -> int:
         """The exit code; the rest of the screen is read."""
-        while self.more():
-            pass
-        return self.process.wait(timeout=20)
+        with suppress(OSError):  # the last writer has closed it
+            self.read("(?!)")
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
 @pytest.fixture
-def terminal():
-    open_ones = []
-
-    def start(directory: str, new_tokens: int) -> Terminal:
-        """It has begun to answer "Hello fox"."""
-        open_ones.append(Terminal(directory, new_tokens))
-        open_ones[-1].read("> ")
-        open_ones[-1].type("Hello fox\r", r"fox\r\n(?s:.*)\w+ \w+ ")
-        return open_ones[-1]
-
-    yield start
-    for one in open_ones:
-        one.process.kill()
-        one.process.wait()
-        os.close(one.master)
+def terminal(request, chatty):
+    """It has begun to answer "Hello fox", of so many tokens. Closing it ends what runs there."""
+    screen = Terminal(chatty, request.param)
+    screen.read("> ")
+    screen.type("Hello fox\r", r"fox\r\n(?s:.*)\w+ \w+ ")
+    yield screen
+    os.close(screen.master)
 
 
-def test_a_session_on_a_terminal(terminal, chatty, tmp_path):
-    """Typing, pasting, Ctrl-C in an answer and at the prompt, /save, /load, leaving."""
-    screen, file = terminal(chatty, 400), tmp_path / "chat.json"
-    screen.type("\x03", r"tokens/s\S*\r\n(?s:.*?)> ")
-    screen.type("\x1b[200~one\ntwo\nthree\x1b[201~", "three")
-    screen.type("\r", r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
-    screen.type(f"/save {file}\r", "> ")
-    messages = read_json(file)
-    assert roles(messages) == "user assistant user assistant" and asked(messages)[1] == "one\ntwo\nthree"
-    screen.type(f"/load {file}\r", "4 messages")
+@pytest.mark.parametrize("terminal", [400], indirect=True)
+def test_a_session_on_a_terminal(terminal, tmp_path):
+    """Typing, pasting, Ctrl-C in an answer and at the prompt, /save, leaving."""
+    file = tmp_path / "chat.json"
+    terminal.type("\x03", r"tokens/s\S*\r\n(?s:.*?)> ")
+    terminal.type("\x1b[200~one\ntwo\nthree\x1b[201~", "three")
+    terminal.type("\r", r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
+    terminal.type(f"/save {file}\r", "4 messages")
+    assert asked(read_json(file)) == ["Hello fox", "one\ntwo\nthree"]
     for _ in range(2):
-        screen.read("> ")
+        terminal.read("> ")
         time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
-        screen.type("\x03")
-    assert screen.ended() == 0 and "Traceback" not in screen.screen
+        terminal.type("\x03")
+    assert terminal.ended() == 0 and "Traceback" not in terminal.screen
 
 
-def test_lines_that_come_during_an_answer_are_one_turn(terminal, chatty, tmp_path):
+@pytest.mark.parametrize("terminal", [150], indirect=True)
+def test_lines_that_come_during_an_answer_are_one_turn(terminal, tmp_path):
     """A terminal sends what is pasted then as if it were typed. A last line without an end waits for the user's."""
-    screen = terminal(chatty, 150)
-    screen.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
-    screen.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
-    screen.type(" and six\r", "tokens/s(?s:.*)> ")
-    screen.type(f"/save {tmp_path}/chat.json\r", "6 messages")
+    terminal.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
+    terminal.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
+    terminal.type(" and six\r", "tokens/s(?s:.*)> ")
+    terminal.type(f"/save {tmp_path}/chat.json\r", "6 messages")
     said = asked(read_json(tmp_path / "chat.json"))
     assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]

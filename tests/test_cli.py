@@ -8,28 +8,27 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import count
+from pathlib import Path
 from threading import Timer
 from unittest.mock import Mock
 
 import pytest
-import tokenizers as hf
 import torch
 
 import generate
 import quantize
-from checkpoint import Checkpoint
-from cli.output import format_report, progress, show, speculation
-from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, put, python,
-                     read_json, tiny, with_template)
+from checkpoint import UserError
+from cli.options import generate_parser
+from cli.output import format_report, show, speculation
+from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, open_tokenizer,
+                     put, python, read_json, tiny, with_json)
 from scripts import train_tiny
-from tokenizer import Tokenizer
 
-COMMANDS = "generate", "quantize", *(f"scripts.{name}" for name in ("benchmark", "download", "evaluate", "train_tiny"))
+COMMANDS = "generate quantize scripts.benchmark scripts.download scripts.evaluate scripts.train_tiny".split()
 SHORT = "--max-new-tokens 3 --temperature 0 --json"
 
 
@@ -52,8 +51,7 @@ def result_of(cli):
 def test_no_arguments_tell_a_story_that_ends():
     """As a process of its own: the story on stdout, all else on stderr."""
     done = python(ROOT / "generate.py", "--seed", "1", cwd="/")
-    assert done.returncode == 0
-    assert done.stdout.startswith("Once upon a time") and done.stdout.endswith("\n") and len(done.stdout) > 200
+    assert done.returncode == 0 and re.fullmatch(r"Once upon a time(?s:.){200,}\n", done.stdout)
     assert "decode tokens/s" in done.stderr and len(done.stderr.strip().splitlines()) == 2
 
 
@@ -62,20 +60,20 @@ KEYS = ("checkpoint device dtype quantize world_size batch samples load_s compil
 
 
 def test_json_is_one_line_with_every_key(result_of):
-    result = result_of("--seed 7 --prompt 'One day' --prompt 'Tom and Sue' --num-samples 2 --max-new-tokens 9")
+    result = result_of("--logprobs --prompt 'One day' --prompt 'Tom and Sue' --num-samples 2 --max-new-tokens 9")
     assert result.keys() == {*KEYS.split()}
     assert result["batch"] == 4 and [s["prompt"] for s in result["samples"]] == ["One day"] * 2 + ["Tom and Sue"] * 2
+    keys = "prompt text prompt_tokens tokens finish_reason mean_logprob seconds logprobs"
     for sample in result["samples"]:
-        assert sample.keys() == {*"prompt text prompt_tokens tokens finish_reason mean_logprob seconds".split()}
-        assert sample["finish_reason"] in ("stop", "length") and len(sample["tokens"]) <= 9
-        assert sample["mean_logprob"] < 0 < sample["seconds"]
-    assert result["per_token_ms"].keys() == {"first", "last", "all"}
+        assert sample.keys() == {*keys.split()} and sample["mean_logprob"] < 0 < sample["seconds"]
+        assert sample["mean_logprob"] == sum(sample["logprobs"]) / len(sample["tokens"])
     assert result["weights_bytes"] == 4 * sum(p.numel() for p in tiny().parameters())  # tied: all of the embedding
 
 
-def test_a_seed_repeats_the_text_and_another_does_not(cli):
+def test_a_seed_repeats_the_text_another_does_not_and_min_p_may_leave_one_token(cli):
     first, again, other = (cli(f"--seed {seed} --max-new-tokens 40")[1] for seed in (3, 3, 4))
     assert first == again != other
+    assert cli("--min-p 1 --max-new-tokens 40")[1] == cli("--temperature 0 --max-new-tokens 40")[1]
 
 
 def test_stop_text_ends_the_text_before_it(cli):
@@ -89,25 +87,20 @@ def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
     assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
 
 
-def test_a_profile_replaces_files_and_leaves_nothing_else(cli, tmp_path):
-    (tmp_path / "trace.partial.json").write_text("kept")
-    (tmp_path / "trace.json").write_text("old")
-    cli(f"--max-new-tokens 3 --profile {tmp_path}/trace.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.partial.json"]
-    assert read_json(tmp_path / "trace.json")["traceEvents"]
-    assert (tmp_path / "trace.partial.json").read_text() == "kept"
+def test_a_profile_replaces_a_file_and_leaves_nothing_else(cli, tmp_path):
+    trace = tmp_path / "trace.json"
+    trace.write_text("old")
+    cli(f"--max-new-tokens 3 --profile {trace}")
+    assert [*tmp_path.iterdir()] == [trace] and read_json(trace)["traceEvents"]
 
 
 @pytest.mark.parametrize("name, said", [
-    ("pipe", ": want a file"), (".", ": want a file"), ("link", ": cannot write there, name another place: "),
-    ("none/file", ": cannot write there, name another place: No such file"), ("x" * 250, ": cannot write there, ")])
+    ("pipe", "want a file"), ("none/file", "cannot write there, name another place: No such file")])
 def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkeypatch, tmp_path, name, said):
-    monkeypatch.setattr("formats.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("formats.load", None)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "none" / "trace.json")
-    err = one_line(cli(f"--profile {tmp_path / name}"))
-    assert "--profile " in err and said in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo()
+    assert f"--profile {tmp_path / name}: {said}" in one_line(cli(f"--profile {tmp_path / name}"))
+    assert [*tmp_path.iterdir()] == [tmp_path / "pipe"]
 
 
 def test_a_chat_without_an_answer_has_a_trace_too(cli, tmp_path, monkeypatch):
@@ -127,20 +120,14 @@ def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path
 def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     out = tmp_path / "a b"
     code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
-    size, before = ((path / "model.safetensors").stat().st_size / 1e6 for path in (out, TINY))
-    assert (code, printed) == (0, "") and err.splitlines()[-2:] == [
-        f"{out}: {size:.2f}MB of weights, {before:.2f}MB before",
-        f"next: python generate.py --checkpoint '{out}' --compile"]
-    assert size < before / 2
+    size = (out / "model.safetensors").stat().st_size / 1e6
+    assert (code, printed) == (0, "") and err.endswith(
+        f"{out}: {size:.2f}MB of weights, 7.94MB before\nnext: python generate.py --checkpoint '{out}' --compile\n")
 
 
-@pytest.mark.parametrize("CXX", ["clang++" if sys.platform == "darwin" else "g++", "/no/c++"])
-def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch, CXX):
-    monkeypatch.delenv("CXX", raising=False)
-    if CXX == "/no/c++":
-        monkeypatch.setenv("CXX", CXX)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == CXX else name)
-    assert absent(f"runs {CXX} CXX", one_line(cli("--compile"))) == []
+def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch):
+    monkeypatch.setenv("CXX", "/no/c++")
+    assert absent("runs /no/c++ CXX", one_line(cli("--compile"))) == []
 
 
 def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
@@ -150,35 +137,33 @@ def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     assert outs == [cli("--max-new-tokens 30 --temperature 0")[1]] * 2
 
 
-@pytest.mark.parametrize("line, said", [
-    ("--checkpoint no/such/dir", "no/such/dir"), ("--dtype int3", "int3"),
-    ("--device tpu", "--device tpu: want cpu, cuda, cuda:N or mps"), ("--device cuda:99", "--device cuda:99"),
-    ("--interactive --chat", "has no chat template"), ("--temperature nan", "nan is not from 0 to 100"),
-    ("--temperature warm", "'warm'"), ("--min-p 2", "from 0 to 1"), ("--top-p 0", "0 is not from"),
-    ("--num-samples 0", "0 is not from 1"), ("--num-samples 99999", "out of memory"),
-    ("--max-new-tokens 600", "600 new ones exceed 512"),
-    ("--max-new-tokens 20 --max-seq-length 16", "20 new ones exceed 16, --max-seq-length"),
-    ("--max-seq-length 4096", "--max-seq-length 4096: the model's context is 512"),
-    ("--prompt-file nowhere.txt", "nowhere.txt"), ("--prompt-file /dev/null", "want a regular file"),
-    ("--stop ''", "--stop"), (f"--checkpoint {TINY}/model.safetensors", f"want its directory, {TINY}"),
-    ("--prompt '\udcff is not UTF-8'", "the text: 'utf-8' codec can't encode character '\\udcff'"),
-    ("--draft-tokens 4", "--draft-tokens and --draft-quantize go with --draft"),
-    ("--draft prompt-lookup --draft-quantize int8", "no weights"),
-    (f"--draft {DRAFT} --draft-tokens 0", "'0' is none of 1 to 32, auto, hf and bass"),
-    (f"--draft {DRAFT} --num-samples 99999", "or no --draft, help"), ("--draft ''", "--draft: want a checkp"),
-    ("--time-budget 0", "--time-budget"), ("--time-budget 1e-6", "the first token took"),
-    ("--interactive --json", "--interactive"), ("--logprobs", "--logprobs goes with --json"),
-    ("-p -", "--prompt -: stdin is empty"), ("--prompt-file -", "--prompt-file -: no prompt"),
-    ("-p - --prompt-file -", "stdin can be read once"), ("--whole", "--whole goes with --prompt-file"),
-    ("--system x", "--system goes with --chat"), ("--prompt=a --max_new_tokens 1", "did you mean --max-new-tokens?"),
-    ("hello", "hello: no such option, want -p before a prompt; --help")])
+@pytest.mark.parametrize("line, said", {
+    "--checkpoint no/such/dir": "no/such/dir",
+    "--device tpu": "--device tpu: want cpu, cuda, cuda:N or mps", "--device cuda:99": "--device cuda:99",
+    "--interactive --chat": "has no chat template", "--temperature nan": "nan is not from 0 to 100",
+    "--temperature warm": "'warm'", "--num-samples 99999": "out of memory",
+    "--max-new-tokens 20 --max-seq-length 16": "20 new ones exceed 16, --max-seq-length",
+    "--prompt-file nowhere.txt": "nowhere.txt", "--prompt-file /dev/null": "want a regular file",
+    f"--checkpoint {TINY}/model.safetensors": f"want its directory, {TINY}",
+    "--prompt '\udcff is not UTF-8'": "the text: 'utf-8' codec can't encode character '\\udcff'",
+    "--draft-tokens 4": "--draft-tokens and --draft-quantize go with --draft",
+    "--draft prompt-lookup --draft-quantize int8": "no weights",
+    f"--draft {DRAFT} --draft-tokens 0": "'0' is none of 1 to 32, auto, hf and bass",
+    f"--draft {DRAFT} --num-samples 99999": "or no --draft, help", "--draft ''": "--draft: want a checkp",
+    "--time-budget 1e-6": "the first token took", "--interactive --json": "--interactive",
+    "--logprobs": "--logprobs goes with --json", "-p -": "--prompt -: stdin is empty",
+    "--prompt-file -": "--prompt-file -: no prompt", "-p - --prompt-file -": "stdin can be read once",
+    "--whole": "--whole goes with --prompt-file", "--system x": "--system goes with --chat",
+    "--template-option mood": "--template-option mood: want KEY=VALUE",
+    "--prompt=a --max_new_tokens 1": "did you mean --max-new-tokens?",
+    "hello": "hello: no such option, want -p before a prompt; --help"}.items())
 def test_a_mistake_is_one_line_and_exit_code_2(cli, line, said):
     err = one_line(cli(line))
     assert err.startswith("generate.py: ") and said in err
 
 
-@pytest.mark.parametrize("options, said", [
-    (f"--json --draft {DRAFT}", ""), ("", "Once upon a time\n")])  # the message has a line of its own
+@pytest.mark.parametrize("options, said", {
+    f"--json --draft {DRAFT}": "", "": "Once upon a time\n"}.items())  # the message has a line of its own
 def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     directory = shutil.copytree(TINY, tmp_path / "tiny")
     change_tensors(directory, **{"model.norm.weight": torch.full((256,), torch.nan)})
@@ -215,11 +200,8 @@ def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path
 
 
 def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
-    draft = shutil.copytree(DRAFT, tmp_path / "draft")
-    (draft / "tokenizer.model").unlink()
-    model = hf.models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "other": 3}, unk_token="<unk>")
-    hf.Tokenizer(model).save(str(draft / "tokenizer.json"))
-    assert "token 3 is 'other' there and" in one_line(cli(f"--draft {draft}"))
+    with_json(tmp_path)
+    assert "token 0 is '!' there and '<unk>' in" in one_line(cli(f"--draft {tmp_path}"))
 
 
 def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
@@ -227,8 +209,7 @@ def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
     assert code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
 
 
-@pytest.mark.parametrize("draft", [f"{DRAFT} --draft-quantize int4", f"{EAGLE} --draft-quantize int4",
-                                   "prompt-lookup"])
+@pytest.mark.parametrize("draft", [f"{EAGLE} --draft-quantize int4", "prompt-lookup"])
 def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
     """A stop text may end inside of an accepted run, and a row with its first token."""
     line = ("--temperature 0 --prompt One --prompt 'the dog and the cat and the dog and the cat and' "
@@ -236,7 +217,6 @@ def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
     plain, fast = result_of(line), result_of(f"{line} --draft-tokens 3 --draft {draft}")
     for a, b in zip(plain["samples"], fast["samples"]):
         assert (a["text"], a["tokens"], a["finish_reason"]) == (b["text"], b["tokens"], b["finish_reason"])
-    assert len(plain["samples"][0]["tokens"]) == 1
     counts = fast["speculation"]
     assert plain["speculation"] is None and counts["drafted"] > counts["accepted"] > 0
     assert counts["acceptance_rate"] == counts["accepted"] / counts["drafted"] and counts["tokens_per_step"] > 1
@@ -244,15 +224,12 @@ def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
 
 def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
     """Time passes by a second a step: rows of 3 tokens end, the others do not."""
-    clock = iter(range(10 ** 9))
-    monkeypatch.setattr(generate.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(generate.time, "perf_counter", partial(next, count(0.0)))
     line = "--num-samples 6 --seed 5 --prompt 'One day' --time-budget 12 --stop . --max-new-tokens 99"
-    samples = result_of(line)["samples"]
-    reasons = [sample["finish_reason"] for sample in samples]
-    assert reasons == sorted(reasons) and set(reasons) == {"stop", "time"}
-    ranks = [(sample["finish_reason"], -sample["mean_logprob"]) for sample in samples]
-    assert ranks == sorted(ranks)
-    assert cli(f"{line} --quiet")[1].count("[unfinished]") == reasons.count("time")
+    ranks = [(sample["finish_reason"], -sample["mean_logprob"]) for sample in result_of(line)["samples"]]
+    assert ranks == sorted(ranks) and {reason for reason, _ in ranks} == {"stop", "time"}
+    unfinished = [reason for reason, _ in ranks].count("time")
+    assert cli(f"{line} --quiet")[1].count("[unfinished]") == unfinished
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
@@ -261,70 +238,54 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
 
 
 def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, cli, tmp_path, monkeypatch):
-    story = ("Once upon a time, there was a fox. The fox ran to the {0} and said: \"Hello, {1}!\" They played all "
-             "day.\nThen the {1} went home to the {0}.\n")
-    words = "tree house bird river cat dog ball moon sun girl boy park".split()
     text, out = tmp_path / "stories.txt", tmp_path / "out"
-    text.write_text("".join(story.format(a, b) for a in words for b in words) * 2)
-    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 300"
+    text.write_text((ROOT / "checkpoints" / "stories.txt").read_text() * 20)
+    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 400"
     code, said, err = call("train_tiny.py", train_tiny.main, *line.split())
     assert code == 0 and "greedy agreement" in said, err
-    assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft"]
-    for directory in out.iterdir():
-        assert cli(f"--checkpoint {directory} --max-new-tokens 5")[0] == 0
     monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
     code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), "--eagle", "--texts", "2")
     assert code == 0 and "tiny-eagle: of the 1st to 5th drafted token" in said, err
-    assert cli(f"--checkpoint {out}/tiny --draft {out}/tiny-eagle --max-new-tokens 5")[0] == 0
+    assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft", "tiny-eagle"]
+    for draft in "tiny-draft", "tiny-eagle":
+        assert cli(f"--checkpoint {out}/tiny --draft {out}/{draft} --max-new-tokens 5")[0] == 0
 
 
 @pytest.mark.parametrize("more, said", [
-    ("--batch -2", "--batch"), ("--lr nan", "--lr"), ("--steps 0", "--steps"), ("--eval none", "none: "),
-    ("--out stories.txt", "stories.txt"), ("--out full", "mine")])
+    ("--lr nan", "--lr"), ("--eval none", "none: "), ("--out stories.txt", "stories.txt"), ("--out full", "mine")])
 def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call, tmp_path, monkeypatch, more, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_tiny, "train_pair", lambda *_: 1 / 0)
+    monkeypatch.setattr(train_tiny, "train_pair", None)
     (tmp_path / "stories.txt").write_text("Once upon a time " * 20)
-    (tmp_path / "full" / "tiny").mkdir(parents=True)
-    (tmp_path / "full" / "tiny" / "mine").touch()
+    mine = tmp_path / "full" / "tiny" / "mine"
+    mine.mkdir(parents=True)
     line = f"--text stories.txt --eval stories.txt --out out {more}"
-    assert said in one_line(call("train_tiny.py", train_tiny.main, *line.split()))
-    assert (tmp_path / "full" / "tiny" / "mine").exists()
+    assert said in one_line(call("train_tiny.py", train_tiny.main, *line.split())) and mine.exists()
 
 
 @pytest.mark.parametrize("line, stdin, prompts", [
-    ("", "One\nday\n\n", ["One\nday\n"]), ("", " \n", ["Once upon a time"]), ("-p Tom", "One day", ["Tom"]),
-    ("-p Tom --prompt -", "One\nday\n", ["Tom", "One\nday"]),
-    ("--prompt-file -", "One day\n\nTom\n", ["One day", "Tom"]),
-    ("--prompt-file - --whole", "One day\n\nTom\n", ["One day\n\nTom"]),
-    ("-p A --prompt-file prompts", "", ["A", "One\u2028day", "Tom"]),
-    ("--prompt-file prompts --whole", "", ["One\u2028day\n\nTom"])])
+    ("", "One\nday\n\n", "One\nday\n"), ("", " \n", "Once upon a time"),
+    ("-p Tom --prompt -", "One\nday\n", "Tom|One\nday"), ("--prompt-file -", "One day\n\nTom\n", "One day|Tom"),
+    ("-p A --prompt-file prompts", "", "A|One\u2028day|Tom"),
+    ("--prompt-file prompts --whole", "", "One\u2028day\n\nTom")])
 def test_prompts_from_options_stdin_and_files(result_of, tmp_path, monkeypatch, line, stdin, prompts):
     """The file is from another system: a byte order mark, CRLF, and a character that str.splitlines would cut at."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts").write_bytes("\ufeffOne\u2028day\r\n\r\nTom\r\n".encode())
     samples = result_of(f"{line} --max-new-tokens 1", stdin=stdin)["samples"]
-    assert [sample["prompt"] for sample in samples] == prompts
+    assert [sample["prompt"] for sample in samples] == prompts.split("|")
 
 
 def test_a_prompt_that_is_not_utf_8_is_one_line(cli):
     assert one_line(cli(stdin=b"\xff")).startswith("generate.py: stdin: 'utf-8' codec")
 
 
-@pytest.mark.parametrize("source", ["text", "stdin"])
-def test_a_text_without_end_is_refused(cli, tmp_path, source):
+def test_a_text_without_end_is_refused(cli, tmp_path):
     (tmp_path / "text").touch()
     os.truncate(tmp_path / "text", 2 ** 40)  # a hole, which takes no room on the disk
-    line = f"--prompt-file {tmp_path}/text" if source == "text" else ""
+    assert "want 67108864 at most" in one_line(cli(f"--prompt-file {tmp_path}/text"))
     with open("/dev/zero", "rb") as endless:
-        code, out, err = cli(line, stdin=endless)
-    err = err.replace("reading the prompt from stdin; Ctrl-D ends it\n", "")  # said on a slow machine
-    assert absent(f"{source}: 67108864 bytes", one_line((code, out, err))) == []
-
-
-def test_running_out_of_memory_where_nobody_expects_it_is_one_line(cli, monkeypatch):
-    monkeypatch.setattr("cli.generate.read_prompts", lambda args: bytearray(2 ** 62))
-    assert one_line(cli()) == "generate.py: out of memory\n"
+        assert "stdin: more than 67108864 bytes" in one_line(cli("--quiet", stdin=endless))
 
 
 def test_after_a_second_of_waiting_it_says_that_stdin_is_read(cli):
@@ -333,33 +294,32 @@ def test_after_a_second_of_waiting_it_says_that_stdin_is_read(cli):
     with open(end, "rb") as pipe:
         code, out, err = cli("--max-new-tokens 3", stdin=pipe)
     assert code == 0 and out.startswith("One day") and "\r" not in out
-    assert err.startswith("reading the prompt from stdin") and "tokens/s" in err
+    assert err.startswith("reading the prompt from stdin")
 
 
-def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, tmp_path):
-    directory = with_template(tmp_path / "chatty")
-    line = f"--checkpoint {directory} -p Hi {SHORT}"
+def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, chatty):
+    line = f"--checkpoint {chatty} -p Hi {SHORT}"
     outs, errs = zip(*(cli(f"{line} {more}")[1:] for more in ("", "--chat", "--chat --system 'Be brief.'")))
     assert "--chat puts it into the checkpoint's chat template" in errs[0] and "template" not in errs[1]
-    tokenizer, messages = Tokenizer(Checkpoint(directory)), [dict(role="user", content="Hi")]
-    with_system = [dict(role="system", content="Be brief."), *messages]
-    prompts = tokenizer.encode_text("Hi"), tokenizer.encode_chat(messages), tokenizer.encode_chat(with_system)
+    tokenizer = open_tokenizer(Path(chatty))
+    user, system = dict(role="user", content="Hi"), dict(role="system", content="Be brief.")
+    prompts = tokenizer.encode_text("Hi"), tokenizer.encode_chat([user]), tokenizer.encode_chat([system, user])
     assert [json.loads(out)["samples"][0]["prompt_tokens"] for out in outs] == [*map(len, prompts)]
 
 
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
-    rows = [Namespace(finish_reason=None, prompt="", text="", visible=partial(lambda i: rows[i].text, i))
-            for i in range(2)]
+    first = Namespace(prompt="", finish_reason=None, visible=Mock(side_effect=["", " 1", " 123"]))
+    second = Namespace(prompt="", finish_reason="stop", visible=lambda: " abc")
 
     def steps():
-        for at, shown in enumerate(("--- A\n", "1", "2")):
-            assert capsys.readouterr().out == shown
-            for row, text in zip(rows, (" 123", " abc")):
-                row.text, row.finish_reason = text[:at + 2], "stop" if at == 2 else None
-            yield
+        assert capsys.readouterr().out == "--- A\n"
+        yield
+        assert capsys.readouterr().out == "1"
+        first.finish_reason = "stop"
+        yield
 
-    show([("--- A\n", rows[0]), ("--- B\n", rows[1])], steps())
-    assert capsys.readouterr().out == "3\n\n--- B\nabc\n"
+    show([("--- A\n", first), ("--- B\n", second)], steps())
+    assert capsys.readouterr().out == "23\n\n--- B\nabc\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -370,92 +330,53 @@ def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is
     assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
 
 
-def test_logprobs_are_those_of_the_tokens(result_of):
-    line = "--prompt 'One day' --max-new-tokens 7 --temperature 0"
-    plain, with_them = (result_of(f"{line} {more}")["samples"][0] for more in ("", "--logprobs"))
-    assert with_them.keys() - plain.keys() == {"logprobs"} and len(with_them["logprobs"]) == 7
-    assert sum(with_them["logprobs"]) / 7 == plain["mean_logprob"] and max(with_them["logprobs"]) <= 0
-
-
-def test_min_p_of_one_leaves_the_likeliest_token(cli):
-    line = "--prompt 'One day' --max-new-tokens 20 --quiet"
-    assert cli(f"{line} --min-p 1 --seed 3")[1] == cli(f"{line} --temperature 0")[1]
-
-
-def test_compiling_is_said_on_a_terminal_with_the_seconds(capsys):
-    with pytest.raises(KeyboardInterrupt), progress():
-        time.sleep(1.2)
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "compiling ...\rcompiling ... 1 s\r\n"
-
-
 @pytest.mark.parametrize("more, terminal, said", [
     ("", False, "compiling ...\n"), ("", True, "compiling ...\r\n"), ("--quiet", False, "")])
 def test_the_command_says_once_that_it_compiles(cli, monkeypatch, more, terminal, said):
     monkeypatch.setattr("cli.generate.sys.stderr.isatty", lambda: terminal)
-    monkeypatch.setattr(generate.Engine, "compile", lambda engine, use_fast: 1 / 0)
-    monkeypatch.setattr("cli.errors.is_expected", lambda error: isinstance(error, ZeroDivisionError))
+    monkeypatch.setattr(generate.Engine, "compile", Mock(side_effect=UserError("")))
     assert "".join(re.findall(r"compiling.*\s", cli(f"--compile {more}")[2])) == said
 
 
-def test_a_panic_of_a_library_is_one_line(call):
-    panic = Mock(side_effect=type("PanicException", (BaseException,), {})("no such token\n" + 9 * "x"))
-    assert one_line(call("generate.py", panic)) == "generate.py: no such token xxxxxxxxx\n"
+@pytest.mark.parametrize("error, said", [
+    (type("PanicException", (BaseException,), {})("no such token\nxxx"), "no such token xxx"),
+    (MemoryError(), "out of memory")])
+def test_what_nobody_expects_of_a_library_is_one_line(call, error, said):
+    assert one_line(call("generate.py", Mock(side_effect=error))) == f"generate.py: {said}\n"
 
 
 def test_the_report_has_the_drafts_part_in_lines_of_its_own_and_no_line_over_80_columns():
-    counts = dict(steps=3, drafted=12, accepted=9, row_steps=3)
     result = dict(load_s=123.456, compile_s=123.4, first_token_s=12.3, decode_tokens_per_s=12345.6, bandwidth_gb_s=4321,
-                  bandwidth_utilization=0.987, peak_memory_bytes=1e11, speculation=speculation(counts))
+                  bandwidth_utilization=0.987, peak_memory_bytes=1e11,
+                  speculation=speculation(dict(steps=3, drafted=12, accepted=9, row_steps=3)))
     lines = format_report(result).splitlines()
-    assert lines[1].split() == "123.46 123.4 12.300 12345.6 4321.0 99% 93.13".split() and max(map(len, lines)) <= 80
-    assert [line.split() for line in lines[2:]] == [["accepted", "tokens", "a", "step"], ["75%", "4.00"]]
+    assert [line.split() for line in lines[1::2]] == [
+        "123.46 123.4 12.300 12345.6 4321.0 99% 93.13".split(), ["75%", "4.00"]]
+    assert max(map(len, lines)) <= 80
 
 
-@pytest.fixture
-def help_of(monkeypatch):
-    """What --help prints on a terminal of 80 columns, and the parser."""
-    def run(main: Callable[[], None]) -> tuple[str, ArgumentParser]:
-        parsers = []
-
-        def stop(parser: ArgumentParser, *_):
-            parsers.append(parser)
-            raise KeyboardInterrupt
-
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(ArgumentParser, "parse_known_args", stop)
-        with pytest.raises(KeyboardInterrupt):
-            main()
-        return parsers[0].format_help(), parsers[0]
-    return run
-
-
-@pytest.mark.parametrize("name", ["generate", "quantize", *sorted(
-    f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())])
-def test_help_fits_80_columns_and_has_no_developers_notes(name, help_of):
-    text, _ = help_of(import_module(name).main)
-    assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
+def parser_of(monkeypatch, command: str) -> ArgumentParser:
+    """What reads its command line, on a terminal of 80 columns."""
+    parse = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(ArgumentParser, "parse_known_args", lambda parser, *_: parse(parser))
+    with pytest.raises(KeyboardInterrupt):
+        import_module(command).main()
+    return parse.call_args[0][0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_each_default(name, help_of):
-    _, parser = help_of(import_module(name).main)
-    later = "--device", "--dtype", "--group-size", "--max-tokens", "--stride"  # found later on
+def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(monkeypatch, name):
+    parser = parser_of(monkeypatch, name)
+    text = parser.format_help()
+    assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
     for option in parser._actions:
-        if {*later}.intersection(option.option_strings):
-            assert "default: " in option.help, option.option_strings
-        elif option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, generate.TINY):
+        if option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, generate.TINY):
             assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
 
 
-def test_generates_help_has_groups_a_default_for_each_option_and_those_of_llm(help_of):
-    text, parser = help_of(generate.main)
-    for group in ("model", "speed", "quantization", "speculation", "prompt", "generation", "output"):
-        assert f"\n{group}:\n" in text
-    entries = re.split(r"\n  (?=-)", text.partition("\nmodel:")[2])[1:]
-    for entry in (" ".join(entry.split()) for entry in entries):
-        assert "default" in entry or entry.startswith("--stop"), entry
+def test_generates_options_are_those_of_llm_with_the_same_defaults():
     keywords = inspect.signature(generate.LLM).parameters
-    options = {action.dest: action.default for action in parser._actions}
+    options = {action.dest: action.default for action in generate_parser("")._actions}
     assert keywords.keys() - options.keys() == {"max_batch_size", "load"}  # a call's prompts say as much
     assert {name for name in keywords.keys() & options.keys() if keywords[name].default != options[name]} == {"stop"}

@@ -1,7 +1,6 @@
 """scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs it."""
 import json
 import math
-import unicodedata
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, UserError, load_model
+from checkpoint import Checkpoint
 from generate import LLM
-from helpers import (BOS, CPU, F32, GOLDEN, ROOT, TINY, absent, logits_of, one_line, open_tokenizer, python, rewrite,
-                     tiny, trained, with_json)
+from helpers import (GOLDEN, ROOT, TINY, absent, load_checkpoint, logits_of, one_line, open_tokenizer, python,
+                     refusal, rewrite, tiny, trained, with_json)
 from scripts import evaluate
 from tokenizer import Tokenizer
 
@@ -24,37 +23,29 @@ TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u0
 def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> tuple[float, list]:
     """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of the first window
     that predicts it."""
-    model = load_model(Checkpoint(directory), CPU, torch.float64)
+    model = load_checkpoint(directory, dtype=torch.float64)
     nats, choices = 0.0, []
     for at in range(first, len(ids)):
         start = next(start for start in range(0, at, stride) if start + context >= at)
-        before = ids[start:at]
-        assert min(at, context - stride) <= len(before) <= context
-        logits = logits_of(model, torch.tensor(before))[-1]
+        logits = logits_of(model, torch.tensor(ids[start:at]))[-1]
         nats -= logits.log_softmax(-1)[ids[at]].item()
         choices.append(logits.argmax().item())
     return nats, choices
 
 
-def score(directory: Path, ids: list[int], first: int, context: int, stride: int,
-          cache: str | None = None) -> tuple[float, list]:
-    model = tiny(directory=directory)
-    nats, choices = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, tqdm(disable=True))
-    return pytest.approx(nats, rel=1e-5), choices.tolist()
-
-
 @pytest.mark.parametrize("context, stride", [(8, 8), (8, 3), (1, 1), (40, 9), (90, 45)])
 @pytest.mark.parametrize("name", ["llama3.1", "mistral"])  # mistral's window is of 5
 def test_each_token_counts_once_after_its_context(monkeypatch, name, context, stride):
+    """Without a cache and through one."""
     directory, ids = GOLDEN / name, torch.randint(96, (41,)).tolist()
+    monkeypatch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
     for first in (1, 4):
-        want = naive(directory, ids, first, context, stride)
-        assert score(directory, ids, first, context, stride) == want
-        with monkeypatch.context() as patch:
-            patch.setattr(evaluate, "GIB", 4 * 2 * 4 * context * 96)  # two windows at once
-            assert score(directory, ids, first, context, stride) == want
-            assert score(directory, ids, first, context, stride, "16-bit") == want  # through a cache
-            assert score(directory, ids, first, context, stride, "int8") != want
+        nats, choices = naive(directory, ids, first, context, stride)
+        for cache in (None, "16-bit", "int8"):
+            model, bar = tiny(directory=directory), tqdm(disable=True)
+            found, chosen = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, bar)
+            exact = found == pytest.approx(nats, rel=1e-5) and chosen.tolist() == choices
+            assert exact == (cache != "int8")
 
 
 def checkpoint(directory: Path, kind: str) -> Tokenizer:
@@ -73,63 +64,40 @@ def checkpoint(directory: Path, kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces", "pieces-space"])
-def test_bytes_words_and_tokens_are_the_scored_texts_own_and_a_cut_text_is_the_longest_of_whole_characters(
-        tmp_path, kind):
+def test_all_but_the_first_token_is_scored_and_a_cut_text_is_the_longest_of_whole_characters(tmp_path, kind):
+    """Where there is no beginning of sequence, the first character is read."""
     tokenizer = checkpoint(tmp_path / kind, kind)
     for text in TEXTS:
-        ids, first, skipped = evaluate.encode(tokenizer, text)
-        if kind == "bytes":  # no beginning of sequence: the first character is read, not scored
-            assert skipped == 1 and first == len(text[0].encode())
-        else:
-            assert (first, skipped, ids[0]) == (1, 0, BOS if kind.startswith("bytes") else 1)
-        if kind.startswith("bytes"):  # a token a byte
-            scored = text[skipped:]
-            told = unicodedata.normalize("NFC", scored) if kind == "bytes-nfc" else scored
-            assert len(ids) - first == len(told.encode())
+        unscored = (len(text[0].encode()), 1) if kind == "bytes" else (1, 0)
+        assert evaluate.encode(tokenizer, text) == (tokenizer.encode_text(text), *unscored)
         for limit in range(1, 30):
             cut = evaluate.beginning(tokenizer, text, limit)
             assert text.startswith(cut) and len(tokenizer.encode_text(cut)) <= limit + 1
             assert cut == text or len(tokenizer.encode_text(text[:len(cut) + 1])) > limit + 1
-        assert evaluate.beginning(tokenizer, text, 10 ** 6) == text
 
 
 @pytest.mark.parametrize("text, size, words", [("🐈 cats", 5, 1), ("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
-def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, text, size, words):
-    tokenizer = checkpoint(tmp_path / "bytes", "bytes")  # a token a byte
-    model = tiny(directory=GOLDEN / "llama2")
-    model.embed.weight = torch.nn.Parameter(torch.randn(600, 32), requires_grad=False)
-    model.head.weight = torch.nn.Parameter(torch.zeros(600, 32), requires_grad=False)  # each token is 1 of 600
-    llm = Namespace(tokenizer=tokenizer, model=model, _load=lambda *sizes: None, device=CPU, dtype=F32)
-    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2), [])
-    assert (line["tokens"], line["bytes"], line["words"]) == (size, size, words)
-    assert line["bits_per_byte"] == pytest.approx(math.log2(600))
-    assert line["token_perplexity"] == pytest.approx(600)
-    assert line["word_perplexity"] == (pytest.approx(600) if size == words else None)  # 600 ** 3 are too many words
-
-
-@pytest.mark.parametrize("spec, want", [
-    ("a/b", ("a/b", None, None, None, None)), ("a:int8", ("a", "int8", None, None, None)),
-    ("a:int4-g64:head-int8", ("a", "int4", 64, "int8", None)), ("a:b:int4-g-1", ("a:b", "int4", -1, None, None)),
-    ("a:head-int4:kv-int8-values", ("a", None, None, "int4", "int8-values")),
-    ("a:int5", ("a:int5", None, None, None, None)), ("a:kv-int8", ("a", None, None, None, "int8"))])
-def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
-    names = "checkpoint", "quantize", "group_size", "quantize_head", "kv_cache"
-    assert evaluate.parse_spec(spec) == dict(zip(names, want, strict=True)) | dict(model=spec)
-
-
-@pytest.mark.parametrize("text, says", [
-    ("Once upon a time, there was a little girl named Lily. She loved to play in the park.", True),
-    ("OnceuponatimetherewasalittlegirlnamedLily. Shelovedtoplayinthepark.", False),
-    ("世界你好世界你好 世界你好", False), ("self.x[i]=foo(bar,**kw) lambda:0x1f<<2;y={}", False)])
-def test_a_text_whose_words_say_nothing_has_no_word_perplexity(text, says):
+def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, monkeypatch, text, size, words):
+    """Each token, a byte here, is 1 of 600; 600 ** 3 are more words than there are."""
+    monkeypatch.setattr(evaluate, "score", lambda model, ids, first, *rest: (
+        (len(ids) - first) * math.log(600), ids[first:]))
     llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
-    line = evaluate.evaluate(evaluate.parse_spec(str(TINY)), llm, text, Namespace(context=64, stride=32), [])
-    nats = line["bits_per_byte"] * math.log(2) * line["bytes"]
+    llm.tokenizer = checkpoint(tmp_path / "bytes", "bytes")
+    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2), [])
+    known = dict(tokens=size, bytes=size, words=words, bits_per_byte=math.log2(600), token_perplexity=600)
+    assert {key: line[key] for key in known} == pytest.approx(known)
+    assert line["word_perplexity"] == (pytest.approx(600) if size == words else None)
     assert evaluate.perplexity(1e4, 1) is None and evaluate.perplexity(1.0, 0) is None  # more than a float holds
-    assert line["word_perplexity"] == (pytest.approx(math.exp(nats / line["words"])) if says else None)
-    assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]))
-    cells = evaluate.comparison_table([line]).splitlines()[-1].split(" | ")
-    assert (cells[4] == "-") != says and "-" not in cells[5]
+
+
+@pytest.mark.parametrize("spec, want", {
+    "a/b": "a/b None None None None", "a:int4-g64:head-int8": "a int4 64 int8 None",
+    "a:b:int4-g-1": "a:b int4 -1 None None", "a:int5": "a:int5 None None None None",
+    "a:head-int4:kv-int8-values": "a None None int4 int8-values"}.items())
+def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
+    found = evaluate.parse_spec(spec)
+    names = "checkpoint", "quantize", "group_size", "quantize_head", "kv_cache"
+    assert [str(found[name]) for name in names] == want.split() and found["model"] == spec
 
 
 @pytest.fixture
@@ -143,25 +111,19 @@ def measured(call, monkeypatch):
 
 
 def test_the_json_line_says_what_was_measured(tmp_path, measured):
-    text = tmp_path / "story.txt"
+    text, tokenizer = tmp_path / "story.txt", open_tokenizer(TINY)
     text.write_bytes(STORY.encode())
-    done = python("scripts/evaluate.py", "--checkpoint", TINY, "--text", text, "--context", 16, "--stride", 5,
-                  "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
-    ids = open_tokenizer(TINY).encode_text(STORY)
+    code, out, err = measured("--text", text, "--context", 16, "--stride", 5)
+    line, ids = json.loads(out), tokenizer.encode_text(STORY)
     nats, _ = naive(TINY, ids, 1, 16, 5)
     known = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5,
-                 checkpoint=str(TINY), quantize=None, group_size=None, quantize_head=None, kv_cache=None,
-                 greedy_agreement=1, dtype="float32", device="cpu", model_bytes=4 * 3967744,
                  word_perplexity=None)  # the model knows no emoji
-    assert known.items() <= line.items() and line["seconds"] > 0
+    assert code == 0 and known.items() <= line.items()
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
-    assert line["token_perplexity"] == pytest.approx(math.exp(nats / line["tokens"]), rel=1e-4)
-    assert f"| {line['bits_per_byte']:.4f} | - |" in done.stderr
+    assert f"| {line['bits_per_byte']:.4f} | - | - | - |" in err
 
     cut = json.loads(measured("--text", text, "--max-tokens", 9, "--json")[1])
-    known = dict(tokens=9, bytes=len(open_tokenizer(TINY).decode(ids[:10]).encode()), context=512, stride=256)
+    known = dict(tokens=9, bytes=len(tokenizer.decode(ids[:10]).encode()), context=512, stride=256)
     assert known.items() <= cut.items()
 
 
@@ -171,33 +133,15 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference(measured):
     (_, table, _), (code, lines, errors) = measured(*options), measured(*options, "--json")
     assert (code, errors) == (0, "")
     results = [json.loads(line) for line in lines.splitlines()]
-    plain, int8, int4, draft = results
+    exact, *others = (result["bits_per_byte"] for result in results)
     same = [result["greedy_agreement"] for result in results]
     assert 1 == same[0] >= same[1] > same[2] > same[3] > 0.3
-    assert [result["quantize"] for result in results] == [None, "int8", "int4", None] and int4["group_size"] == 64
-    assert len({result["bytes"] for result in results}) == 1
-    exact, *others = (result["bits_per_byte"] for result in results)
     assert others[0] == pytest.approx(exact, rel=0.01) and others[0] != exact < others[2]
-    assert int4["model_bytes"] <= int8["model_bytes"] < plain["model_bytes"]
-    cells = [row.strip("| ").split(" | ")[:4] for row in table.splitlines()[2:]]
-    assert cells[0] == ["checkpoints/tiny", f"{exact:.4f}", "-", "-"]
-    for (name, bits, difference, same), result, found in zip(cells[1:], results[1:], others, strict=True):
-        assert same == f"{result['greedy_agreement']:.2%}"
-        assert (name, bits) == (result["model"], f"{found:.4f}")
-        assert float(difference.removesuffix(" %")) == pytest.approx(100 * (found / exact - 1), abs=0.006)
-
-
-def test_a_comparison_that_fails_shows_what_it_has(measured, monkeypatch):
-    measure = evaluate.evaluate
-
-    def measure_one(spec, *args):
-        if spec["quantize"]:
-            raise UserError("broken weights")
-        return measure(spec, *args)
-
-    monkeypatch.setattr(evaluate, "evaluate", measure_one)
-    code, out, err = measured("--max-tokens", 40, "--compare", f"{TINY}:int8")
-    assert code == 2 and out.count("\n") == 3 and f"| {TINY} |" in out and "broken weights" in err
+    assert [result["model_bytes"] for result in results] == [15870976, 5572096, 4371456, 1902080]
+    _, _, reference, *rows = table.splitlines()
+    assert reference.startswith(f"| checkpoints/tiny | {exact:.4f} | - | - |")
+    for row, bits, agreed, name in zip(rows, others, same[1:], options[-3:], strict=True):
+        assert row.startswith(f"| {name} | {bits:.4f} | {100 * (bits / exact - 1):+.2f} % | {agreed:.2%} |")
 
 
 def test_ctrl_c_leaves_the_table_of_what_was_measured():
@@ -222,23 +166,16 @@ def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
     """SentencePiece may drop white space; a character of two tokens may be all there is."""
     pieces, of_bytes = Namespace(encode_text=lambda text: [1]), checkpoint(tmp_path / "bytes", "bytes")
     for tokenizer, text in [(pieces, "\n"), (of_bytes, "é")]:
-        with pytest.raises(UserError, match="2 tokens"):
-            evaluate.encode(tokenizer, text)
+        assert "2 tokens" in refusal(evaluate.encode, tokenizer, text)
 
 
-@pytest.mark.parametrize("args, words", [
-    ("--text missing.txt", "missing.txt"), (f"--text {TINY}/model.safetensors", "utf-8"),
-    ("--text /dev/null", "regular file"), ("--context 600", "600 512"), ("--context 8 --stride 9", "--stride 9 8"),
-    ("--stride 0", "--stride"), ("--group-size 64", "--group-size --quantize"),
-    ("--compare nowhere:int8", "nowhere directory"), ("--compare", "--compare"), ("--max-tokens 0", "--max-tokens"),
-    ("--limit 5", "--limit --tasks"), ("--tasks piqa --context 9", "--context --text"),
-    (f"--compare {TINY}:int4-g48", "group size 48 does not divide the 256 inputs")])
+@pytest.mark.parametrize("args, words", {
+    "--text missing.txt": "missing.txt", f"--text {TINY}/model.safetensors": "utf-8",
+    "--text /dev/null": "regular file", "--context 600": "600 512", "--context 8 --stride 9": "--stride 9 8",
+    "--stride 0": "--stride", "--group-size 64": "--group-size --quantize",
+    "--compare nowhere:int8": "nowhere directory", "--limit 5": "--limit --tasks",
+    "--tasks piqa --context 9": "--context --text",
+    f"--compare {TINY}:int4-g48": "group size 48 does not divide the 256 inputs"}.items())
 def test_mistakes_are_one_line_before_anything_is_measured(measured, monkeypatch, args, words):
     monkeypatch.setattr(evaluate, "evaluate", None)
     assert absent(words, one_line(measured(*args.split()))) == []
-
-
-def test_what_is_quantized_already_is_refused_before_anything_is_measured(measured, monkeypatch):
-    monkeypatch.setattr("formats.read_settings", lambda checkpoint: dict(bits=4))
-    monkeypatch.setattr(evaluate, "evaluate", None)
-    assert absent(f"int4: {TINY} already", one_line(measured("--compare", f"{TINY}:int4"))) == []

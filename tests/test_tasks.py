@@ -1,10 +1,12 @@
 """scripts/tasks.py, the adapter for lm-evaluation-harness, without the harness: its modules have stand-ins here."""
 import importlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from generate import LLM
 from helpers import DRAFT, TINY, logits_of
@@ -24,13 +26,11 @@ def windows(tokens: list[int], prefix: int, max_seq_len: int, context_len: int):
 def harness(monkeypatch):
     """scripts.tasks.Harness over what it needs of the harness."""
     normalize = lambda settings, limit: dict(max_gen_toks=limit, until=[], temperature=0.0) | settings  # noqa: E731
-    modules = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.models": {}, "lm_eval.api.model": dict(TemplateLM=object),
+    modules = {"lm_eval.api.model": dict(TemplateLM=object),
                "lm_eval.models.utils": dict(normalize_gen_kwargs=normalize),
                "lm_eval.utils": dict(get_rolling_token_windows=windows, make_disjoint_window=lambda pair: pair)}
     for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.delitem(sys.modules, "scripts.tasks", raising=False)
     llm = LLM(str(TINY), device="cpu", quiet=True)
     return importlib.import_module("scripts.tasks").Harness(llm)
@@ -40,7 +40,7 @@ def plain_score(llm: LLM, context: list[int], continuation: list[int]) -> tuple[
     """By one forward of the whole, in float64."""
     logits = logits_of(llm.model, torch.tensor([*context, *continuation]))[len(context) - 1:-1].double()
     told = torch.tensor(continuation)
-    return logits.log_softmax(-1).gather(-1, told[:, None]).sum().item(), bool((logits.argmax(-1) == told).all())
+    return -F.cross_entropy(logits, told, reduction="sum").item(), logits.argmax(-1).equal(told)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 60, 2048])
@@ -49,24 +49,22 @@ def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_
     harness.batch_tokens, encode = batch_tokens, harness.tok_encode
     requests = [(None, encode(opening), encode(ending, add_special_tokens=False))
                 for i, opening in enumerate(OPENINGS) for ending in ENDINGS[i:]]
-    requests += [(None, [1], encode("One day")), (None, [5] * 600, [7, 8, 9])]
-    requests = requests[::2] + requests[1::2]
     greedy = harness.llm("One day", temperature=0, max_new_tokens=5)
-    requests.append((None, greedy.prompt_tokens, greedy.tokens))
+    requests += [(None, [1], encode("One day")), (None, [*range(600)], [7, 8, 9])]
+    requests = [*requests[::2], *requests[1::2], (None, greedy.prompt_tokens, greedy.tokens)]
     found = harness._loglikelihood_tokens(requests)
     for (_, context, continuation), (total, is_greedy) in zip(requests, found):
         whole = [*context, *continuation][-513:]
-        expected = plain_score(harness.llm, whole[:-len(continuation)], continuation)
-        assert total == pytest.approx(expected[0], abs=1e-3) and is_greedy == expected[1]
+        expected, chosen = plain_score(harness.llm, whole[:-len(continuation)], continuation)
+        assert total == pytest.approx(expected, abs=1e-3) and is_greedy == chosen
     assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
 
 
 @pytest.fixture
-def shapes(harness, monkeypatch) -> list[tuple[int, int]]:
+def shapes(harness) -> list[tuple[int, int]]:
     """The shapes of the tokens that the model reads."""
-    shapes, forward = [], type(harness.llm.model).forward
-    monkeypatch.setattr(type(harness.llm.model), "forward", lambda self, tokens, *rest, **more: (
-        shapes.append(tuple(tokens.shape)) or forward(self, tokens, *rest, **more)))
+    shapes = []
+    harness.llm.model.register_forward_pre_hook(lambda model, given: shapes.append(tuple(given[0].shape)))
     return shapes
 
 
@@ -93,18 +91,18 @@ def test_a_rolling_log_probability_is_the_sum_of_its_windows(harness):
 
 @pytest.mark.parametrize("draft", [None, str(DRAFT)])
 def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
-    if draft:
-        harness.llm = LLM(str(TINY), device="cpu", quiet=True, draft=draft, draft_tokens=3)
+    """But for a space: the harness decodes without the prompt."""
+    harness.llm = llm = LLM(str(TINY), device="cpu", quiet=True, draft=draft, draft_tokens=draft and 3)
     kinds = [dict(max_gen_toks=9), dict(max_gen_toks=30, until=["was", "."]), dict(max_gen_toks=12)]
     asked = [(opening, kind) for kind in kinds for opening in OPENINGS]
+    alone = [llm(opening, temperature=0, max_new_tokens=kind["max_gen_toks"], stop=kind.get("until"))
+             for opening, kind in asked]
     requests = [SimpleNamespace(args=args) for args in asked]
     harness.generate_until(requests)
     harness._loglikelihood_tokens([(None, [1, 5], [7])])  # which takes the cache
     found = harness.generate_until(requests)
+    assert [text.lstrip() for text in found] == [completion.text.lstrip() for completion in alone]
     assert sum(map(bool, found)) > 9
-    for (opening, kind), text in zip(asked, found):
-        alone = harness.llm(opening, temperature=0, max_new_tokens=kind["max_gen_toks"], stop=kind.get("until"))
-        assert text.lstrip() == alone.text.lstrip(), (opening, kind)  # the harness decodes without the prompt
 
 
 @pytest.mark.parametrize("rank, found, told", [
@@ -112,11 +110,13 @@ def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
     (1, None, {})])
 def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank, found, told):
     """The harness gives the others None. What it calls a metric's filter is left out."""
-    sys.modules["lm_eval"].simple_evaluate = lambda *args, **options: found
-    tasks = SimpleNamespace(TaskManager=lambda include_path: SimpleNamespace(all_tasks=["task"]))
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
-    agreed = []
-    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=lambda value: agreed.append(value) or "rank 0's")
+    manager = SimpleNamespace(all_tasks=["task"])
+    for name, content in {"lm_eval": dict(simple_evaluate=lambda *args, **options: found),
+                          "lm_eval.tasks": dict(TaskManager=lambda include_path: manager)}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    agree = Mock(return_value="rank 0's")
+    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=agree)
     monkeypatch.setattr(harness.llm, "_load", lambda *sizes: None)
     args = SimpleNamespace(task_path=None, tasks="task", few_shot=None, limit=None)
-    assert evaluate.evaluate_tasks({}, harness.llm, args)["tasks"] == "rank 0's" and agreed == [told]
+    assert evaluate.evaluate_tasks({}, harness.llm, args)["tasks"] == "rank 0's"
+    agree.assert_called_once_with(told)
