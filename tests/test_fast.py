@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from eagle import Head, HeadConfig
 from fast import optimize, use_kernels
-from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
+from fast.cpu import ONEDNN, CpuLinear, compiled_product, linear, row_decoder
 from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
@@ -19,7 +19,7 @@ from generate import Engine, decode_one_token, generate
 from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
                      rope_of, run, same_but_for_ties, tiny)
 from model import Config, FeedForward, KVCache, LayerConfig, Transformer
-from quantize import NVFP4, QuantizedExperts, QuantizedLinear
+from quantize import NVFP4, QuantizedExperts
 from sampling import Sampling, choose
 
 

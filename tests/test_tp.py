@@ -27,7 +27,7 @@ from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, 
                      make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, write)
 from model import Config
 from test_formats import unfold
-from tp import Shard, Team, cut, draft_splitter, join
+from tp import Shard, Team, draft_splitter, join
 
 TINY, DRAFT, EAGLE = str(TINY), str(DRAFT), str(EAGLE)  # as cases.json has them
 
