@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from helpers import ROOT, absent, error, one_line, python, tiny, tiny_head
+from helpers import CPU, F32, ROOT, absent, error, logits_of, one_line, python, read, tiny, tiny_head
 from model import Config, LayerConfig
 from tp import Shard
 
@@ -18,46 +18,40 @@ from shapes import SHAPES  # noqa: E402
 
 @pytest.fixture
 def benchmark(call, monkeypatch):
-    """Runs it in this process, of the bundled model on the CPU -> its lines."""
+    """Runs it in this process, on the CPU -> its lines."""
     monkeypatch.chdir(ROOT)
 
-    def run(options: str) -> list[dict]:
-        model = "checkpoints/tiny", "--device", "cpu", "--no-compile"
-        code, out, err = call("benchmark.py", main, *model, *options.split())
+    def run(options: str, what: str = "checkpoints/tiny") -> list[dict]:
+        code, out, err = call("benchmark.py", main, what, "--device", "cpu", "--no-compile", *options.split())
         assert code == 0, err
         return [json.loads(line) for line in out.splitlines()]
     return run
 
 
-def test_quantized_weights_are_what_is_counted():
-    """As a process of its own."""
-    options = "--device cpu --no-compile --quantize int8 --runs 1 --new-tokens 3".split()
-    done = python("scripts/benchmark.py", "checkpoints/tiny", *options)
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
+def test_quantized_weights_are_what_is_counted(benchmark):
+    [line] = benchmark("--quantize int8 --runs 1 --new-tokens 3")
     assert line["quantize"] == "int8" and 3967744 < line["weights_bytes"] < 2 * 3967744
 
 
 def test_a_line_says_what_was_measured(benchmark):
     [line] = benchmark("--batch 2 --prompt-length 9 --context 20 --new-tokens 12 --runs 3 --against eager --top-p 0.5")
     weights = 4 * 3967744  # tied: all of it is read
-    assert line["weights_bytes"] == weights and line["batch"] == 2 and line["steps_per_s"]["runs"] == 3
+    assert (line["weights_bytes"], line["batch"], line["steps_per_s"]["runs"]) == (weights, 2, 3)
     assert line["tokens_per_s"] == pytest.approx(2e3 / line["ms_per_token"])
     keys = line["gb_per_s"] * 1e9 * line["ms_per_token"] / 1e3 - weights  # in use, of the cache's
     assert keys / line["cache_bytes"] == pytest.approx((20 + 9 + 6) / 64)  # 41 tokens and the engine's slack
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
-    assert line["read_gb_per_s"] is line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
+    assert line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
 
 
-@pytest.mark.parametrize("options, kind, error", [
-    ("", None, ""), ("--quantize int8", "Q8_0", ""), ("--quantize int4", "Q4_0", ""), ("", None, "no converter"),
-    ("--temperature 1", None, "--temperature 0")])
-def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, kind, error):
-    """A stand-in for its module, and one for its converter: both write down what they are given."""
+@pytest.mark.parametrize("options, converter, error", [
+    ("--quantize int4", "open(sys.argv[3], 'w')", ""), ("", "sys.exit('no converter')", "no converter"),
+    ("--temperature 1", "", "--temperature 0")])
+def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, converter, error):
+    """A stand-in for its module, and one for its converter."""
     monkeypatch.chdir(ROOT)
-    fails = f"sys.exit({error!r})" if error == "no converter" else "open(sys.argv[3], 'w').write(' '.join(sys.argv))"
-    (tmp_path / "convert_hf_to_gguf.py").write_text(f"import sys\n{fails}")
+    (tmp_path / "convert_hf_to_gguf.py").write_text(f"import sys\n{converter}")
     module = MagicMock()
     module.llama_model_quantize.return_value = 0
     module.Llama.return_value.n_vocab.return_value = 2048
@@ -74,47 +68,35 @@ def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, kind, error
     assert theirs["ratio"] == pytest.approx(found["tokens_per_s"] / theirs["tokens_per_s"])
     assert module.Llama.return_value.generate.call_count == 1 + 3  # one warms up
     [path], settings = module.Llama.call_args
-    assert settings["n_threads"] == torch.get_num_threads() and (path.endswith("rounded.gguf")) is bool(kind)
-    if kind:
-        ftype = module.llama_model_quantize.call_args[0][2].ftype
-        assert ftype is getattr(module, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    assert settings["n_threads"] == torch.get_num_threads() and path.endswith("rounded.gguf")
+    assert module.llama_model_quantize.call_args[0][2].ftype is module.LLAMA_FTYPE_MOSTLY_Q4_0
 
 
-def test_of_experts_those_that_were_chosen_are_counted(call, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_of_experts_those_that_were_chosen_are_counted(benchmark, rows):
     """One row chooses 2 of 4; three rows choose others too."""
-    monkeypatch.chdir(ROOT)
-    for rows in (1, 3):
-        line = f"tests/golden/mixtral --device cpu --no-compile --runs 1 --new-tokens 8 --batch {rows}"
-        code, out, err = call("benchmark.py", main, *line.split())
-        assert code == 0, err
-        found = json.loads(out)
-        share, read = found["share_of_experts"], found["gb_per_s"] * 1e6 * found["ms_per_token"]
-        assert share == 0.5 if rows == 1 else 0.5 < share < 1
-        experts = 4 * 2 * 4 * 3 * 56 * 32  # bytes, layers, experts, matrices
-        embedding, cache = 4 * 96 * 32, 4 * rows * 2 * 2 * 2 * 8 * (5 + 8 / 2)
-        assert read == pytest.approx(found["weights_bytes"] - embedding - experts * (1 - share) + cache)
+    [found] = benchmark(f"--runs 1 --new-tokens 8 --batch {rows}", "tests/golden/mixtral")
+    share, read = found["share_of_experts"], found["gb_per_s"] * 1e6 * found["ms_per_token"]
+    assert share == 0.5 if rows == 1 else 0.5 < share < 1
+    experts = 4 * 2 * 4 * 3 * 56 * 32  # bytes, layers, experts, matrices
+    embedding, cache = 4 * 96 * 32, 4 * rows * 2 * 2 * 2 * 8 * (5 + 8 / 2)
+    assert read == pytest.approx(found["weights_bytes"] - embedding - experts * (1 - share) + cache)
 
 
 def test_random_mxfp4_experts_are_as_large_as_published_ones():
     config = replace(SHAPES["gpt-oss-20b"], layers=SHAPES["gpt-oss-20b"].layers[:1], dim=64, vocab_size=64)
-    model = random_model(config, torch.device("cpu"), torch.float32, mxfp4=True)
+    model = random_model(config, CPU, F32, mxfp4=True)
     experts = [weight for weight in model.layers[0].ffn.parameters() if not weight.is_floating_point()]
     assert sum(weight.nbytes for weight in experts) == 32 * 3 * 2880 * 64 * 4.25 / 8
-    model.setup(8, 1)
-    with torch.no_grad():
-        assert model(torch.arange(6)[None], torch.arange(6)[None]).isfinite().all()
+    assert logits_of(model, torch.arange(6)).isfinite().all()
 
 
 @pytest.mark.parametrize("args, words", [
     ("llama-9b", "llama-9b llama-2-7b smollm2-135m"), ("", "llama-2-7b"), ("smollm2-135m --context 9000", "9000 8192"),
-    ("llama-2-70b --device cpu", "GiB of weights"),
     ("llama-3.2-1b --device cpu --batch 100000", "GiB of cache 100000 rows"),
-    ("smollm2-135m --against vllm", "vllm eager"), ("smollm2-135m --batch 0", "--batch"),
-    ("smollm2-135m --group-size 64", "--group-size 64 --quantize"),
+    ("smollm2-135m --against vllm", "vllm eager"), ("smollm2-135m --group-size 64", "--group-size 64 --quantize"),
     ("smollm2-135m --draft-tokens 6", "--draft-tokens 6 --speculate"),
-    ("smollm2-135m --draft eagle", "--draft eagle --speculate"),
     ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
-    ("checkpoints/tiny --against llama.cpp", "llama.cpp pip install llama-cpp-python"),
     ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
     ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
     ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),
@@ -128,23 +110,22 @@ def test_mistakes_are_one_line(call, monkeypatch, args, words):
 @pytest.mark.parametrize("shape", [(1024, 7, 8, 8, 128, 1100), (512, 6, 8, 4, 128, 700), (256, 5, 4, 2, 128, 640)])
 @torch.no_grad()
 def test_a_widened_model_keeps_the_logits(shape):
-    """So does its head, of the features at the same places."""
-    small = tiny()
+    """So does its head, of the features at the same places, and with 32,000 rows of output."""
+    small, small_head = tiny(), tiny_head()
     dim, layers, *others = shape
     layer = LayerConfig(rope=small.layers[0].config.rope)
     config = Config(dim, (layer,) * layers, *others, vocab_size=32000, context=600)
-    wide = widen(small, config, torch.device("cpu"), torch.float32)
-    tokens, positions = torch.randint(2048, (2, 30)), torch.arange(30)[None]
-    heads, logits = (head := tiny_head(), widen_head(head, wide, config)), []
-    for model, head in zip((small, wide), heads):
+    wide = widen(small, config, CPU, F32)
+    wide_head = widen_head(small_head, wide, config)
+    tokens, logits = torch.randint(2048, (2, 30)), []
+    for model, head in ((small, small_head), (wide, wide_head)):
         model.setup(64, 2, head.options.places)
         head.setup(64, 2)
-        logits.append(model(tokens, positions))
+        ours = read(model, tokens)
         head.states[:, :30] = head.project(model.features[:, :30])
-        logits.append(head(tokens, positions)[:, :, :len(head.vocabulary)])
-    assert error(logits[2], logits[0]) < 1e-5 and error(logits[3], logits[1]) < 1e-5
-    assert heads[1].head.weight.shape == (32000, dim) and heads[1].layers[0].attn.wqkv.weight.shape[1] == 2 * dim
-    assert sum(weight.numel() for weight in wide.parameters()) >= sum(weight.numel() for weight in small.parameters())
+        logits.append((ours, read(head, tokens)[..., :len(head.vocabulary)]))
+    assert all(error(out, ref) < 1e-5 for ref, out in zip(*logits))
+    assert wide_head.head.weight.shape == (32000, dim) and wide_head.layers[0].attn.wqkv.weight.shape[1] == 2 * dim
 
 
 @pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
@@ -173,12 +154,11 @@ def test_ranks_draw_and_speculate_as_one_does(benchmark, draft):
 
 
 def test_parts_of_a_model_are_the_model():
-    layers = (LayerConfig(),) * 2
-    config = Config(64, layers, 4, 4, 16, 96, vocab_size=80, context=64)
-    whole = random_model(config, torch.device("cpu"), torch.float32)
-    parts = [part_for(Shard(whole.config, 1, rank, 2), whole) for rank in range(2)]
+    config = Config(64, (LayerConfig(),) * 2, 4, 4, 16, 96, vocab_size=80, context=64)
+    whole = random_model(config, CPU, F32)
+    parts = [part_for(Shard(config, 1, rank, 2), whole) for rank in range(2)]
     for name, matrices, dim in (("head", 1, 1), ("layers.1.attn.wo", 1, 2), ("layers.1.ffn.w_down", 1, 2),
                                 ("layers.1.ffn.w_gate_up", 2, 1), ("layers.1.attn.wqkv", 3, 1)):
-        weights = [of.get_parameter(f"{name}.weight").unflatten(0, (matrices, -1)) for of in (*parts, whole)]
-        assert torch.cat(weights[:2], dim).equal(weights[2])
+        *ours, weight = (of.get_parameter(f"{name}.weight").unflatten(0, (matrices, -1)) for of in (*parts, whole))
+        assert torch.cat(ours, dim).equal(weight)
     assert parts[1].embed.weight.equal(whole.embed.weight)

@@ -1,4 +1,5 @@
 """The modules that fast/ swaps in against those that they replace."""
+from copy import deepcopy
 from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 
@@ -10,15 +11,15 @@ from torch._dynamo.utils import counters
 
 from eagle import Head, HeadConfig
 from fast import optimize, use_kernels
-from fast.cpu import ONEDNN, CpuLinear, compiled_product, install_linears, linear, row_decoder
+from fast.cpu import ONEDNN, CpuLinear, compiled_product, linear, row_decoder
 from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
 from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
                      rope_of, run, same_but_for_ties, tiny)
-from model import Config, KVCache, LayerConfig, Transformer
-from quantize import NVFP4, QuantizedExperts, QuantizedLinear
+from model import Config, FeedForward, KVCache, LayerConfig, Transformer
+from quantize import NVFP4, QuantizedExperts
 from sampling import Sampling, choose
 
 
@@ -27,54 +28,42 @@ from sampling import Sampling, choose
 def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias, N):
     linear = nn.Linear(577, N, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(row_decoder(CpuLinear(linear)), fullgraph=True)
+    exact = deepcopy(linear).double()
     for shape in [(577,), (2, 2, 577), (5, 577)]:  # 4 rows are few, 5 are not
         x = torch.randn(shape, dtype=dtype)
-        b = linear.bias.double() if bias else None
-        ref = F.linear(x.double(), linear.weight.double(), b)
-        out = compiled(x)
-        assert out.shape == ref.shape and out.dtype == dtype
-        assert error(out, ref) < tolerance
+        out, ref = compiled(x), exact(x.double())
+        assert (out.shape, out.dtype) == (ref.shape, dtype) and error(out, ref) < tolerance
 
 
-SLICED = [torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(5, 1154)[:, ::2],
-          torch.randn(1, 577).expand(6, 577)]  # inputs of any strides
+INPUTS = [torch.randn(577), torch.randn(2, 9, 577), torch.randn(0, 577), torch.randn(300, 577),  # of any strides, too:
+          torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(1, 577).expand(6, 577)]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("x", [*map(torch.randn, [(577,), (1, 577), (2, 9, 577), (0, 577), (300, 577)]), *SLICED])
+@pytest.mark.parametrize("x", INPUTS)
 @pytest.mark.parametrize("w", [torch.randn(131, 577), torch.randn(577, 131).T])
 def test_a_cpus_product_is_linears(x, w, dtype, tolerance):
-    x, w, bias = x.to(dtype), w.to(dtype), torch.randn(131, dtype=dtype)
-    for b in bias, None:
-        out, ref = linear(x, w, b), F.linear(x.double(), w.double(), None if b is None else b.double())
-        assert out.shape == ref.shape and out.dtype == dtype
+    for bias in torch.randn(131), None:
+        inputs = x, w, bias = [t if t is None else t.to(dtype) for t in (x, w, bias)]
+        out, ref = linear(*inputs), F.linear(*(t if t is None else t.double() for t in inputs))
+        assert (out.shape, out.dtype) == (ref.shape, dtype)
         assert not out.numel() or error(out, ref) < tolerance
         if ONEDNN and dtype == torch.float32:
-            library.opcheck(compiled_product, (x, w, b))
+            library.opcheck(compiled_product, inputs)
 
 
-def test_the_decoder_of_a_cpu_has_the_same_weights():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU()))
-    x, before = torch.randn(2, 3), dict(model.named_parameters())
-    ref = model(x)
-    install_linears(model)
-    for found, decodes in (model, False), (row_decoder(model), True):
-        for layer in found[0], found[1][0]:
-            assert type(layer) is CpuLinear and layer.decodes is decodes
-        assert all(before[name] is parameter for name, parameter in found.named_parameters())
-        torch.testing.assert_close(found(x), ref)
-
-
-def test_optimize_on_a_cpu_replaces_quantized_layers_and_keeps_the_functions():
+def test_optimize_on_a_cpu_replaces_layers_for_prefill_and_for_a_decoder_with_the_same_weights():
     model = load_checkpoint(TINY, quantize="int8")
     model.setup(20, 1)
     tokens = torch.randint(model.config.vocab_size, (1, 3))
-    ref = read(model, tokens)
-    fast = optimize(model)
-    assert not any(isinstance(module, QuantizedLinear) for module in [*model.modules(), *fast.decoder.modules()])
-    assert not fast.kernels and not any((fast.settings, fast.choose, fast.propose, fast.accept))
-    assert error(read(fast.decoder, tokens), ref) < 1e-5
-    assert optimize(tiny().to("meta")) is None
+    ref, fast = read(model, tokens), optimize(model)
+    parameters = dict(fast.decoder.named_parameters())
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    for found, decodes in ((model, False), (fast.decoder, True)):
+        layers = [layer for layer in found.modules() if hasattr(layer, "decodes")]
+        assert len(layers) == 4 * len(model.layers) + 1 and all(layer.decodes == decodes for layer in layers)
+        assert error(read(found, tokens), ref) < 1e-5
+    assert not fast.kernels and optimize(tiny().to("meta")) is None
 
 
 # What fast/ does not know
@@ -88,41 +77,35 @@ def model() -> Transformer:
     return model
 
 
-def with_field(values, name: str, default, **changes):
+def with_field(values, name: str, value, **changes):
     """The same values in a dataclass that has one more field, as after a change of model.py or sampling.py."""
-    kind = make_dataclass(type(values).__name__, [(name, object, field(default=default))], bases=(type(values),),
+    kind = make_dataclass(type(values).__name__, [(name, object, field(default=None))], bases=(type(values),),
                           frozen=True)
-    return kind(**vars(values), **changes)
+    return kind(**vars(values) | {name: value}, **changes)
 
 
-@pytest.mark.parametrize("of_a_layer, field, value, told", [
-    (False, "cap", None, None), (False, "cap", 30.0, "Config.cap=30.0"), (True, "tap", None, None),
-    (True, "tap", (1, 2), "LayerConfig.tap=(1, 2)")])
-def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, of_a_layer, field, value, told):
-    config, [layer, *others] = model.config, model.config.layers
-    if of_a_layer:
-        model.config = replace(config, layers=(with_field(layer, field, None, **{field: value}), *others))
-    else:
-        model.config = with_field(config, field, None, **{field: value})
+@pytest.mark.parametrize("cap, tap, told", [
+    (None, None, ""), (30.0, None, "Config.cap=30.0"), (None, (1, 2), "LayerConfig.tap=(1, 2)")])
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, cap, tap, told):
+    first, *others = model.config.layers
+    layers = with_field(first, "tap", tap), *others
+    model.config = with_field(replace(model.config, layers=layers), "cap", cap)
     assert (use_kernels(model) is None) == bool(told)
-    said = capsys.readouterr().err
-    assert said == (f"plain PyTorch decodes: fast/ does not know {told}\n" if told else "")
+    assert capsys.readouterr().err == (f"plain PyTorch decodes: fast/ does not know {told}\n" if told else "")
 
 
 def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(model, capsys):
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
+    known, other = (with_field(sampling, "typical", value) for value in (None, 0.5))
     expected = torch.tensor([0.7, 50, 0.9, 0.1])
-    assert fast.settings(sampling).equal(expected)
-    assert fast.settings(with_field(sampling, "typical", None)).equal(expected)
-    other = with_field(sampling, "typical", None, typical=0.5)
+    assert fast.settings(known).equal(expected)
     assert fast.settings(other) is fast.settings(other) is None
     assert capsys.readouterr().err == "plain PyTorch samples: fast/ does not know Sampling.typical=0.5\n"
-    assert fast.kernels and isinstance(model.layers[0].attn, FusedAttention)
 
     engine = Engine(tiny(), 20)  # with what an engine on a GPU has
     engine.compiled, engine.kernels, engine.fast, engine.settings = True, True, fast, torch.zeros(4)
     engine.decoder, engine.compiled_decoder, engine.compiled_decode = range(3)
-    for setting, used in (other, (False, 1, choose, decode_one_token)), (sampling, (True, 0, fast.choose, 2)):
+    for setting, used in (other, (False, 1, choose, decode_one_token)), (known, (True, 0, fast.choose, 2)):
         engine.set_sampling(setting)
         assert (engine.captures, engine.forward, engine.sampler.choose, engine.decode) == used
     assert engine.settings.equal(expected)
@@ -137,17 +120,12 @@ def test_kernels_are_installed_once(model):
 # The halves of a layer
 
 
-class Experts(nn.Module):
-    """A feed-forward part that fast/ does not know. It has a layer of the same name as FeedForward's."""
-
-    def __init__(self, ffn: nn.Module):
-        super().__init__()
-        self.w_gate_up, self.w_down = ffn.w_gate_up, ffn.w_down
+class Experts(FeedForward):
+    """A feed-forward part that fast/ does not know."""
 
     def forward(self, x):
         assert x.dim() == 3
-        gate, up = self.w_gate_up(x).chunk(2, dim=-1)
-        return self.w_down(gate * up.tanh())
+        return super().forward(x) / 2
 
 
 class OtherCache(KVCache):
@@ -160,60 +138,55 @@ class OtherCache(KVCache):
         return tuple(2 * cache for cache in super().read(rows, n))
 
 
-def give_experts(model):
-    model.layers[1].ffn = Experts(model.layers[1].ffn)
+def give_experts(block):
+    block.ffn.__class__ = Experts
 
 
-def give_another_cache(model):
-    model.layers[1].attn.cache.__class__ = OtherCache
+def give_another_cache(block):
+    block.attn.cache.__class__ = OtherCache
 
 
-def quantize_apart(model):
-    attn = model.layers[1].attn
-    attn.wqkv = SeparateLinears([attn.wqkv])
+def quantize_apart(block):
+    block.attn.wqkv = SeparateLinears([block.attn.wqkv])
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("family, quantize", [(GOLDEN / "gemma3", None), (TINY, "int8")])
 @pytest.mark.parametrize("change, reason, which", [
     (give_experts, "Experts in the place of FeedForward", "ffn"),
     (give_another_cache, "OtherCache in the place of KVCache", "attn"),
     (quantize_apart, "q, k and v are quantized apart, or in codes that no kernel knows", "attn")])
 @torch.no_grad()
-def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, quantize):
-    plain, fast = (load_checkpoint(TINY, quantize=quantize) for _ in range(2))
+def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, family, quantize):
+    """Of gemma3 the layer has a window and, of the others' ropes, its own."""
+    plain, fast = (load_checkpoint(family, quantize=quantize) for _ in range(2))
     for model in (plain, fast):
         model.setup(64, 2)
-        change(model)
+        change(model.layers[1])
     assert plain_halves(fast) == {reason: 1}
     decoder = install_kernels(fast)
-    found = [(isinstance(block.attn, FusedAttention), isinstance(block.ffn, FusedFeedForward)) for block in fast.layers]
-    expected = [[True, True] for _ in fast.layers]
-    expected[1][which == "ffn"] = False
-    assert found == [tuple(row) for row in expected] and decoder.kernels == (which == "ffn")
-    assert sum(isinstance(module, PackedLinear) and module.gated for module in fast.modules()) == (
-        0 if quantize is None else len(fast.layers) - (which == "ffn"))
+    assert decoder.kernels == (which == "ffn")
+    for n, block in enumerate(fast.layers):
+        found = isinstance(block.attn, FusedAttention), isinstance(block.ffn, FusedFeedForward)
+        assert found == ((True, True) if n != 1 else (which == "ffn", which == "attn"))
+    gated = sum(isinstance(module, PackedLinear) and module.gated for module in fast.modules())
+    assert gated == bool(quantize) * (len(fast.layers) - (which == "ffn"))
     compare(plain, fast, decoder, 1e-5)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
-def test_mixtures_of_experts_have_kernels_unless_their_codes_have_none(family):
-    model = load_checkpoint(GOLDEN / family)
+def test_experts_in_codes_that_no_kernel_knows_stay_as_they_are():
+    model = load_checkpoint(GOLDEN / "mixtral")
     model.setup(16, 1)
-    assert plain_halves(model) == {} and not unknown_fields(model)
-    sparse = [layer for layer in model.layers if layer.config.moe]
-    sparse[0].ffn.w_down = QuantizedExperts(torch.zeros(2, 8, 4).int(), torch.ones(2, 8, 2), None, NVFP4)
+    model.layers[0].ffn.w_down = QuantizedExperts(torch.zeros(2, 8, 4).int(), torch.ones(2, 8, 2), None, NVFP4)
     assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
 
 
 def test_where_no_half_can_be_replaced_none_is(model, capsys):
     for block in model.layers:
-        block.ffn, block.attn.cache = Experts(block.ffn), None
-    reasons = ("NoneType in the place of KVCache", "Experts in the place of FeedForward")
-    assert plain_halves(model) == dict.fromkeys(reasons, len(model.layers))
+        give_experts(block)
+        give_another_cache(block)
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
-SIZES = dict(n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
 PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))  # the type, and how far the two may differ
 
 
@@ -251,8 +224,9 @@ def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tupl
 @of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
-    """Over a dirty cache."""
+    """Over a dirty cache. All of it has kernels."""
     plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family)
+    assert not plain_halves(fast) and not unknown_fields(fast)
     for layer in [*plain.layers, *fast.layers]:
         layer.attn.cache.k.fill_(3)
         layer.attn.cache.v.fill_(-2)
@@ -271,26 +245,6 @@ def test_fast_decoder_with_a_cache_in_int8(kind, device):
 
 @on_each_device
 @torch.no_grad()
-def test_each_layer_has_its_own_window_and_rope(device):
-    dtype, tolerance = PRECISION[device]
-    layers = (LayerConfig(5, rope_of(16)), LayerConfig(), LayerConfig(rope=rope_of(16, 3.0)),
-              LayerConfig(9, rope_of(16, 1e6)))
-    config = Config(64, layers, **SIZES)
-    with torch.device(device):
-        plain, fast = Transformer(config).to(dtype), Transformer(config).to(dtype)
-    plain.embed.weight.normal_()
-    for block in plain.layers:
-        block.attn.wqkv.weight.mul_(4)  # so that positions matter
-    fast.load_state_dict(plain.state_dict())
-    for model in (plain, fast):
-        model.requires_grad_(False).setup(64, 3)
-        for block in (model.layers[0], model.layers[2]):  # their attention stays plain
-            block.attn.cache.__class__ = OtherCache
-    compare(plain, fast, install_kernels(fast), 2 * tolerance)
-
-
-@on_each_device
-@torch.no_grad()
 def test_hidden_states_are_kept_where_they_are_asked_for(device):
     """Those of prefill and of decode."""
     plain, fast, tolerance = load_twice(device, 64, 3, features=(5, 0, 1))
@@ -305,7 +259,8 @@ def test_hidden_states_are_kept_where_they_are_asked_for(device):
 def test_an_eagle_head_has_its_kernels(options, device):
     """What it predicts, and the states that it hands on."""
     dtype, tolerance = PRECISION[device]
-    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), **SIZES)
+    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), n_head=4, n_kv_head=2,
+                    head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
     plain, fast = (Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2))
     plain.embed.weight.normal_()
     for norm in (plain.layers[0].attn_norm, plain.layers[0].state_norm):

@@ -5,6 +5,7 @@ CASES is a JSON file: of each case its name, a function of this file and its arg
 functions gave to OUT.RANK; test_tp.py calls the same functions for what one rank gives.
 """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,34 +19,32 @@ from model import Transformer
 from sampling import Sampling
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
 
-SUMS, REPLAYS, VOCABULARIES = 100, 50, (2047, 2049, 49153)
-DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+REPLAYS = 50
 
 
 def load(team: Team, device: torch.device, checkpoint: str, dtype: str = "float32", **how) -> Transformer:
-    return load_checkpoint(Path(checkpoint), device, DTYPES[dtype], split=splitter(team), **how)
+    return load_checkpoint(Path(checkpoint), device, getattr(torch, dtype), split=splitter(team), **how)
 
 
 def prompts() -> list[list[int]]:
     """Of 17, 1 and 9 tokens."""
-    tokenizer = open_tokenizer(TINY)
-    story = tokenizer.encode_text("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went.")
+    text = "Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went."
+    story = open_tokenizer(TINY).encode_text(text)
     return [story[:n] for n in (17, 1, 9)]
 
 
 @torch.no_grad()
 def logits(team: Team, device: torch.device, checkpoint: str, fused: bool = False, **how) -> Tensor:
     """[2, 12, V]: of 8 tokens, then of 4 that see them in the cache. fused: with fast/'s modules."""
-    model = load(team, device, checkpoint, **how)
+    model = decoder = load(team, device, checkpoint, **how)
     model.setup(12, 2)
-    decoder = model
     if fused:
         from fast.decoder import install_kernels
         decoder = install_kernels(model)
     tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
     positions = torch.arange(12).expand(2, 12)
-    return torch.cat([read(tokens[:, at], positions[:, at])
-                      for read, at in ((model, slice(0, 8)), (decoder, slice(8, 12)))], dim=1)
+    read = model(tokens[:, :8], positions[:, :8])
+    return torch.cat([read, decoder(tokens[:, 8:], positions[:, 8:])], dim=1)
 
 
 def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None = None, policy: str = "auto",
@@ -69,21 +68,21 @@ def tokens(team: Team, device: torch.device, checkpoint: str, draft: str | None 
     return dict(rows=run(runner, prompts(), new), counts=dict(runner.counts) if draft else {}, kernels=engine.kernels)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
+def drawn(shape: tuple[int, ...], dtype: str, random: torch.Generator) -> Tensor:
     """Numbers, 0 and -0, which marks a number that is not written yet in fast/'s communication buffers."""
     x = torch.randn(shape, generator=random) * (torch.rand(shape, generator=random) < 0.7)
     x[..., ::5] = -0.0  # of all ranks
-    return x.to(dtype)
+    return x.to(getattr(torch, dtype))
 
 
 def sum_inputs(ranks: int, dtype: str) -> list[tuple[Tensor, Tensor | None]]:
     """Each rank's x [R, M, D] and residual, the same on all ranks. The longest does not fit into a buffer."""
     random = torch.Generator().manual_seed(1)
     widths, inputs = (1000, 576, 4096, 1023, 2048, 48, 5120), []
-    for n in range(SUMS):
+    for n in range(100):
         M, D = int(torch.randint(1, 17, (1,), generator=random)), widths[n % len(widths)]
         M = 150 if n % 40 == 23 else M
-        x, residual = (drawn((*size, M, D), DTYPES[dtype], random) for size in ((ranks,), ()))
+        x, residual = drawn((ranks, M, D), dtype, random), drawn((M, D), dtype, random)
         inputs.append((x, None if n % 3 == 0 else residual))
     return inputs
 
@@ -94,18 +93,32 @@ def late(team: Team, device: torch.device, n: int) -> None:
         torch.cuda._sleep(200_000)
 
 
-def sums(team: Team, device: torch.device, dtype: str, fused: bool) -> list[Tensor]:
-    """The all-reduce of sum_inputs(), one launched after the other; fast/'s adds the residual too."""
-    out, inputs = [], [(x[team.rank].to(device), None if residual is None else residual.to(device))
-                       for x, residual in sum_inputs(team.ranks, dtype)]
+def collectives(fused: bool) -> tuple[Callable, Callable]:
+    """(x, residual, buffer) -> the sum, and (part, columns) -> the whole: fast/'s kernels, or tp.py's, of which the sum
+    is without the residual."""
+    if not fused:
+        return lambda x, residual, buffer: all_reduce(x), all_gather
+    from fast.collectives import fused_all_gather, fused_all_reduce
+    return fused_all_reduce, fused_all_gather
+
+
+def exchange(team: Team, device: torch.device, dtype: str, fused: bool) -> dict[str, list[Tensor]]:
+    """The sums of sum_inputs(), one launched after the other; then the whole of gather_inputs(), a sum between two of
+    them, as layers are."""
+    reduce, gather = collectives(fused)
+    sums, inputs = [], [(x[team.rank].to(device), None if residual is None else residual.to(device))
+                        for x, residual in sum_inputs(team.ranks, dtype)]
     for n, (x, residual) in enumerate(inputs):
         late(team, device, n)
-        if fused:
-            from fast.collectives import fused_all_reduce
-            out.append(fused_all_reduce(x, residual, n % 2))
-        else:
-            out.append(all_reduce(x))
-    return [t.cpu() for t in out]
+        sums.append(reduce(x, residual, n % 2))
+    sums = [x.cpu() for x in sums]
+    gathered, parts = [], [(ranks_part(x, team).to(device), x.shape[-1]) for x in gather_inputs(team.ranks, dtype)]
+    small = parts[0][0].new_zeros(1, 256)
+    for n, (part, columns) in enumerate(parts):
+        late(team, device, n)
+        reduce(small, None, 0)
+        gathered.append(gather(part, columns))
+    return dict(sums=sums, gathered=[x.cpu() for x in gathered])
 
 
 def capacity(team: Team, device: torch.device) -> int:
@@ -117,9 +130,9 @@ def capacity(team: Team, device: torch.device) -> int:
 def gather_inputs(ranks: int, dtype: str) -> list[Tensor]:
     """Logits [M, V]: of odd vocabularies, of one that leaves the last rank next to nothing, and of one too long for a
     communication buffer."""
-    random = torch.Generator().manual_seed(2)
-    shapes = [(M, V) for V in (*VOCABULARIES, ranks * (ranks - 1) + 1) for M in (1, 2, 5, 16)] + [(16, 151937)]
-    return [drawn(shape, DTYPES[dtype], random) for shape in shapes]
+    random, vocabularies = torch.Generator().manual_seed(2), (2047, 2049, 49153, ranks * (ranks - 1) + 1)
+    shapes = [(M, V) for V in vocabularies for M in (1, 2, 5, 16)] + [(16, 151937)]
+    return [drawn(shape, dtype, random) for shape in shapes]
 
 
 def ranks_part(x: Tensor, team: Team) -> Tensor:
@@ -127,26 +140,10 @@ def ranks_part(x: Tensor, team: Team) -> Tensor:
     return x[..., team.rank * part:(team.rank + 1) * part]
 
 
-def gathers(team: Team, device: torch.device, dtype: str, fused: bool) -> list[Tensor]:
-    """The all-gather of gather_inputs(); a sum between two of them, as layers are."""
-    inputs, out = [ranks_part(x, team).to(device) for x in gather_inputs(team.ranks, dtype)], []
-    widths, small = [x.shape[-1] for x in gather_inputs(team.ranks, dtype)], inputs[0].new_zeros(1, 256)
-    for n, (x, width) in enumerate(zip(inputs, widths)):
-        late(team, device, n)
-        if fused:
-            from fast.collectives import fused_all_gather, fused_all_reduce
-            fused_all_reduce(small, None, 0)
-            out.append(fused_all_gather(x, width))
-        else:
-            all_reduce(small)
-            out.append(all_gather(x, width))
-    return [t.cpu() for t in out]
-
-
 def graph_inputs(ranks: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
     sizes = (REPLAYS, ranks, 2, 1000), (REPLAYS, 2, 1000), (REPLAYS, 2, 2049)
-    return tuple(drawn(size, DTYPES[dtype], random) for size in sizes)
+    return tuple(drawn(size, dtype, random) for size in sizes)
 
 
 def graph(team: Team, device: torch.device, dtype: str) -> tuple[Tensor, ...]:
@@ -180,10 +177,7 @@ def main() -> None:
     device, results = find_device(name), dict(cases=cases)
     for name, (function, args) in cases.items():
         torch._dynamo.reset()
-        try:
-            results[name] = globals()[function](team, device, **args)
-        except Exception as error:  # that of one case, if it is the same on all ranks, spoils no other
-            results[name] = repr(error)
+        results[name] = globals()[function](team, device, **args)
     torch.save(results, f"{out}.{team.rank}")
 
 
