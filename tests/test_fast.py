@@ -104,8 +104,9 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
 
     engine = Engine(tiny(), 20)  # with what an engine on a GPU has
     engine.compiled, engine.kernels, engine.fast, engine.settings = True, True, fast, torch.zeros(4)
-    engine.decoder, engine.compiled_decoder, engine.compiled_decode = range(3)
-    for setting, used in (other, (False, 1, choose, decode_one_token)), (known, (True, 0, fast.choose, 2)):
+    engine.decoder, engine.compiled_decoder = range(2)
+    captured = True, 0, fast.choose, engine.captured_decode
+    for setting, used in (other, (False, 1, choose, decode_one_token)), (known, captured):
         engine.set_sampling(setting)
         assert (engine.captures, engine.forward, engine.sampler.choose, engine.decode) == used
     assert engine.settings.equal(expected)
