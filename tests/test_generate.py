@@ -20,7 +20,7 @@ def tokenizer() -> Tokenizer:
     return open_tokenizer(TINY)
 
 
-COMPILED = ["mistral", "llama3.1", "qwen3"]  # on a CPU the first of them, below
+COMPILED = ["mistral", "llama3.1", "qwen3"]
 
 
 @pytest.mark.parametrize("family, mode, device", [
@@ -54,14 +54,12 @@ def same_for_all(eager: Engine, compiled: Engine, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("device, mode", [("cpu", "compile"), ("cuda", "fast"), ("cuda", "compile")])
-def test_what_is_compiled_once_serves_all_prompts_and_samplings(device, mode, monkeypatch):
-    """With kernels on a CPU: test_llm.py, where the README's example compiles."""
-    directory = TINY if device == "cuda" else GOLDEN / COMPILED[0]
-    engines = [Engine(tiny(device, directory), 400, 4, SAMPLINGS[0], kind) for kind in ("eager", mode)]
+@pytest.mark.parametrize("mode", ["fast", "compile"])
+def test_what_is_compiled_once_serves_all_prompts_and_samplings(mode, monkeypatch):
+    """On a CPU: test_llm.py, where the README's example compiles."""
+    engines = [Engine(tiny("cuda"), 400, 4, SAMPLINGS[0], kind) for kind in ("eager", mode)]
     engines[1].warm_up(2)
     same_for_all(*engines, monkeypatch)
-    assert device == "cuda" or is_golden(engines[1], directory)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

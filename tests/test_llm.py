@@ -173,8 +173,7 @@ def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(gpu_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("draft", [None, str(DRAFT), str(EAGLE)])
-@pytest.mark.parametrize("no_kernels", [False, True])
+@pytest.mark.parametrize("draft, no_kernels", [(None, False), (str(DRAFT), True), (str(EAGLE), False)])
 def test_on_a_gpu_a_larger_call_loads_and_compiles_again(gpu_pair, draft, no_kernels):
     eager, fast = gpu_pair(no_kernels, draft)
     for prompts in (["One day"], ["Tom"] * 5, ["One day", "Tom"]):
