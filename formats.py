@@ -91,17 +91,13 @@ def check_finite(model: Transformer) -> None:
             raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight, linear.bias = parameter(weight), parameter(bias)
-    return linear
-
-
-def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
+def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
+    """A linear layer of a weight [N, K], Experts of [X, N, K]."""
+    kind, sizes = (Experts, weight.shape) if weight.dim() == 3 else (nn.Linear, reversed(weight.shape))
     with torch.device("meta"):
-        experts = Experts(*weight.shape, bias=False)
-    experts.weight, experts.bias = parameter(weight), parameter(bias)
-    return experts
+        layer = kind(*sizes, bias=False)
+    layer.weight, layer.bias = parameter(weight), parameter(bias)
+    return layer
 
 
 def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = False, ranks: int = 1) -> None:
@@ -115,8 +111,8 @@ def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = Fa
     cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
-        for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
-            replace_layers(model, kind, lambda layer: plain(layer.dequantize(weight.dtype), layer.bias))
+        for kind in (QuantizedLinear, QuantizedExperts):
+            replace_layers(model, kind, lambda layer: plain_layer(layer.dequantize(weight.dtype), layer.bias))
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
@@ -443,7 +439,7 @@ class QuantizedReader:
         if stem(name) + "bias" in table:
             bias = self.read(stem(name) + "bias", [(N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
+            return plain_layer(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
         if scheme.rows > 1 or codes == NVFP4:
             G = min(scheme.group, group_of(K, -1))  # a file's block may be larger than the matrix
