@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Experts, KVCache, Transformer
-from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
+from quantize import (CODES, E4M3, INT4, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
                       pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
@@ -126,25 +126,27 @@ class SeparateLinears(nn.ModuleList):
         return torch.cat([linear(x) for linear in self], dim=-1)
 
 
+def alike(linears: list[nn.Module]) -> bool:
+    """Whether all are quantized, with the same codes and as many groups."""
+    kinds = {isinstance(linear, QuantizedLinear) and (linear.codes, linear.scales.shape[-1]) for linear in linears}
+    return len(kinds) == 1 and False not in kinds
+
+
 def fuse(linears: list[nn.Module]) -> nn.Module:
     """One layer of q, k and v, or of gate and up, where all are quantized with the same codes and groups."""
-    first = linears[0]
-    for linear in linears:
-        quantized = isinstance(linear, QuantizedLinear)
-        if not quantized or linear.codes != first.codes or not torch.equal(linear.groups(), first.groups()):
-            return SeparateLinears(linears)
-    return QuantizedLinear(*merge(linears, torch.cat), first.g_idx)
+    if alike(linears) and all(linear.groups().equal(linears[0].groups()) for linear in linears):
+        return QuantizedLinear(*merge(linears, torch.cat), linears[0].g_idx)
+    return SeparateLinears(linears)
 
 
 def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
     """UserError for layers that differ in their codes or their number of groups."""
     linears = [*linears]
-    kinds = {isinstance(layer, QuantizedLinear) and (layer.codes, layer.scales.shape) for layer in linears}
-    if len(kinds) > 1 or False in kinds:
+    if not alike(linears):
         raise UserError("the experts of a layer are quantized in several ways; want one for all")
     g_idx = None
-    if any(layer.g_idx is not None for layer in linears):
-        g_idx = torch.stack([layer.groups() for layer in linears])
+    if any(linear.g_idx is not None for linear in linears):
+        g_idx = torch.stack([linear.groups() for linear in linears])
     return QuantizedExperts(*merge(linears, torch.stack), g_idx)
 
 
@@ -175,7 +177,7 @@ def zeros_of(layer: QuantizedLinear) -> Tensor:
 class Scheme:
     """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; group -1: all of a row do.
 
-    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8), mxfp4 or nvfp4; e4m3;
+    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8), mxfp4 or nvfp4; fp8;
     experts, gpt-oss's MXFP4."""
     layout: str
     codes: Codes
@@ -222,14 +224,10 @@ def wanted_block(settings: dict, key: str) -> list[int]:
     return found
 
 
-def integers(bits: int) -> Codes:
-    return CODES[f"int{bits}"]
-
-
 def gptq_scheme(settings: dict) -> Scheme:
     layout = wanted(settings, "checkpoint_format", ["gptq", "gptq_v2"], settings.get("format", "gptq"))
-    codes = integers(wanted(settings, "bits", [4, 8]))
-    return Scheme(layout, codes, wanted_group(settings), act_order=bool(settings.get("desc_act")))
+    bits = wanted(settings, "bits", [4, 8])
+    return Scheme(layout, CODES[f"int{bits}"], wanted_group(settings), act_order=bool(settings.get("desc_act")))
 
 
 def gptq_rules(settings: dict) -> Rules:
@@ -245,7 +243,8 @@ def awq_rules(settings: dict) -> Rules:
     """autoawq calls the layout `version`, gptqmodel `checkpoint_format` or `format`."""
     default = settings.get("checkpoint_format") or settings.get("format") or "gemm"
     wanted(settings, "version", ["gemm", "GEMM"], default)
-    return [(EVERY, Scheme("awq", integers(wanted(settings, "bits", [4])), wanted_group(settings)))]
+    wanted(settings, "bits", [4])
+    return [(EVERY, Scheme("awq", INT4, wanted_group(settings)))]
 
 
 def fp8_rules(settings: dict) -> Rules:
@@ -253,7 +252,7 @@ def fp8_rules(settings: dict) -> Rules:
     rows, group = TENSOR
     if settings.get("weight_block_size") is not None:
         rows, group = wanted_block(settings, "weight_block_size")
-    return [*exceptions(settings), (EVERY, Scheme("e4m3", E4M3, group, rows))]
+    return [*exceptions(settings), (EVERY, Scheme("fp8", E4M3, group, rows))]
 
 
 def exceptions(settings: dict) -> Rules:
@@ -272,11 +271,12 @@ def mxfp4_rules(settings: dict) -> Rules:
 COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the layout
     "pack-quantized": {"int": "packed"},
     "int-quantized": {"int": "int"},
-    "float-quantized": {"int": "int", "float": "e4m3"},
-    "naive-quantized": {"int": "int", "float": "e4m3"},
+    "float-quantized": {"int": "int", "float": "fp8"},
+    "naive-quantized": {"int": "int", "float": "fp8"},
     "mxfp4-pack-quantized": {"float": "mxfp4"},
     "nvfp4-pack-quantized": {"float": "nvfp4"},
 }
+GROUPS = dict(mxfp4=32, nvfp4=16)
 
 
 def compressed_tensors_rules(settings: dict) -> Rules:
@@ -289,8 +289,9 @@ def compressed_tensors_rules(settings: dict) -> Rules:
     def pattern(target: str) -> str:
         if target == "Linear":
             return EVERY
-        return target[3:] if target.startswith("re:") else re.escape(target) + "$"
+        return target[3:] if target.startswith("re:") else f"{re.escape(target)}$"
 
+    rules = [(target, None) for target in settings.get("ignore") or []]
     schemes = {}
     for group in settings["config_groups"].values():
         scheme = None
@@ -298,9 +299,8 @@ def compressed_tensors_rules(settings: dict) -> Rules:
             form = wanted(group, "format", list(COMPRESSED), settings.get("format"))
             scheme = compressed_tensors_scheme(group["weights"], COMPRESSED[form])
         schemes |= dict.fromkeys(group["targets"], scheme)
-    order = sorted(schemes, key=lambda target: (target == "Linear", "re:" in target, target))
-    ignored = [(pattern(target), None) for target in settings.get("ignore") or []]
-    return ignored + [(pattern(target), schemes[target]) for target in order]
+    rules += sorted(schemes.items(), key=lambda rule: (rule[0] == "Linear", "re:" in rule[0], rule[0]))
+    return [(pattern(target), scheme) for target, scheme in rules]
 
 
 def compressed_tensors_scheme(weights: dict, layouts: dict[str, str]) -> Scheme:
@@ -308,14 +308,17 @@ def compressed_tensors_scheme(weights: dict, layouts: dict[str, str]) -> Scheme:
     kind = wanted(weights, "type", list(layouts), "int")
     layout = layouts[kind]
     wanted(weights, "dynamic", [False], False)
-    symmetric = wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
-    if layout in CODES:  # mxfp4, nvfp4
-        group = dict(mxfp4=32, nvfp4=16)[layout]
-        wanted(weights, "num_bits", [4], 4)
-        wanted(weights, "group_size", [group], group)
-        return Scheme(layout, CODES[layout], group)
-    bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
-    codes = E4M3 if kind == "float" else integers(bits)
+    if kind == "float":
+        codes = CODES[layout]
+        wanted(weights, "num_bits", [codes.bits], codes.bits)
+        wanted(weights, "symmetric", [True], True)
+    else:
+        bits = wanted(weights, "num_bits", [4, 8])
+        codes = CODES[f"int{bits}"]
+    if layout in GROUPS:
+        group = wanted(weights, "group_size", [GROUPS[layout]], GROUPS[layout])
+        return Scheme(layout, codes, group)
+    zeros = not wanted(weights, "symmetric", [True, False], True)
     inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
     strategy = wanted(weights, "strategy", ["tensor", "channel", "group", "block"], inferred)
     rows, group = 1, -1
@@ -326,7 +329,7 @@ def compressed_tensors_scheme(weights: dict, layouts: dict[str, str]) -> Scheme:
     if strategy == "block":
         rows, group = wanted_block(weights, "block_structure")
     act_order = weights.get("actorder") in ("group", "dynamic", True)
-    return Scheme(layout, codes, group, rows, not symmetric, act_order)
+    return Scheme(layout, codes, group, rows, zeros, act_order)
 
 
 RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules,
@@ -416,8 +419,8 @@ class QuantizedReader:
         for name, i in zip(matrices, first):
             scheme = None if i is None else rules[i][1]
             if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
-                has_scales = any(stem(name) + kind in self.files for kind in (".weight_scale", ".weight_scale_inv"))
-                if name in self.files and not has_scales:
+                scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
+                if name in self.files and not scales & self.files.keys():
                     scheme = None
             found[name] = scheme
         return found
@@ -425,32 +428,31 @@ class QuantizedReader:
     def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers."""
         tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
-        if tensor.is_floating_point():
-            broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else tensor.isfinite().logical_not()
-            if broken.any():
-                raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
+        broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
+        if broken.any():
+            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
         return tensor
 
     def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
-        weight = self.table[name]
+        weight, bias = self.table[name], None
         N, K = weight.shape
         part = self.shard.part(weight) if self.shard else (ALL, ALL)
-        name, bias = stem(name), None
-        if name + ".bias" in self.table:
-            bias = self.read(name + ".bias", [(N,)], part=part[:1]).to(self.dtype)
+        module = stem(name)
+        if f"{module}.bias" in self.table:
+            bias = self.read(f"{module}.bias", [(N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_layer(self.read(name + ".weight", [(N, K)], part=part).to(self.dtype), bias)
+            return plain_layer(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
         if scheme.rows > 1 or codes == NVFP4:
             G = min(scheme.group, group_of(K, -1))  # a file's block may be larger than the matrix
         else:
             G = group_of(K, scheme.group)
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
-            raise UserError(f"the layer {name} has {N} rows; want a multiple of {32 // codes.bits}")
-        layer = Layer(self, name, N, K, G, *part, scheme)
+            raise UserError(f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}")
+        layer = Layer(self, module, N, K, -(-K // G), G, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
-        vet_scales(scales, codes, name)
+        vet_scales(scales, codes, module)
         if codes.zero:  # fp16 where that holds them
             half, scales = scales.half(), scales.float()
             if half.float().equal(scales):
@@ -494,6 +496,7 @@ class Layer:
     name: str
     N: int
     K: int
+    C: int
     G: int  # inputs of a group
     rows: slice
     columns: slice
@@ -502,10 +505,6 @@ class Layer:
     @property
     def bits(self) -> int:
         return self.scheme.codes.bits
-
-    @property
-    def C(self) -> int:
-        return -(-self.K // self.G)
 
     def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
         """The rank's part of a tensor. axes: its shape, such as "C N/w"; /w: in words of codes, or bytes of them."""
@@ -542,7 +541,8 @@ class Layer:
         K, C = self.K, self.C
         whole = torch.arange(K, device=self.reader.device) // self.G
         consecutive = whole[self.columns]
-        name = f"{self.name}.{'g_idx' if self.scheme.layout.startswith('gptq') else 'weight_g_idx'}"
+        kind = "g_idx" if self.scheme.layout in GPTQ_AND_AWQ else "weight_g_idx"
+        name = f"{self.name}.{kind}"
         if name in self.reader.files or self.scheme.act_order:
             g_idx = self.reader.read(name, [(K,)], "I32").long()
             if not g_idx.sort().values.equal(whole):
@@ -553,7 +553,7 @@ class Layer:
         step = here = len(consecutive)
         if C > 1:
             step = math.gcd(self.G, self.columns.start or 0, here)
-        return consecutive[::max(1, step)], None
+        return consecutive[::step], None
 
 
 # A reader gives a layer's qweight, the bytes of pack()'s [N, K * bits / 32], scales [N, C], and zeros [N, C] or None,
@@ -606,7 +606,7 @@ def read_int(layer: Layer):
     return pack(codes, bits), layer.read_scales("weight_scale"), zeros
 
 
-def read_e4m3(layer: Layer):
+def read_fp8(layer: Layer):
     """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too. See read_scales().
     """
     inverse = f"{layer.name}.weight_scale_inv" in layer.reader.files
@@ -628,7 +628,7 @@ def read_nvfp4(layer: Layer):
 
 
 READERS = dict(
-    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, e4m3=read_e4m3,
+    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, fp8=read_fp8,
     mxfp4=read_mxfp4, nvfp4=read_nvfp4)
 
 
