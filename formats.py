@@ -87,16 +87,24 @@ def check_finite(model: Transformer) -> None:
     for name, weight in hf_weights(model.config).items():
         parameter = held.get(weight.ours)
         # What has codes is not there, nor is an EAGLE head's embedding, which may be its target's.
-        there = parameter is not None and not parameter.is_meta
-        if there and not weight.of(parameter).isfinite().all():
-            raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
+        if parameter is not None and not parameter.is_meta:
+            vet_numbers(weight.of(parameter), f"the tensor {name} has")
+
+
+def vet_numbers(tensor: Tensor, subject: str) -> None:
+    """subject: what "NaN or infinite values" goes on, if there are any."""
+    broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
+    if broken.any():
+        raise UserError(f"{subject} NaN or infinite values; take a checkpoint that is whole")
 
 
 def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
     """A linear layer of a weight [N, K], Experts of [X, N, K]."""
-    kind, sizes = (Experts, weight.shape) if weight.dim() == 3 else (nn.Linear, reversed(weight.shape))
     with torch.device("meta"):
-        layer = kind(*sizes, bias=False)
+        if weight.dim() == 3:
+            layer = Experts(*weight.shape, bias=False)
+        else:
+            layer = nn.Linear(*weight.T.shape, bias=False)
     layer.weight, layer.bias = parameter(weight), parameter(bias)
     return layer
 
@@ -428,9 +436,7 @@ class QuantizedReader:
     def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers."""
         tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
-        broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
-        if broken.any():
-            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
+        vet_numbers(tensor, f"the tensor {name} has")
         return tensor
 
     def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
@@ -452,7 +458,7 @@ class QuantizedReader:
             raise UserError(f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}")
         layer = Layer(self, module, N, K, -(-K // G), G, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
-        vet_scales(scales, codes, module)
+        vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
         if codes.zero:  # fp16 where that holds them
             half, scales = scales.half(), scales.float()
             if half.float().equal(scales):
@@ -473,7 +479,7 @@ class QuantizedReader:
             part = ALL, rows, packed(columns, 32)
         blocks = self.read(f"{name}_blocks", [(X, N, C, 16)], "U8", part)
         scales = self.read(f"{name}_scales", [(X, N, C)], "U8", part)
-        vet_scales(scales, MXFP4, name)
+        vet_numbers(MXFP4.decode_scales(scales), f"the scales of {name} have")
         if weight.rows == "pairs":
             blocks, scales = (of.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for of in (blocks, scales))
         return QuantizedExperts(blocks.flatten(2).view(torch.int32), scales, None, MXFP4, bias)
@@ -482,11 +488,6 @@ class QuantizedReader:
 def packed(codes: slice, per: int) -> slice:
     """Where these codes are, `per` side by side in an element."""
     return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
-
-
-def vet_scales(scales: Tensor, codes: Codes, name: str) -> None:
-    if not codes.decode_scales(scales).isfinite().all():
-        raise UserError(f"the scales of {name} have NaN; take a checkpoint that is whole")
 
 
 @dataclass(frozen=True)
@@ -508,17 +509,15 @@ class Layer:
 
     def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
         """The rank's part of a tensor. axes: its shape, such as "C N/w"; /w: in words of codes, or bytes of them."""
-        known = dict(N=(self.N, self.rows), K=(self.K, self.columns), C=(self.C, ALL))
-        word = 8 if dtypes == "U8" else 32
-        shape, part = [], []
-        for axis in axes.split():
-            size, own = known[axis[0]]
-            if axis.endswith("/w"):
-                size = -(-size * self.bits // word)
-                own = packed(own, word // self.bits)
-            shape.append(size)
-            part.append(own)
-        return self.reader.read(f"{self.name}.{kind}", [tuple(shape)], dtypes, tuple(part))
+        per = (8 if dtypes == "U8" else 32) // self.bits
+        known = {
+            "N": (self.N, self.rows),
+            "K": (self.K, self.columns),
+            "C": (self.C, ALL),
+            "N/w": (-(-self.N // per), packed(self.rows, per)),
+            "K/w": (self.K // per, packed(self.columns, per))}
+        shape, part = zip(*[known[axis] for axis in axes.split()])
+        return self.reader.read(f"{self.name}.{kind}", [shape], dtypes, part)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
@@ -539,21 +538,20 @@ class Layer:
         K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
         K, C = self.K, self.C
-        whole = torch.arange(K, device=self.reader.device) // self.G
-        consecutive = whole[self.columns]
-        kind = "g_idx" if self.scheme.layout in GPTQ_AND_AWQ else "weight_g_idx"
+        consecutive = groups = torch.arange(K, device=self.reader.device) // self.G
+        kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
         name = f"{self.name}.{kind}"
         if name in self.reader.files or self.scheme.act_order:
-            g_idx = self.reader.read(name, [(K,)], "I32").long()
-            if not g_idx.sort().values.equal(whole):
+            groups = self.reader.read(name, [(K,)], "I32").long()
+            if not groups.sort().values.equal(consecutive):
                 raise UserError(f"{name}: want each of {C} groups {K // C} times; config.json is of another model")
-            g_idx = g_idx[self.columns]
-            if not g_idx.equal(consecutive):
-                return ALL, g_idx
-        step = here = len(consecutive)
+        own = groups[self.columns]
+        if not own.equal(consecutive[self.columns]):
+            return ALL, own
+        step = len(own)
         if C > 1:
-            step = math.gcd(self.G, self.columns.start or 0, here)
-        return consecutive[::step], None
+            step = math.gcd(self.G, self.columns.start or 0, step)
+        return own[::step], None
 
 
 # A reader gives a layer's qweight, the bytes of pack()'s [N, K * bits / 32], scales [N, C], and zeros [N, C] or None,
