@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Experts, KVCache, Transformer
-from quantize import (CODES, E4M3, INT4, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
-                      pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
+from quantize import (CODES, E4M3, INT4, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group,
+                      group_of, pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -418,8 +418,8 @@ class QuantizedReader:
             say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
 
     def find_schemes(self) -> dict[str, Scheme | None]:
-        """Of each matrix. config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and
-        so do all files of the head."""
+        """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their tensors what they left
+        out, and so do all files of the head."""
         matrices = [name for name, weight in self.table.items() if weight.quantized or weight.ours == "head.weight"]
         rules = self.settings["rules"]
         first = first_matches([pattern for pattern, _ in rules], [stem(name) for name in matrices])
@@ -436,7 +436,8 @@ class QuantizedReader:
     def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers."""
         tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
-        vet_numbers(tensor, f"the tensor {name} has")
+        if tensor.is_floating_point():
+            vet_numbers(tensor, f"the tensor {name} has")
         return tensor
 
     def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
@@ -492,7 +493,8 @@ def packed(codes: slice, per: int) -> slice:
 
 @dataclass(frozen=True)
 class Layer:
-    """One of Hugging Face's matrices in the files: its module's name, its shape, the rank's part, and how it is held."""
+    """One of Hugging Face's matrices in the files: its module's name, its shape, the rank's part of it, and how it is
+    held."""
     reader: QuantizedReader
     name: str
     N: int
