@@ -418,8 +418,8 @@ class QuantizedReader:
             say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
 
     def find_schemes(self) -> dict[str, Scheme | None]:
-        """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their tensors what they left
-        out, and so do all files of the head."""
+        """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their tensors what they
+        left out, and so do all files of the head."""
         matrices = [name for name, weight in self.table.items() if weight.quantized or weight.ours == "head.weight"]
         rules = self.settings["rules"]
         first = first_matches([pattern for pattern, _ in rules], [stem(name) for name in matrices])
