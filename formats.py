@@ -23,9 +23,10 @@ import math
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -35,8 +36,8 @@ from torch import Tensor, nn
 from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Experts, KVCache, Transformer
-from quantize import (CODES, E4M3, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group, group_of,
-                      pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
+from quantize import (CODES, E4M3, INT4, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group,
+                      group_of, pack, parameter, replace_layers, round_head, round_model, say_once, unpack)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ puts the first, the second ... of the eight codes of a word
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
@@ -86,22 +87,26 @@ def check_finite(model: Transformer) -> None:
     for name, weight in hf_weights(model.config).items():
         parameter = held.get(weight.ours)
         # What has codes is not there, nor is an EAGLE head's embedding, which may be its target's.
-        there = parameter is not None and not parameter.is_meta
-        if there and not weight.of(parameter).isfinite().all():
-            raise UserError(f"the tensor {name} has NaN or infinite weights; take a checkpoint that is whole")
+        if parameter is not None and not parameter.is_meta:
+            vet_numbers(weight.of(parameter), f"the tensor {name} has")
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight, linear.bias = parameter(weight), parameter(bias)
-    return linear
+def vet_numbers(tensor: Tensor, subject: str) -> None:
+    """subject: what "NaN or infinite values" goes on, if there are any."""
+    broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
+    if broken.any():
+        raise UserError(f"{subject} NaN or infinite values; take a checkpoint that is whole")
 
 
-def plain_experts(weight: Tensor, bias: Tensor | None) -> Experts:
+def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
+    """A linear layer of a weight [N, K], Experts of [X, N, K]."""
     with torch.device("meta"):
-        experts = Experts(*weight.shape, bias=False)
-    experts.weight, experts.bias = parameter(weight), parameter(bias)
-    return experts
+        if weight.dim() == 3:
+            layer = Experts(*weight.shape, bias=False)
+        else:
+            layer = nn.Linear(*weight.T.shape, bias=False)
+    layer.weight, layer.bias = parameter(weight), parameter(bias)
+    return layer
 
 
 def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = False, ranks: int = 1) -> None:
@@ -115,8 +120,8 @@ def unpack_quantized(model: Transformer | None, slots: int = 0, quiet: bool = Fa
     cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
-        for kind, plain in ((QuantizedLinear, plain_linear), (QuantizedExperts, plain_experts)):
-            replace_layers(model, kind, lambda layer: plain(layer.dequantize(weight.dtype), layer.bias))
+        for kind in (QuantizedLinear, QuantizedExperts):
+            replace_layers(model, kind, lambda layer: plain_layer(layer.dequantize(weight.dtype), layer.bias))
     if not quiet:
         how = f"once, to {needed / 1e6:,.0f} MB" if fits else "at every step, for lack of memory: slow"
         print(f"without --compile, quantized weights are unpacked {how}", file=sys.stderr)
@@ -129,40 +134,41 @@ class SeparateLinears(nn.ModuleList):
         return torch.cat([linear(x) for linear in self], dim=-1)
 
 
+def alike(linears: list[nn.Module]) -> bool:
+    """Whether all are quantized, with the same codes and as many groups."""
+    kinds = {isinstance(linear, QuantizedLinear) and (linear.codes, linear.scales.shape[-1]) for linear in linears}
+    return len(kinds) == 1 and False not in kinds
+
+
 def fuse(linears: list[nn.Module]) -> nn.Module:
     """One layer of q, k and v, or of gate and up, where all are quantized with the same codes and groups."""
-    first = linears[0]
-    for linear in linears:
-        quantized = isinstance(linear, QuantizedLinear)
-        if not quantized or linear.codes != first.codes or not torch.equal(linear.groups(), first.groups()):
-            return SeparateLinears(linears)
-    return merge(linears, QuantizedLinear, torch.cat)
+    if alike(linears) and all(linear.groups().equal(linears[0].groups()) for linear in linears):
+        return QuantizedLinear(*merge(linears, torch.cat), linears[0].g_idx)
+    return SeparateLinears(linears)
 
 
 def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
     """UserError for layers that differ in their codes or their number of groups."""
     linears = [*linears]
-    kinds = {isinstance(layer, QuantizedLinear) and (layer.codes, layer.scales.shape) for layer in linears}
-    if len(kinds) > 1 or False in kinds:
+    if not alike(linears):
         raise UserError("the experts of a layer are quantized in several ways; want one for all")
-    return merge(linears, QuantizedExperts, torch.stack)
+    g_idx = None
+    if any(linear.g_idx is not None for linear in linears):
+        g_idx = torch.stack([linear.groups() for linear in linears])
+    return QuantizedExperts(*merge(linears, torch.stack), g_idx)
 
 
-def merge(linears: list[QuantizedLinear], kind: type, join: Callable) -> QuantizedLinear:
-    """One layer in the place of several with the same codes and as many groups. join: torch.stack, or torch.cat for
-    layers whose groups are the same."""
-
-    def joined(name: str, get: Callable) -> Tensor | None:
-        if all(getattr(linear, name) is None for linear in linears):
-            return None
-        return join([get(linear) for linear in linears])
-
-    tensors = {name: joined(name, attrgetter(name)) for name in ("qweight", "scales", "bias")}
-    g_idx = linears[0].g_idx
-    if join is torch.stack:
-        g_idx = joined("g_idx", QuantizedLinear.groups)
-    zeros = joined("zeros", zeros_of)
-    return kind(**tensors, zeros=zeros, codes=linears[0].codes, g_idx=g_idx)
+def merge(linears: list[QuantizedLinear], join: Callable) -> tuple:
+    """What QuantizedLinear takes, but for g_idx, of several with the same codes and as many groups. join: torch.cat or
+    torch.stack."""
+    zeros = bias = None
+    if any(linear.zeros is not None for linear in linears):
+        zeros = join([zeros_of(linear) for linear in linears])
+    if linears[0].bias is not None:
+        bias = join([linear.bias for linear in linears])
+    qweight = join([linear.qweight for linear in linears])
+    scales = join([linear.scales for linear in linears])
+    return qweight, scales, zeros, linears[0].codes, bias
 
 
 def zeros_of(layer: QuantizedLinear) -> Tensor:
@@ -177,59 +183,59 @@ def zeros_of(layer: QuantizedLinear) -> Tensor:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; -1: all of them do.
+    """How a file holds a quantized layer. `rows` rows and `group` inputs share a scale; group -1: all of a row do.
 
-    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8), e4m3, mxfp4 or nvfp4; fp8;
+    layout: gptq, gptq_v2 or awq; of compressed-tensors packed (words of codes), int (int8), mxfp4 or nvfp4; fp8;
     experts, gpt-oss's MXFP4."""
     layout: str
     codes: Codes
     group: int = -1
     rows: int = 1
-    zeros: bool = True  # the file has zero points
+    zeros: bool = False  # a file of compressed-tensors has zero points
     act_order: bool = False  # the file must say which group an input belongs to
 
 
 # The first rule whose pattern matches the beginning of a layer's name says how the layer is held. None: unquantized.
 Rules = list[tuple[str, Scheme | None]]
 EVERY = ""
+TENSOR = sys.maxsize, sys.maxsize  # rows and inputs of a block that is the whole matrix, whatever its size
 OTHERS = {  # parts of names -> what people call these formats
     "mxfp4": "MXFP4", "mxfp6": "MXFP6", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "-24": "2:4 sparse", "sparse": "sparse",
     "hqq": "HQQ", "gguf": "GGUF"}
 
 
 def wanted(settings: dict, key: str, values: list, default=None):
-    """settings[key], which must be one of the values. UserError names what was found and what is read."""
-    found = settings.get(key, default)
-    if not any(type(found) is type(value) and found == value for value in values):
+    """settings[key], which must be one of the values; null is as if it were missing. UserError names what was found and
+    what is read."""
+    found = settings.get(key)
+    if found is None:
+        found = default
+    if found not in values:
         told = f"{found} {settings.get('quant_algo')}".lower()  # modelopt's own key
         known = next((f" ({name})" for part, name in OTHERS.items() if part in told), "")
         raise UserError(f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}")
-    return found
+    return values[values.index(found)]  # which is 4 where the file has 4.0
 
 
 def wanted_group(settings: dict) -> int:
     found = settings.get("group_size", -1)
-    if type(found) is not int or found != -1 and (not 32 <= found <= 2 ** 20 or found % 32):
+    if type(found) is not int or found != -1 and found not in range(32, 2 ** 20 + 1, 32):
         raise UserError(f"quantization_config: group_size {found!r:.60} is not supported, want -1 or a multiple of 32")
     return found
 
 
-def wanted_block(settings: dict, key: str) -> tuple[int, int]:
+def wanted_block(settings: dict, key: str) -> list[int]:
     """The rows and inputs of a block."""
     found = settings.get(key)
     if type(found) is not list or [type(n) for n in found] != [int, int] or min(found) < 1 or found[1] % 32:
         raise UserError(f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], inputs % 32 = 0")
-    return found[0], found[1]
-
-
-def integers(bits: int) -> Codes:
-    return CODES[f"int{bits}"]
+    return found
 
 
 def gptq_scheme(settings: dict) -> Scheme:
     layout = wanted(settings, "checkpoint_format", ["gptq", "gptq_v2"], settings.get("format", "gptq"))
-    codes = integers(wanted(settings, "bits", [4, 8]))
-    return Scheme(layout, codes, wanted_group(settings), act_order=bool(settings.get("desc_act")))
+    bits = wanted(settings, "bits", [4, 8])
+    return Scheme(layout, CODES[f"int{bits}"], wanted_group(settings), act_order=bool(settings.get("desc_act")))
 
 
 def gptq_rules(settings: dict) -> Rules:
@@ -243,17 +249,18 @@ def gptq_rules(settings: dict) -> Rules:
 
 def awq_rules(settings: dict) -> Rules:
     """autoawq calls the layout `version`, gptqmodel `checkpoint_format` or `format`."""
-    version = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
-    wanted(dict(version=str(version).lower()), "version", ["gemm"])
-    return [(EVERY, Scheme("awq", integers(wanted(settings, "bits", [4])), wanted_group(settings)))]
+    default = settings.get("checkpoint_format") or settings.get("format") or "gemm"
+    wanted(settings, "version", ["gemm", "GEMM"], default)
+    wanted(settings, "bits", [4])
+    return [(EVERY, Scheme("awq", INT4, wanted_group(settings)))]
 
 
 def fp8_rules(settings: dict) -> Rules:
     wanted(settings, "fmt", ["e4m3"], "e4m3")
-    rows = group = -1
+    rows, group = TENSOR
     if settings.get("weight_block_size") is not None:
         rows, group = wanted_block(settings, "weight_block_size")
-    return [*exceptions(settings), (EVERY, Scheme("fp8", E4M3, group, rows, zeros=False))]
+    return [*exceptions(settings), (EVERY, Scheme("fp8", E4M3, group, rows))]
 
 
 def exceptions(settings: dict) -> Rules:
@@ -265,70 +272,72 @@ def exceptions(settings: dict) -> Rules:
 
 def mxfp4_rules(settings: dict) -> Rules:
     """Of gpt-oss, where experts alone have codes."""
-    scheme = Scheme("experts", MXFP4, 32, zeros=False)
+    scheme = Scheme("experts", MXFP4, 32)
     return [*exceptions(settings), (r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj$", scheme)]
 
 
 COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the layout
     "pack-quantized": {"int": "packed"},
     "int-quantized": {"int": "int"},
-    "float-quantized": {"int": "int", "float": "e4m3"},
-    "naive-quantized": {"int": "int", "float": "e4m3"},
+    "float-quantized": {"int": "int", "float": "fp8"},
+    "naive-quantized": {"int": "int", "float": "fp8"},
     "mxfp4-pack-quantized": {"float": "mxfp4"},
     "nvfp4-pack-quantized": {"float": "nvfp4"},
 }
+GROUPS = dict(mxfp4=32, nvfp4=16)
 
 
 def compressed_tensors_rules(settings: dict) -> Rules:
     """`ignore` comes first, then `targets`: names, "re:" and a regular expression, then "Linear", the class."""
-    sparsity = settings.get("sparsity_config") or {}
-    wanted(dict(sparsity_config=sparsity.get("format", "dense")), "sparsity_config", ["dense"])
-    transforms = settings.get("transform_config") or {}  # of the weights, which would have to be undone
-    wanted(dict(transform_config=transforms.get("config_groups") or {}), "transform_config", [{}])
+    # A transform of the weights would have to be undone.
+    for key, part, plain in (("sparsity_config", "format", "dense"), ("transform_config", "config_groups", {})):
+        found = settings.get(key) or {}
+        wanted({key: found.get(part)}, key, [plain], plain)
 
     def pattern(target: str) -> str:
         if target == "Linear":
             return EVERY
-        return target[3:] if target.startswith("re:") else re.escape(target) + "$"
+        return target[3:] if target.startswith("re:") else f"{re.escape(target)}$"
 
+    rules = [(target, None) for target in settings.get("ignore") or []]
     schemes = {}
     for group in settings["config_groups"].values():
-        scheme = compressed_tensors_scheme(group.get("weights"), group.get("format") or settings.get("format"))
+        scheme = None
+        if group.get("weights"):
+            form = wanted(group, "format", list(COMPRESSED), settings.get("format"))
+            scheme = compressed_tensors_scheme(group["weights"], COMPRESSED[form])
         schemes |= dict.fromkeys(group["targets"], scheme)
-    order = sorted(schemes, key=lambda target: (target == "Linear", "re:" in target, target))
-    ignored = [(pattern(target), None) for target in settings.get("ignore") or []]
-    return ignored + [(pattern(target), schemes[target]) for target in order]
+    rules += sorted(schemes.items(), key=lambda rule: (rule[0] == "Linear", "re:" in rule[0], rule[0]))
+    return [(pattern(target), scheme) for target, scheme in rules]
 
 
-def compressed_tensors_scheme(weights: dict | None, form: str) -> Scheme | None:
-    """weights: the description of a config group's weights; form: what the package calls its format."""
-    if weights is None:
-        return None
-    wanted(dict(format=form), "format", list(COMPRESSED))
-    layouts = COMPRESSED[form]
+def compressed_tensors_scheme(weights: dict, layouts: dict[str, str]) -> Scheme:
+    """weights: the description of a config group's weights; layouts: one of COMPRESSED."""
     kind = wanted(weights, "type", list(layouts), "int")
-    if layouts[kind] in CODES:  # mxfp4, nvfp4
-        scheme = Scheme(layouts[kind], CODES[layouts[kind]], dict(mxfp4=32, nvfp4=16)[layouts[kind]], zeros=False)
-        known = dict(num_bits=4, group_size=scheme.group, symmetric=True, dynamic=False)
-        for key, value in known.items():
-            wanted(weights, key, [value], value)
-        return scheme
-    bits = wanted(weights, "num_bits", [8] if kind == "float" else [4, 8])
-    inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
-    strategy = weights.get("strategy") or inferred
-    wanted(dict(strategy=strategy), "strategy", ["tensor", "channel", "group", "block"])
+    layout = layouts[kind]
     wanted(weights, "dynamic", [False], False)
-    symmetric = wanted(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    if kind == "float":
+        codes = CODES[layout]
+        wanted(weights, "num_bits", [codes.bits], codes.bits)
+        wanted(weights, "symmetric", [True], True)
+    else:
+        bits = wanted(weights, "num_bits", [4, 8])
+        codes = CODES[f"int{bits}"]
+    if layout in GROUPS:
+        group = wanted(weights, "group_size", [GROUPS[layout]], GROUPS[layout])
+        return Scheme(layout, codes, group)
+    zeros = not wanted(weights, "symmetric", [True, False], True)
+    inferred = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
+    strategy = wanted(weights, "strategy", ["tensor", "channel", "group", "block"], inferred)
     rows, group = 1, -1
     if strategy == "tensor":
-        rows = -1
+        rows, group = TENSOR
     if strategy == "group":
         group = wanted_group(weights)
     if strategy == "block":
         rows, group = wanted_block(weights, "block_structure")
-    codes = E4M3 if kind == "float" else integers(bits)
     act_order = weights.get("actorder") in ("group", "dynamic", True)
-    return Scheme(layouts[kind], codes, group, rows, not symmetric, act_order)
+    return Scheme(layout, codes, group, rows, zeros, act_order)
 
 
 RULES = {"gptq": gptq_rules, "awq": awq_rules, "compressed-tensors": compressed_tensors_rules, "fp8": fp8_rules,
@@ -344,8 +353,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     if not settings:
         return {}
     with user_errors(f"{checkpoint.directory / 'config.json'}: quantization_config"):
-        method = settings.get("quant_method") or settings.get("method")
-        wanted(settings | dict(quant_method=method), "quant_method", list(RULES))
+        method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
         rules = RULES[method](settings)
         codes = [scheme.codes for _, scheme in rules if scheme]
         if not codes:
@@ -361,17 +369,16 @@ def shared_inputs(settings: dict, group: int = 1) -> int:
     """The inputs that ranks must not part: a group of each scheme. Blocks may be parted; 32 inputs are whole words.
 
     group: of weights that the files hold unquantized, and that are rounded, -1 for a row."""
-    schemes = [scheme for _, scheme in settings["rules"] if scheme]
-    groups = [32 if scheme.group == -1 or scheme.rows > 1 else scheme.group for scheme in schemes]
-    return math.lcm(32, abs(group), *groups)
+    groups = [scheme.group for _, scheme in settings["rules"] if scheme and scheme.rows == 1]
+    return math.lcm(32, group, *groups)  # lcm() takes -1 as 1
 
 
 # Reading a checkpoint
 
 
 def stem(name: str) -> str:
-    """What the names of a quantized layer's tensors begin with."""
-    return name.removesuffix(".weight") + "."
+    """The name of the module whose weight this is."""
+    return name.removesuffix(".weight")
 
 
 @dataclass
@@ -387,22 +394,21 @@ class QuantizedReader:
     def read_layers(self, model: Transformer, files: dict[str, Path]) -> None:
         """Puts the layers that the files hold quantized into the model. What was read is removed from files."""
         self.files = files
-        table = hf_weights(self.shard.whole if self.shard else model.config)
-        matrices = {name: weight for name, weight in table.items() if weight.quantized or weight.ours == "head.weight"}
-        schemes = self.find_schemes(matrices)
-        parts = {}  # our layer -> its experts' numbers, or None -> Hugging Face's names of its matrices
-        for name, weight in matrices.items():
-            parts.setdefault(weight.ours.removesuffix(".weight"), {}).setdefault(weight.expert, []).append(name)
-        for ours, experts in parts.items():
-            if not any(schemes[name] for names in experts.values() for name in names):
+        self.table = hf_weights(self.shard.whole if self.shard else model.config)
+        schemes = self.find_schemes()
+        matrices = defaultdict(list)  # our layer -> Hugging Face's names of its matrices
+        for name in schemes:
+            matrices[stem(self.table[name].ours)].append(name)
+        for ours, names in matrices.items():
+            first = self.table[names[0]]
+            if not any(schemes[name] for name in names):
                 continue
-            [name, *_] = experts.get(None, [None])
-            if name and table[name].experts:
-                layer = self.read_experts(name, table[name], model.get_submodule(ours).bias)
+            if first.experts:
+                layer = self.read_experts(names[0], first, model.get_submodule(ours).bias)
             else:
-                layers = [fuse([self.read_linear(name, table, schemes[name]) for name in names])
-                          for names in experts.values()]
-                layer = layers[0] if name else join_experts(layers)
+                by_expert = groupby(names, key=lambda name: self.table[name].expert)
+                layers = [fuse([self.read_linear(name, schemes[name]) for name in own]) for _, own in by_expert]
+                layer = layers[0] if first.expert is None else join_experts(layers)
             model.set_submodule(ours, layer)
         for name in list(files):  # neither activations nor the cache are quantized here
             if re.search(r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$", name):
@@ -411,57 +417,57 @@ class QuantizedReader:
         if self.settings["activations"]:
             say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
 
-    def find_schemes(self, matrices: dict[str, Weight]) -> dict[str, Scheme | None]:
-        """config.json decides. But GPTQ and AWQ files tell only by their tensors what they left out, and so do all
-        files of the head."""
+    def find_schemes(self) -> dict[str, Scheme | None]:
+        """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their tensors what they
+        left out, and so do all files of the head."""
+        matrices = [name for name, weight in self.table.items() if weight.quantized or weight.ours == "head.weight"]
         rules = self.settings["rules"]
-        first = first_matches([pattern for pattern, _ in rules], [stem(name)[:-1] for name in matrices])
+        first = first_matches([pattern for pattern, _ in rules], [stem(name) for name in matrices])
         found = {}
-        for (name, weight), i in zip(matrices.items(), first):
+        for name, i in zip(matrices, first):
             scheme = None if i is None else rules[i][1]
-            untold = scheme and (weight.ours == "head.weight" or scheme.layout in GPTQ_AND_AWQ)
-            if untold and name in self.files:
-                kinds = "qweight", "weight_packed", "weight_scale", "weight_scale_inv"
-                if not any(stem(name) + kind in self.files for kind in kinds):
+            if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
+                scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
+                if name in self.files and not scales & self.files.keys():
                     scheme = None
             found[name] = scheme
         return found
 
     def read(self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers: a bias's, a
-        scale's."""
+        """The tensor, on the device, of one of the shapes. UserError for NaN and infinite numbers."""
         tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
-            raise UserError(f"the tensor {name} has NaN or infinite values; take a checkpoint that is whole")
+        if tensor.is_floating_point():
+            vet_numbers(tensor, f"the tensor {name} has")
         return tensor
 
-    def read_linear(self, name: str, table: dict[str, Weight], scheme: Scheme | None) -> nn.Module:
+    def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
-        N, K = table[name].shape
-        part = self.shard.part(table[name]) if self.shard else (ALL, ALL)
-        bias = None
-        if stem(name) + "bias" in table:
-            bias = self.read(stem(name) + "bias", [(N,)], part=part[:1]).to(self.dtype)
+        weight, bias = self.table[name], None
+        N, K = weight.shape
+        part = self.shard.part(weight) if self.shard else (ALL, ALL)
+        module = stem(name)
+        if f"{module}.bias" in self.table:
+            bias = self.read(f"{module}.bias", [(N,)], part=part[:1]).to(self.dtype)
         if scheme is None:
-            return plain_linear(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
+            return plain_layer(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
         codes = scheme.codes
         if scheme.rows > 1 or codes == NVFP4:
             G = min(scheme.group, group_of(K, -1))  # a file's block may be larger than the matrix
         else:
             G = group_of(K, scheme.group)
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
-            raise UserError(f"the layer {stem(name)[:-1]} has {N} rows; want a multiple of {32 // codes.bits}")
-        layer = Layer(self, name, N, K, G, *part, scheme)
+            raise UserError(f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}")
+        layer = Layer(self, module, N, K, -(-K // G), G, *part, scheme)
         qweight, scales, zeros = READERS[scheme.layout](layer)
-        kept, g_idx = layer.groups()
-        if scales.is_floating_point():
+        vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
+        if codes.zero:  # fp16 where that holds them
             half, scales = scales.half(), scales.float()
-            if codes.zero and half.float().equal(scales):  # fp16 where that holds them
+            if half.float().equal(scales):
                 scales = half
+        kept, g_idx = layer.groups()
         if zeros is not None:
-            zeros = zeros[:, kept]
-            zeros = None if (zeros == codes.zero).all() else zeros
-        return QuantizedLinear(qweight, scales[:, kept], zeros, codes, bias, g_idx)
+            zeros = None if (zeros == codes.zero).all() else zeros[:, kept]
+        return QuantizedLinear(qweight.contiguous().view(torch.int32), scales[:, kept], zeros, codes, bias, g_idx)
 
     def read_experts(self, name: str, weight: Weight, bias: nn.Parameter) -> QuantizedExperts:
         """gpt-oss's: `name`_blocks uint8 [X, N, C, 16], in a byte an even input's code and then an odd one's, and
@@ -473,7 +479,8 @@ class QuantizedReader:
             _, columns, rows = self.shard.part(weight)
             part = ALL, rows, packed(columns, 32)
         blocks = self.read(f"{name}_blocks", [(X, N, C, 16)], "U8", part)
-        scales = vet_e8m0(self.read(f"{name}_scales", [(X, N, C)], "U8", part), name)
+        scales = self.read(f"{name}_scales", [(X, N, C)], "U8", part)
+        vet_numbers(MXFP4.decode_scales(scales), f"the scales of {name} have")
         if weight.rows == "pairs":
             blocks, scales = (of.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for of in (blocks, scales))
         return QuantizedExperts(blocks.flatten(2).view(torch.int32), scales, None, MXFP4, bias)
@@ -484,19 +491,15 @@ def packed(codes: slice, per: int) -> slice:
     return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
 
 
-def vet_e8m0(scales: Tensor, name: str) -> Tensor:
-    if (scales == 255).any():
-        raise UserError(f"the scales of {name} have NaN; take a checkpoint that is whole")
-    return scales
-
-
 @dataclass(frozen=True)
 class Layer:
-    """One of Hugging Face's matrices in the files: its name, its shape, the rank's part of it, and how it is held."""
+    """One of Hugging Face's matrices in the files: its module's name, its shape, the rank's part of it, and how it is
+    held."""
     reader: QuantizedReader
-    weight: str
+    name: str
     N: int
     K: int
+    C: int
     G: int  # inputs of a group
     rows: slice
     columns: slice
@@ -506,63 +509,54 @@ class Layer:
     def bits(self) -> int:
         return self.scheme.codes.bits
 
-    @property
-    def C(self) -> int:
-        return -(-self.K // self.G)
-
-    def name(self, kind: str) -> str:
-        return self.weight if kind == "weight" else stem(self.weight) + kind
-
     def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
-        """The rank's part of a tensor. axes: its shape, such as "C N/w"; N/w and K/w are words of codes, along N or K.
-        """
-        per = 32 // self.bits
+        """The rank's part of a tensor. axes: its shape, such as "C N/w"; /w: in words of codes, or bytes of them."""
+        per = (8 if dtypes == "U8" else 32) // self.bits
         known = {
             "N": (self.N, self.rows),
             "K": (self.K, self.columns),
             "C": (self.C, ALL),
             "N/w": (-(-self.N // per), packed(self.rows, per)),
-            "K/w": (self.K // per, packed(self.columns, per)),
-            "K/2": (self.K // 2, packed(self.columns, 2))}
+            "K/w": (self.K // per, packed(self.columns, per))}
         shape, part = zip(*[known[axis] for axis in axes.split()])
-        return self.reader.read(self.name(kind), [shape], dtypes, part)
+        return self.reader.read(f"{self.name}.{kind}", [shape], dtypes, part)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
         """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
 
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
-        rows = self.N if self.scheme.rows == -1 else min(self.scheme.rows, self.N)
+        rows = min(self.scheme.rows, self.N)
         shape = -(-self.N // rows), self.C
         shapes = [shape, (math.prod(shape),)]
         if shape == (1, 1):
             shapes.append(())
-        block = torch.arange(self.N, device=self.reader.device)[self.rows] // rows
-        return self.reader.read(self.name(kind), shapes, dtypes).view(shape)[block]
+        scales = self.reader.read(f"{self.name}.{kind}", shapes, dtypes).view(shape)
+        return scales.repeat_interleave(rows, 0)[:self.N][self.rows]
 
-    def groups(self) -> tuple[Tensor, Tensor | None]:
+    def groups(self) -> tuple[Tensor | slice, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are side by side.
 
         A block may end early, at K or where a rank's columns begin or end. Then it becomes several groups of one size:
         K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64, with the scales 0, 1, 1.
         UserError for a g_idx that does not name each group K / C times."""
-        K, G, C = self.K, self.G, self.C
-        consecutive = (torch.arange(K, device=self.reader.device) // G)[self.columns]
+        K, C = self.K, self.C
+        consecutive = groups = torch.arange(K, device=self.reader.device) // self.G
         kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
-        if self.name(kind) in self.reader.files or self.scheme.act_order:
-            g_idx = self.read(kind, "K", "I32").long()
-            known = g_idx.amin() >= 0 and g_idx.amax() < C
-            if not known or len(g_idx) == K and (g_idx.bincount() != K // C).any():
-                raise UserError(f"{self.name(kind)}: want each of {C} groups {K // C} times; config.json is of another "
-                                "model")
-            if not torch.equal(g_idx, consecutive):
-                return torch.arange(C, device=g_idx.device), g_idx
-        step = here = len(consecutive)
+        name = f"{self.name}.{kind}"
+        if name in self.reader.files or self.scheme.act_order:
+            groups = self.reader.read(name, [(K,)], "I32").long()
+            if not groups.sort().values.equal(consecutive):
+                raise UserError(f"{name}: want each of {C} groups {K // C} times; config.json is of another model")
+        own = groups[self.columns]
+        if not own.equal(consecutive[self.columns]):
+            return ALL, own
+        step = len(own)
         if C > 1:
-            step = math.gcd(G, self.columns.start or 0, here)
-        return consecutive[::max(1, step)], None
+            step = math.gcd(self.G, self.columns.start or 0, step)
+        return own[::step], None
 
 
-# A reader gives a layer's qweight int32 [N, K * bits / 32], as pack() does, scales [N, C], and zeros [N, C] or None,
+# A reader gives a layer's qweight, the bytes of pack()'s [N, K * bits / 32], scales [N, C], and zeros [N, C] or None,
 # with the rank's rows, and of qweight its columns.
 
 
@@ -589,9 +583,9 @@ def read_awq(layer: Layer):
 def read_packed(layer: Layer):
     """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C], words along N;
     weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are stored plus 2 ** (bits - 1)."""
-    shape = layer.reader.read(layer.name("weight_shape"), [(2,)], "I64 I32").tolist()
+    shape = layer.reader.read(f"{layer.name}.weight_shape", [(2,)], "I64 I32").tolist()
     if shape != [layer.N, layer.K]:
-        raise UserError(f"{layer.name('weight_shape')} says {shape}, want {[layer.N, layer.K]}: config.json is of "
+        raise UserError(f"{layer.name}.weight_shape says {shape}, want {[layer.N, layer.K]}: config.json is of "
                         "another model")
     qweight, zeros = layer.read("weight_packed", "N K/w", "I32"), None
     if layer.scheme.zeros:
@@ -605,43 +599,36 @@ def read_int(layer: Layer):
     bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
     codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
     if (codes > 2 ** bits - 1).any():
-        raise UserError(f"the tensor {layer.weight} has numbers of more than {bits} bits; config.json is of another "
-                        "model")
+        raise UserError(f"the tensor {layer.name}.weight has numbers of more than {bits} bits; config.json is of "
+                        "another model")
     if layer.scheme.zeros:
         zeros = layer.read_scales("weight_zero_point", "I8").to(torch.int16) + middle
     return pack(codes, bits), layer.read_scales("weight_scale"), zeros
 
 
-def read_e4m3(layer: Layer):
+def read_fp8(layer: Layer):
     """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too. See read_scales().
     """
-    codes = layer.read("weight", "N K", "F8_E4M3").view(torch.uint8)
-    if (codes & 0x7F).eq_(0x7F).any():
-        raise UserError(f"the tensor {layer.weight} has NaN codes; take a checkpoint that is whole")
-    inverse = layer.scheme.layout == "fp8" and layer.name("weight_scale") not in layer.reader.files
+    inverse = f"{layer.name}.weight_scale_inv" in layer.reader.files
     scales = layer.read_scales("weight_scale_inv" if inverse else "weight_scale")
-    return codes.contiguous().view(torch.int32), scales, None
+    return layer.read("weight", "N K", "F8_E4M3"), scales.float(), None
 
 
 def read_mxfp4(layer: Layer):
     """weight_packed uint8 [N, K / 2], in a byte an even input's code and then an odd one's; weight_scale uint8 [N, C],
     e8m0."""
-    codes = layer.read("weight_packed", "N K/2", "U8")
-    return codes.contiguous().view(torch.int32), vet_e8m0(layer.read_scales("weight_scale", "U8"), layer.weight), None
+    return layer.read("weight_packed", "N K/w", "U8"), layer.read_scales("weight_scale", "U8"), None
 
 
 def read_nvfp4(layer: Layer):
     """As read_mxfp4(), but weight_scale is float8_e4m3fn, and is divided by the one number weight_global_scale."""
-    codes = layer.read("weight_packed", "N K/2", "U8")
     scales = layer.read_scales("weight_scale", "F8_E4M3").float()
-    whole = layer.reader.read(layer.name("weight_global_scale"), [(1,), ()]).float()
-    if not (scales / whole).isfinite().all():
-        raise UserError(f"the scales of {layer.weight} have NaN; take a checkpoint that is whole")
-    return codes.contiguous().view(torch.int32), scales / whole, None
+    whole = layer.reader.read(f"{layer.name}.weight_global_scale", [(1,), ()]).float()
+    return layer.read("weight_packed", "N K/w", "U8"), scales / whole, None
 
 
 READERS = dict(
-    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, e4m3=read_e4m3, fp8=read_e4m3,
+    gptq=read_gptq, gptq_v2=read_gptq, awq=read_awq, packed=read_packed, int=read_int, fp8=read_fp8,
     mxfp4=read_mxfp4, nvfp4=read_nvfp4)
 
 
@@ -662,8 +649,8 @@ def compressed_tensors_config(bits: int, group_size: int, sym: bool, act_order: 
     package no longer reads."""
     if act_order:
         raise UserError("--act-order: compressed-tensors reads it no more; leave it out, or take --format gptq")
-    strategy = dict(strategy="channel") if group_size == -1 else dict(strategy="group", group_size=group_size)
-    weights = dict(num_bits=bits, type="int", symmetric=sym, dynamic=False) | strategy
+    strategy = "channel" if group_size == -1 else "group"
+    weights = dict(num_bits=bits, type="int", symmetric=sym, dynamic=False, strategy=strategy, group_size=group_size)
     groups = dict(group_0=dict(targets=["Linear"], weights=weights))
     return dict(quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",
                 ignore=[] if head else ["lm_head"], config_groups=groups)
@@ -698,7 +685,7 @@ TENSORS = {"gptq": gptq_tensors, "compressed-tensors": packed_tensors}
 
 
 def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint, on the host: quantized layers as config says, the others as source has them."""
+    """The tensors of a checkpoint: quantized layers as config says, the others as source has them."""
     files = source.files()
     for name, weight in source.weights.items():
         layer = model.get_submodule(weight.ours.rpartition(".")[0])
@@ -709,34 +696,23 @@ def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> I
             layer = layer.expert(weight.expert)
         rows = slice(weight.row, weight.row + weight.shape[0])
         for kind, tensor in TENSORS[config["quant_method"]](layer, rows, config).items():
-            yield stem(name) + kind, tensor.contiguous().cpu()
+            yield f"{stem(name)}.{kind}", tensor
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-    """Writes safetensors files of at most SHARD_BYTES, one at a time, and an index if there are several."""
-    held, shard = [], {}  # the names in each file so far; the file to come
-
-    def save():
-        path = directory / f"{len(held)}.safetensors"
+    """Writes safetensors files of at most SHARD_BYTES, and an index if there are several. One file at a time is held on
+    the host."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    held = dict(tensors)
+    sizes = {name: tensor.to("meta") for name, tensor in held.items()}  # what shares memory is not split otherwise
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        path = directory / file
         with user_errors(path):  # a full disk raises an exception of its own
-            save_file(shard, path, metadata={"format": "pt"})
+            save_file({name: held[name].contiguous().cpu() for name in names}, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors lets its owner alone read it
-        held.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            save()
-        shard[name] = tensor
-    save()
-    places = {}
-    for i, names in enumerate(held):
-        file = WHOLE if len(held) == 1 else f"model-{i + 1:05}-of-{len(held):05}.safetensors"
-        (directory / f"{i}.safetensors").rename(directory / file)
-        places |= dict.fromkeys(names, file)
-    if len(held) > 1:
-        total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        write_json(directory / INDEX, dict(metadata=dict(total_size=total), weight_map=places))
+    if split.is_sharded:
+        write_json(directory / INDEX, dict(metadata=split.metadata, weight_map=split.tensor_to_filename))
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -750,7 +726,7 @@ def write_checkpoint(model: Transformer, source: Checkpoint, directory: Path, qu
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
         if copied and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
             shutil.copyfile(path, directory / path.name)
-    routers = [stem(name)[:-1] for name, weight in source.weights.items() if "router" in weight.ours]
+    routers = [stem(name) for name, weight in source.weights.items() if "router" in weight.ours]
     if "ignore" in quantization_config:  # to other readers they are linear layers like others
         quantization_config = quantization_config | dict(ignore=quantization_config["ignore"] + routers)
     hf = source.hf | dict(quantization_config=quantization_config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import UserError
-from formats import join_experts, plain_linear
+from formats import join_experts, plain_layer
 from model import Experts, Transformer, visible
 from quantize import (
     CODES,
@@ -140,7 +140,7 @@ class ExpertList(nn.ModuleList):
 
 def split_experts(layer: Experts) -> ExpertList:
     biases = [None] * layer.n_expert if layer.bias is None else layer.bias
-    return ExpertList(plain_linear(*of) for of in zip(layer.weight, biases))
+    return ExpertList(plain_layer(*of) for of in zip(layer.weight, biases))
 
 
 def separate_matrices(model: Transformer, head: bool) -> list[str]:

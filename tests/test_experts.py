@@ -10,7 +10,7 @@ from torch import nn
 from fast import experts
 from fast.experts import FusedMoE
 from fast.packed_gemv import Experts, Plain
-from formats import join_experts, plain_experts
+from formats import join_experts, plain_layer
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
 from model import Config, LayerConfig, MoE, MoEConfig
@@ -32,7 +32,7 @@ LARGE = [(2048, 768, 16, 4, "16-bit", 0, ""), (2880, 2880, 6, 2, "mxfp4", 32, "c
 def random_experts(X, N, K, kind, group, more, device) -> nn.Module:
     if kind == "16-bit":
         weight, bias = torch.randn(X, N, K, device=device) / K ** 0.5, torch.randn(X, N, device=device)
-        return plain_experts(weight.to(BF16), bias.to(BF16) if "bias" in more else None)
+        return plain_layer(weight.to(BF16), bias.to(BF16) if "bias" in more else None)
     C = 1 if group == -1 else K // group
     return join_experts(random_weight(N, K, kind, C, more, device, BF16).layer for _ in range(X))
 
@@ -58,7 +58,7 @@ def random_mixture(D, F, X, n, kind, group, more, device):
     moe.w_gate_up = random_experts(X, 2 * F, D, kind, group, more, device)
     moe.w_down = random_experts(X, D, F, kind, min(group, F), more, device)
     plain = copy.deepcopy(moe)
-    replace_layers(plain, QuantizedExperts, lambda layer: plain_experts(layer.dequantize(torch.float64), layer.bias))
+    replace_layers(plain, QuantizedExperts, lambda layer: plain_layer(layer.dequantize(torch.float64), layer.bias))
     return moe, plain.double(), norm
 
 

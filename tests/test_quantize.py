@@ -212,7 +212,7 @@ def test_a_rounded_head_has_codes_of_its_own(tmp_path, tied, kind, group, most):
     assert quantized_layers(model) == {"head": model.head} and torch.equal(model.embed.weight, plain.embed.weight)
     rounded = model.head.dequantize(F32)
     assert model.head.scales.shape == (64, 64 // group) and error(rounded, plain.head.weight) < most
-    plain.head = formats.plain_linear(rounded, None)
+    plain.head = formats.plain_layer(rounded, None)
     assert error(logits_of(model), logits_of(plain)) < 1e-6
 
 
