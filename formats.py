@@ -457,8 +457,13 @@ class QuantizedReader:
             G = group_of(K, scheme.group)
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
             raise UserError(f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}")
-        layer = Layer(self, module, N, K, -(-K // G), G, *part, scheme)
-        qweight, scales, zeros = READERS[scheme.layout](layer)
+        rows, columns = part
+        scattered = isinstance(rows, Tensor)  # of what Phi's files hold as one: taken once all are read
+        layer = Layer(self, module, N, K, -(-K // G), G, ALL if scattered else rows, columns, scheme)
+        found = READERS[scheme.layout](layer)
+        if scattered:
+            found = [tensor if tensor is None else tensor[rows] for tensor in found]
+        qweight, scales, zeros = found
         vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
         if codes.zero:  # fp16 where that holds them
             half, scales = scales.half(), scales.float()
@@ -700,8 +705,8 @@ def quantized_tensors(model: Transformer, source: Checkpoint, config: dict) -> I
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-    """Writes safetensors files of at most SHARD_BYTES, and an index if there are several. One file at a time is held on
-    the host."""
+    """Writes safetensors files of at most SHARD_BYTES, and an index if there are several. The host holds what is not
+    quantized, and the codes of one file at a time."""
     from huggingface_hub import split_torch_state_dict_into_shards
     held = dict(tensors)
     sizes = {name: tensor.to("meta") for name, tensor in held.items()}  # what shares memory is not split otherwise

@@ -15,7 +15,7 @@ import formats
 from checkpoint import Checkpoint, hf_weights
 from formats import read_settings
 from helpers import (F32, ROOT, absent, change_tensors, error, load_checkpoint, logits_of, make, put, quantized_layers,
-                     read, refusal, rewrite)
+                     read, refusal, rewrite, write)
 from model import Transformer
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard
@@ -80,12 +80,23 @@ def load_rank(directory: Path, rank: int) -> Transformer:
 def test_ranks_hold_the_same_weights(tmp_path, lone, setting):
     """Cut inside of 128 x 128 blocks too, along N and K, and where act-order scatters a group."""
     unfold(setting, tmp_path)
-    whole = load_checkpoint(tmp_path)
+    compare_ranks(tmp_path)
+
+
+def compare_ranks(directory: Path) -> None:
+    whole = load_checkpoint(directory)
     table, want = hf_weights(whole.config), matrices(whole)
     for rank in (0, 1):
-        shard = Shard(whole.config, formats.shared_inputs(read_settings(Checkpoint(tmp_path))), rank, 2)
-        for name, got in matrices(load_rank(tmp_path, rank)).items():
+        shard = Shard(whole.config, formats.shared_inputs(read_settings(Checkpoint(directory))), rank, 2)
+        for name, got in matrices(load_rank(directory, rank)).items():
             assert got.equal(want[name][shard.part(table[name])]), name
+
+
+@pytest.mark.parametrize("form, act_order", [("gptq", True), ("gptq", False), ("compressed-tensors", False)])
+def test_ranks_take_scattered_rows_of_what_phis_files_hold_as_one(tmp_path, lone, form, act_order):
+    make(tmp_path / "phi", "phi3")
+    write(tmp_path / "phi", tmp_path / "out", 4, 32, False, act_order, form=form)
+    compare_ranks(tmp_path / "out")
 
 
 def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):
