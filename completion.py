@@ -20,6 +20,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
+    heading: str = ""  # what the command line prints before the text
     # What gpt-oss writes in other channels than "final", and how the part begins that is being written.
     thoughts: str = ""
     header: str = ""

@@ -12,7 +12,7 @@ import torch
 from checkpoint import UserError
 from cli.chat import Chat
 from cli.options import DEFAULTS, generate_args
-from cli.output import format_report, headings, progress, report, show, written_whole
+from cli.output import add_headings, format_report, progress, report, show, written_whole
 from cli.prompts import as_messages, read_prompts
 from completion import Completion, make_completions, rank_completions
 from generate import LLM
@@ -61,17 +61,15 @@ def main(description: str):
 
 def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
-    texts = [*zip(headings(completions, args.chat, args.num_samples), completions)]
+    add_headings(completions, args.chat, args.num_samples)
     streamed = not args.json and not args.time_budget
     steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
     try:
-        show(texts if streamed else [], steps, args.show_thinking)
+        show(completions if streamed else [], steps, args.show_thinking)
     except UserError:
         print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
         raise
     if args.time_budget:
         completions = rank_completions(completions, args.num_samples)
-        heading = {id(completion): heading for heading, completion in texts}
-        show([] if args.json else [(heading[id(completion)], completion) for completion in completions],
-             thinking=args.show_thinking)
+        show([] if args.json else completions, thinking=args.show_thinking)
     return completions

@@ -19,29 +19,28 @@ from completion import Completion
 from generate import LLM, import_fast
 from guard import GIB
 
-CONTROLS = {*range(32), *range(127, 160)} - set(b"\n\t")
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))  # for str.translate(), which drops them
 
 
 # Texts
 
 
-def headings(completions: list[Completion], chat: bool, samples: int) -> list[str]:
+def add_headings(completions: list[Completion], chat: bool, samples: int):
     """What is printed before each text: the prompt that it continues or, of a batch, a line that names the prompt."""
-    if len(completions) == 1:
-        return [""] if chat else [completions[0].prompt]
-    found = []
     for i, completion in enumerate(completions):
         sample = f" ({i % samples + 1})" if samples > 1 else ""
-        found.append(f"--- {completion.prompt}{sample}\n")
-    return found
+        completion.heading = f"--- {completion.prompt}{sample}\n"
+    if len(completions) == 1:
+        completions[0].heading = "" if chat else completions[0].prompt
 
 
-def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), thinking: bool = False):
+def show(completions: list[Completion], steps: Iterator[None] = iter(()), thinking: bool = False):
     """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
     learnt, or been told, to write some that it obeys. thinking: what the model thinks goes to stderr."""
-    dropped = dict.fromkeys(CONTROLS) if sys.stdout.isatty() else {}
-    for heading, completion in texts:
+    dropped = CONTROLS if sys.stdout.isatty() else {}
+    for completion in completions:
+        heading = completion.heading
         if completion.finish_reason == "time":
             heading = f"{heading.rstrip()} [unfinished]\n".lstrip()
         sys.stdout.write(heading.translate(dropped))
@@ -49,7 +48,7 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), 
         while True:
             if thinking:
                 thoughts = completion.thoughts
-                print(thoughts[told:].translate(dict.fromkeys(CONTROLS)), end="", file=sys.stderr, flush=True)
+                print(thoughts[told:].translate(CONTROLS), end="", file=sys.stderr, flush=True)
                 told = len(thoughts)
             text = completion.visible()
             if heading != completion.prompt:  # the text stands alone: no leading space
@@ -61,8 +60,8 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), 
                 break
             next(steps)
         print(end="\n" if told else "", file=sys.stderr)
-        sys.stdout.write("\n" if completion is texts[-1][1] else "\n\n")
-    for _ in steps:  # without texts: the steps alone
+        print(end="\n" if completion is completions[-1] else "\n\n")
+    for _ in steps:  # without completions: the steps alone
         pass
 
 
@@ -184,19 +183,24 @@ def table(cells: dict[str, str]) -> list[str]:
 # Files
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A place beside `path` for a file or a directory that is not whole yet; at the end it becomes `path`. After an
-    error it is removed, and here what killed runs left: their lock files are unlocked, as the system does when a
-    process ends. Where `path` is a link, what it names is written. OSError for a device, a pipe or a directory."""
-    path = Path(os.path.realpath(path))
+def partial_directory(path: Path) -> TemporaryDirectory:
+    """For what is to become `path`, beside it. OSError for a device, a pipe or a directory, and where none is made."""
     if path.exists() and not path.is_file():
         raise FileExistsError("want a file, or a name that is free")
+    return TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place for a file or a directory that is not whole yet; at the end it becomes `path`. After an error it is
+    removed, and here what killed runs left: their lock files are unlocked, as the system does when a process ends.
+    Where `path` is a link, what it names is written. OSError as of partial_directory()."""
+    path = Path(os.path.realpath(path))
     for lock in path.parent.glob(f"{escape(path.name)}.partial-*/lock"):
         with suppress(OSError), open(lock, "a") as file:
             flock(file, LOCK_EX | LOCK_NB)
             shutil.rmtree(lock.parent)
-    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent) as directory:
+    with partial_directory(path) as directory:
         with open(Path(directory, "lock"), "w") as file:
             flock(file, LOCK_EX)
             partial = Path(directory, f"made-{path.name}")  # PyTorch zips a trace whose name ends in .gz

@@ -40,20 +40,15 @@ def read_prompts(args) -> list[str]:
             if not prompt.strip():
                 raise UserError("--prompt -: stdin is empty; want a text")
         prompts.append(prompt)
-    if args.prompt_file is not None:
-        prompts += read_file(args)
-    return prompts
-
-
-def read_file(args) -> list[str]:
-    """--prompt-file's prompts."""
+    if args.prompt_file is None:
+        return prompts
     if args.prompt_file == "-":
         text = read_stdin(args.quiet)
     else:
         text = read_text(Path(args.prompt_file), encoding="utf-8-sig").removesuffix("\n")
     if not text.strip():
         raise UserError(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
-    return [text] if args.whole else [line for line in text.split("\n") if line.strip()]
+    return prompts + ([text] if args.whole else [line for line in text.split("\n") if line.strip()])
 
 
 def system_messages(text: str | None) -> list[dict]:

@@ -225,9 +225,9 @@ def parse_args() -> Namespace:
         "checkpoint on the CPU llama.cpp, in turns; with --speculate transformers' assisted generation")
     add("--llama-cpp", type=Path, metavar="DIR", help="llama.cpp's source, whose converter --against llama.cpp runs")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
-    add_keywords(parser, QUANTIZATION)
+    add_keywords(parser, **QUANTIZATION)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
-    add_keywords(parser, DEVICE)
+    add_keywords(parser, **DEVICE)
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas", "llama.cpp"]

@@ -348,8 +348,8 @@ def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, 
 
 
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
-    rows = [Namespace(finish_reason=None, prompt="", text="", visible=partial(lambda i: rows[i].text, i))
-            for i in range(2)]
+    rows = [Namespace(finish_reason=None, prompt="", text="", heading=f"--- {'AB'[i]}\n",
+                      visible=partial(lambda i: rows[i].text, i)) for i in range(2)]
 
     def steps():
         for at, shown in enumerate(("--- A\n", "1", "2")):
@@ -358,7 +358,7 @@ def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
                 row.text, row.finish_reason = text[:at + 2], "stop" if at == 2 else None
             yield
 
-    show([("--- A\n", rows[0]), ("--- B\n", rows[1])], steps())
+    show(rows, steps())
     assert capsys.readouterr().out == "3\n\n--- B\nabc\n"
 
 
@@ -366,7 +366,7 @@ def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
 def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys, terminal):
     text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    show([(text, Namespace(finish_reason="stop", prompt=text, visible=lambda: text))])
+    show([Namespace(finish_reason="stop", prompt=text, heading=text, visible=lambda: text)])
     assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
 
 
