@@ -19,7 +19,7 @@ from select import select
 
 from checkpoint import UserError
 from cli.errors import message_of
-from cli.output import show, written_whole
+from cli.output import per_token, show, written_whole
 from cli.prompts import system_messages
 from completion import Completion
 from guard import check_messages, read_text, user_errors
@@ -155,10 +155,10 @@ class Chat:
         self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
         if not self.tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
             self.messages = []
-        if sys.stderr.isatty() and answer.steps > 1:
-            rate = (answer.steps - 1) / max(1e-9, answer.seconds - answer.first_s)
+        ms = per_token([answer])["all"]
+        if sys.stderr.isatty() and ms:
             full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
-            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {rate:.1f} tokens/s{full}\x1b[0m")
+            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}\x1b[0m")
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped

@@ -20,12 +20,12 @@ def report_errors(main: Callable[[], None], ranks=False):
         if getattr(sys, name) is None:  # whoever started the command closed it
             setattr(sys, name, open(os.devnull, "r+"))
     try:
-        if world_size() > 1 and not ranks:
-            raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+        if not ranks:  # commands that may be ranks decide for themselves: see cli/generate.py's main()
+            if world_size() > 1:
+                raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if world_size() == 1:  # half-written files are removed; for ranks see ranks.run()
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-            if not ranks:  # commands that may be ranks decide for themselves: see cli/generate.py's main()
-                signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -56,7 +56,7 @@ def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], fl
     return parse
 
 
-# An option -> what its value is called, and its help; only a help: the option is a switch. Those that scripts have, too:
+# An option -> what its value is called, and its help; only a help: the option is a switch. Scripts have these, too:
 DEVICE = dict(
     device=(None, "cpu, cuda, cuda:N or mps (default: the first GPU, else cpu)"),
     dtype=("TYPE", "float32 (fp32), bfloat16 (bf16) or float16 (fp16) (default: bfloat16 on a GPU, float32 on a CPU)"))
@@ -86,7 +86,8 @@ def generate_parser(description: str) -> Parser:
     group = parser.add_argument_group
     add_keywords(
         group("model"),
-        checkpoint=("DIR", "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: the bundled model)"),
+        checkpoint=("DIR", "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct "
+                           "(default: the bundled model)"),
         max_seq_length=("N", "prompt and new tokens at most (default: the model's context; in a chat at most 8192)"),
         **DEVICE)
     add_keywords(

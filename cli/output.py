@@ -158,26 +158,17 @@ def speculation(counts: dict[str, int]) -> dict:
 
 def format_report(result: dict) -> str:
     """The table on stderr, and a second one of the draft."""
-    share, peak, counts = (result[key] for key in ("bandwidth_utilization", "peak_memory_bytes", "speculation"))
-    lines = table({
-        "load s": f"{result['load_s']:.2f}",
-        "compile s": f"{result['compile_s']:.1f}",
-        "first token s": f"{result['first_token_s']:.3f}",
-        "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
-        "GB/s": f"{result['bandwidth_gb_s']:.1f}",
-        "of read bw": f"{share:.0%}" if share else "-",
-        "peak GiB": f"{peak / GIB:.2f}" if peak else "-"})
+    share, peak, counts = result["bandwidth_utilization"], result["peak_memory_bytes"], result["speculation"]
+    share = f"{share:.0%}" if share else "-"
+    peak = f"{peak / GIB:.2f}" if peak else "-"
+    rate = f"{result['bandwidth_gb_s']:4.1f}"  # the one value that may be wider than its name
+    values = "{load_s:6.2f}  {compile_s:9.1f}  {first_token_s:13.3f}  {decode_tokens_per_s:15.1f}".format_map(result)
+    lines = [
+        f"load s  compile s  first token s  decode tokens/s  {'GB/s':>{len(rate)}}  of read bw  peak GiB",
+        f"{values}  {rate}  {share:>10}  {peak:>8}"]
     if counts:
-        lines += table({
-            "accepted": f"{counts['acceptance_rate']:.0%}",
-            "tokens a step": f"{counts['tokens_per_step']:.2f}"})
+        lines += ["accepted  tokens a step", "{acceptance_rate:8.0%}  {tokens_per_step:13.2f}".format_map(counts)]
     return "\n".join(lines)
-
-
-def table(cells: dict[str, str]) -> list[str]:
-    """A line of names and a line of values."""
-    columns = [(name.rjust(len(value)), value.rjust(len(name))) for name, value in cells.items()]
-    return ["  ".join(line) for line in zip(*columns)]
 
 
 # Files

@@ -14,7 +14,6 @@ def read_stdin(quiet: bool) -> str:
     """All of it but for a newline at the end. After a second of waiting a line on stderr says what is awaited, unless
     `quiet`."""
     hint = Timer(1, print, ["reading the prompt from stdin; Ctrl-D ends it"], dict(file=sys.stderr, flush=True))
-    hint.daemon = True
     if not quiet:
         hint.start()
     try:

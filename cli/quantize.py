@@ -22,7 +22,7 @@ from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
-from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
+from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text
 from quantize import group_of, round_model
 from tokenizer import Tokenizer
 
@@ -55,8 +55,7 @@ def parse_args():
 def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
     """The text's first tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
     path, wanted = args.calibration, args.calibration_tokens
-    with user_errors(path):
-        tokens = tokenizer.encode_text(read_text(path))
+    tokens = tokenizer.encode_text(read_text(path))
     if len(tokens) < wanted:
         raise UserError(f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text")
     length = min(2048, context, wanted)
