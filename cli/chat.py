@@ -141,7 +141,7 @@ class Chat:
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
         before = signal.getsignal(signal.SIGINT)
-        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see ranks.run()
+        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see errors.run()
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
             show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)

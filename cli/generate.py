@@ -62,14 +62,14 @@ def main(description: str):
 def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
     add_headings(completions, args.chat, args.num_samples)
-    streamed = not args.json and not args.time_budget
     steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
-    try:
-        show(completions if streamed else [], steps, args.show_thinking)
-    except UserError:
-        print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
-        raise
     if args.time_budget:
+        for _ in steps:
+            pass
         completions = rank_completions(completions, args.num_samples)
-        show([] if args.json else completions, thinking=args.show_thinking)
+    try:
+        show([] if args.json else completions, steps, args.show_thinking)
+    except UserError:
+        print(end="" if args.json else "\n", flush=True)  # the message to come has a line of its own
+        raise
     return completions

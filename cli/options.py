@@ -80,8 +80,9 @@ def add_keywords(group, **options: tuple[str | None, str] | str):
                                metavar=metavar, help=text)
 
 
-def generate_parser(description: str) -> Parser:
-    """Every option of generate.py, in the order of --help. It is long as it holds what each of them says of itself."""
+def generate_args(description: str) -> argparse.Namespace:
+    """generate.py's options, in the order of --help. What LLM checks itself is left to it. The function is long because
+    each option stands here with its help."""
     parser = Parser(description)
     group = parser.add_argument_group
     add_keywords(
@@ -133,12 +134,7 @@ def generate_parser(description: str) -> Parser:
         logprobs="with --json: the tokens' log-probabilities, too (default: off)",
         quiet="no progress, no hints, no table (default: off)",
         profile=("FILE", "write a Chrome trace of the generation (default: none)"))
-    return parser
 
-
-def generate_args(description: str) -> argparse.Namespace:
-    """generate.py's options. What LLM checks itself is left to it."""
-    parser = generate_parser(description)
     args = parser.parse_args()
     others = args.prompt or args.prompt_file or args.json or args.num_samples > 1 or args.time_budget
     if args.interactive and others:

@@ -127,7 +127,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
 
 
 def sample(completion: Completion, logprobs: bool) -> dict:
-    keys = ["prompt", "text", "tokens", "finish_reason", "seconds", "mean_logprob"]
+    keys = "prompt text tokens finish_reason seconds mean_logprob".split()
     found = {key: getattr(completion, key) for key in keys + ["logprobs"] * logprobs}
     return found | dict(prompt_tokens=len(completion.prompt_tokens))
 

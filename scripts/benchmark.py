@@ -48,8 +48,8 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Checkpoint, UserError, Weight, hf_weights  # noqa: E402
+from cli.errors import run  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from cli.ranks import run  # noqa: E402
 from eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
 from formats import check_quantize, load, read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast  # noqa: E402

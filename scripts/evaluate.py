@@ -47,8 +47,8 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import UserError  # noqa: E402
+from cli.errors import run  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
 from guard import GIB, MOST_TEXT, is_file, memory_advice, user_errors  # noqa: E402
