@@ -13,7 +13,7 @@ from checkpoint import UserError
 from cli.chat import Chat
 from cli.options import DEFAULTS, generate_args
 from cli.output import add_headings, format_report, progress, report, show, written_whole
-from cli.prompts import as_messages, read_prompts
+from cli.prompts import read_prompts, system_messages
 from completion import Completion, make_completions, rank_completions
 from generate import LLM
 from guard import user_errors
@@ -35,8 +35,12 @@ def main(description: str):
         llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
-        messages = as_messages(prompts, args, llm.tokenizer)
-        completions = make_completions(messages, args, llm.tokenizer, llm.context)
+        if args.chat:
+            begin = system_messages(args.system)
+            prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
+        elif llm.tokenizer.template and not args.quiet:
+            print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template", file=sys.stderr)
+        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
         longest = max(len(completion.prompt_tokens) for completion in completions)
         llm.prepare(len(completions), longest + completions[0].limit, len(prompts))
     if llm.team.ranks == 1:

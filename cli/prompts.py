@@ -7,7 +7,6 @@ from threading import Timer
 
 from checkpoint import UserError
 from guard import MOST_TEXT, read_text, user_errors
-from tokenizer import Tokenizer
 
 
 def read_stdin(quiet: bool) -> str:
@@ -52,12 +51,3 @@ def read_prompts(args) -> list[str]:
 
 def system_messages(text: str | None) -> list[dict]:
     return [] if text is None else [dict(role="system", content=text)]
-
-
-def as_messages(prompts: list[str], args, tokenizer: Tokenizer) -> list:
-    """With --chat each prompt as a chat's messages. Without it a line on stderr says that there is a template."""
-    if args.chat:
-        return [[*system_messages(args.system), dict(role="user", content=prompt)] for prompt in prompts]
-    if tokenizer.template and not args.quiet:
-        print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template", file=sys.stderr)
-    return prompts
