@@ -23,9 +23,8 @@ def report_errors(main: Callable[[], None], ranks=False):
     """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
 
     ranks: the command may be one of several processes."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started the command closed it
-            setattr(sys, name, open(os.devnull, "r+"))
+    for name in ("stdin", "stdout", "stderr"):  # None where whoever started the command closed it
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
     try:
         if not ranks:  # commands that may be ranks decide for themselves: see cli/generate.py's main()
             if world_size() > 1:
@@ -57,7 +56,7 @@ def message_of(error: BaseException) -> str:
     """Of a UserError with its keywords as options."""
     if isinstance(error, UserError):
         message = error.message.replace("`=", "` ")
-        return one_line(re.sub(r"`(\w+)`", lambda found: "--" + found[1].replace("_", "-"), message))
+        return one_line(re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", message))
     return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))
 
 

@@ -39,7 +39,8 @@ def main(description: str):
             begin = system_messages(args.system)
             prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
         elif llm.tokenizer.template and not args.quiet:
-            print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template", file=sys.stderr)
+            print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template",
+                  file=sys.stderr)
         completions = make_completions(prompts, args, llm.tokenizer, llm.context)
         longest = max(len(completion.prompt_tokens) for completion in completions)
         llm.prepare(len(completions), longest + completions[0].limit, len(prompts))

@@ -70,7 +70,7 @@ QUANTIZATION = dict(
 def add_keywords(group, **options: tuple[str | None, str] | str):
     """Adds options to a parser, or to a group of its options. Keywords of generate.LLM have its defaults."""
     for name, said in options.items():
-        option = "--" + name.replace("_", "-")
+        option = f"--{name.replace('_', '-')}"
         if isinstance(said, str):
             group.add_argument(option, action="store_true", help=said)
         else:

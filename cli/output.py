@@ -17,7 +17,7 @@ import torch
 
 from completion import Completion
 from generate import LLM, import_fast
-from guard import GIB
+from guard import GIB, dtype_name
 
 CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))  # for str.translate(), which drops them
 
@@ -109,7 +109,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     return dict(
         checkpoint=args.checkpoint,
         device=str(device),
-        dtype=str(llm.dtype).removeprefix("torch."),
+        dtype=dtype_name(llm.dtype),
         quantize=args.quantize or llm.quantization.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
@@ -147,7 +147,7 @@ def utilization(llm: LLM, rate: float, weights: int) -> float | None:
     if not fast or llm.device.type != "cuda" or weights < GIB:
         return None
     read_rate = fast.read_bandwidth(llm.model)
-    return rate / read_rate if read_rate else None
+    return read_rate and rate / read_rate
 
 
 def speculation(counts: dict[str, int]) -> dict:
