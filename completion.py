@@ -20,6 +20,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
+    heading: str = ""  # what the command line prints before the text
     # What gpt-oss writes in other channels than "final", and how the part begins that is being written.
     thoughts: str = ""
     header: str = ""
@@ -97,7 +98,7 @@ def make_completions(prompts: list, options, tokenizer: Tokenizer, context: int)
         limit = "`max_seq_length`" if options.max_seq_length else "the model's context"
         raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
                         "shorten the prompt or lower `max_new_tokens`")
-    stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+    stops = [options.stop] if isinstance(options.stop, str) else options.stop
     completions = []
     for prompt, tokens in zip(prompts, encoded):
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -659,6 +659,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from cli.ranks import run
+    from cli.errors import run
 
     run(main)

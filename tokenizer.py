@@ -152,14 +152,12 @@ class TokenizerJson:
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.id, self.token = self.tokenizer.token_to_id, self.tokenizer.id_to_token
+        self.decode = self.tokenizer.decode  # leaves special tokens out
 
     def encode(self, text: str, post_process: bool = False, plain: bool = False) -> list[int]:
         """plain: special tokens that are written in the text are text."""
         self.tokenizer.encode_special_tokens = plain
         return self.tokenizer.encode(text, add_special_tokens=post_process).ids
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids)
 
 
 class SentencePiece:

@@ -19,7 +19,7 @@ from select import select
 
 from checkpoint import UserError
 from cli.errors import message_of
-from cli.output import show, written_whole
+from cli.output import per_token, show, written_whole
 from cli.prompts import system_messages
 from completion import Completion
 from guard import check_messages, read_text, user_errors
@@ -55,14 +55,12 @@ class Chat:
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
         while (line := self.team.agree(self.ask)) is not None:
-            if not line.strip():
-                continue
             if line.strip() in ("exit", "quit", "/exit", "/quit"):
                 break
             try:
                 if command := re.fullmatch(r" */(\w+)(?: +(.*?))? *", line):
                     self.command(*command.groups())
-                else:
+                elif line.strip():
                     self.turn(line)
             except UserError as error:
                 print(message_of(error), file=sys.stderr)
@@ -105,36 +103,32 @@ class Chat:
 
     def command(self, name: str, text: str | None):
         """A line "/name text". UserError where it cannot be done; then nothing has changed."""
-        if name == "help":
-            print(HELP, file=sys.stderr)
-        elif name == "reset":
-            self.messages = system_of(self.messages)
-            self.say("The conversation is forgotten.")
-        elif name == "system":
-            if not self.tokenizer.template:
-                raise UserError("/system: this checkpoint has no chat template, so there is no system message")
-            self.messages = system_messages(text or None)
-            now = "the system message is set" if text else "none is set"
-            self.say(f"The conversation is forgotten; {now}.")
-        elif name in ("save", "load") and not text:
-            raise UserError(f"/{name}: want a file's name")
-        elif name == "save":
-            if self.team.rank == 0:
-                self.save(text)
-            self.say(f"{len(self.messages)} messages are in {text}.")
-        elif name == "load":
-            loaded = self.team.agree(lambda: load_messages(text))
-            if isinstance(loaded, str):
-                raise UserError(loaded)
-            self.messages = loaded
-            self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
-        else:
-            raise UserError(f"/{name}: no such command; /help lists them")
-
-    def save(self, name: str):
-        with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
-            text = json.dumps(self.messages, ensure_ascii=False, indent=2)
-            partial.write_text(text + "\n", encoding="utf-8")
+        match name:
+            case "help":
+                print(HELP, file=sys.stderr)
+            case "reset":
+                self.messages = system_of(self.messages)
+                self.say("The conversation is forgotten.")
+            case "system":
+                if not self.tokenizer.template:
+                    raise UserError("/system: this checkpoint has no chat template, so there is no system message")
+                self.messages = system_messages(text or None)
+                now = "the system message is set" if text else "none is set"
+                self.say(f"The conversation is forgotten; {now}.")
+            case "save" | "load" if not text:
+                raise UserError(f"/{name}: want a file's name")
+            case "save":
+                if self.team.rank == 0:
+                    save_messages(text, self.messages)
+                self.say(f"{len(self.messages)} messages are in {text}.")
+            case "load":
+                loaded = self.team.agree(lambda: load_messages(text))
+                if isinstance(loaded, str):
+                    raise UserError(loaded)
+                self.messages = loaded
+                self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
+            case _:
+                raise UserError(f"/{name}: no such command; /help lists them")
 
     # A turn
 
@@ -147,10 +141,10 @@ class Chat:
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
         before = signal.getsignal(signal.SIGINT)
-        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see ranks.run()
+        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see errors.run()
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
-            show([("", answer)], self.llm.complete([answer], start=start), self.args.show_thinking)
+            show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)
         finally:
             signal.signal(signal.SIGINT, before)
         if answer.finish_reason == "interrupted" and not answer.tokens:
@@ -161,10 +155,10 @@ class Chat:
         self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
         if not self.tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
             self.messages = []
-        if sys.stderr.isatty() and answer.steps > 1:
-            rate = (answer.steps - 1) / max(1e-9, answer.seconds - answer.first_s)
+        ms = per_token([answer])["all"]
+        if sys.stderr.isatty() and ms:
             full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
-            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {rate:.1f} tokens/s{full}\x1b[0m")
+            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}\x1b[0m")
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
@@ -212,6 +206,11 @@ def read_waiting() -> str:
 def system_of(messages: list[dict]) -> list[dict]:
     """The system message, if there is one: it is the first."""
     return [message for message in messages[:1] if message["role"] == "system"]
+
+
+def save_messages(name: str, messages: list[dict]):
+    with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
+        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def load_messages(name: str) -> list[dict] | str:

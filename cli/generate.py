@@ -12,8 +12,8 @@ import torch
 from checkpoint import UserError
 from cli.chat import Chat
 from cli.options import DEFAULTS, generate_args
-from cli.output import format_report, headings, progress, report, show, written_whole
-from cli.prompts import as_messages, read_prompts
+from cli.output import add_headings, format_report, progress, report, show, written_whole
+from cli.prompts import read_prompts, system_messages
 from completion import Completion, make_completions, rank_completions
 from generate import LLM
 from guard import user_errors
@@ -35,8 +35,13 @@ def main(description: str):
         llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
-        messages = as_messages(prompts, args, llm.tokenizer)
-        completions = make_completions(messages, args, llm.tokenizer, llm.context)
+        if args.chat:
+            begin = system_messages(args.system)
+            prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
+        elif llm.tokenizer.template and not args.quiet:
+            print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template",
+                  file=sys.stderr)
+        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
         longest = max(len(completion.prompt_tokens) for completion in completions)
         llm.prepare(len(completions), longest + completions[0].limit, len(prompts))
     if llm.team.ranks == 1:
@@ -61,17 +66,15 @@ def main(description: str):
 
 def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
     """Generates and prints them; with a time budget in the order of their rank, once it is over."""
-    texts = [*zip(headings(completions, args.chat, args.num_samples), completions)]
-    streamed = not args.json and not args.time_budget
+    add_headings(completions, args.chat, args.num_samples)
     steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
-    try:
-        show(texts if streamed else [], steps, args.show_thinking)
-    except UserError:
-        print(end="\n" * streamed, flush=True)  # the message to come has a line of its own
-        raise
     if args.time_budget:
+        for _ in steps:
+            pass
         completions = rank_completions(completions, args.num_samples)
-        heading = {id(completion): heading for heading, completion in texts}
-        show([] if args.json else [(heading[id(completion)], completion) for completion in completions],
-             thinking=args.show_thinking)
+    try:
+        show([] if args.json else completions, steps, args.show_thinking)
+    except UserError:
+        print(end="" if args.json else "\n", flush=True)  # the message to come has a line of its own
+        raise
     return completions

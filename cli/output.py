@@ -17,31 +17,30 @@ import torch
 
 from completion import Completion
 from generate import LLM, import_fast
-from guard import GIB
+from guard import GIB, dtype_name
 
-CONTROLS = {*range(32), *range(127, 160)} - set(b"\n\t")
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))  # for str.translate(), which drops them
 
 
 # Texts
 
 
-def headings(completions: list[Completion], chat: bool, samples: int) -> list[str]:
+def add_headings(completions: list[Completion], chat: bool, samples: int):
     """What is printed before each text: the prompt that it continues or, of a batch, a line that names the prompt."""
-    if len(completions) == 1:
-        return [""] if chat else [completions[0].prompt]
-    found = []
     for i, completion in enumerate(completions):
         sample = f" ({i % samples + 1})" if samples > 1 else ""
-        found.append(f"--- {completion.prompt}{sample}\n")
-    return found
+        completion.heading = f"--- {completion.prompt}{sample}\n"
+    if len(completions) == 1:
+        completions[0].heading = "" if chat else completions[0].prompt
 
 
-def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), thinking: bool = False):
+def show(completions: list[Completion], steps: Iterator[None] = iter(()), thinking: bool = False):
     """Takes the steps that fill the completions, and prints what each brings, under its heading. The first unfinished
     completion is streamed, the others follow in their turn. A terminal gets no control characters: the model may have
     learnt, or been told, to write some that it obeys. thinking: what the model thinks goes to stderr."""
-    dropped = dict.fromkeys(CONTROLS) if sys.stdout.isatty() else {}
-    for heading, completion in texts:
+    dropped = CONTROLS if sys.stdout.isatty() else {}
+    for completion in completions:
+        heading = completion.heading
         if completion.finish_reason == "time":
             heading = f"{heading.rstrip()} [unfinished]\n".lstrip()
         sys.stdout.write(heading.translate(dropped))
@@ -49,7 +48,7 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), 
         while True:
             if thinking:
                 thoughts = completion.thoughts
-                print(thoughts[told:].translate(dict.fromkeys(CONTROLS)), end="", file=sys.stderr, flush=True)
+                print(thoughts[told:].translate(CONTROLS), end="", file=sys.stderr, flush=True)
                 told = len(thoughts)
             text = completion.visible()
             if heading != completion.prompt:  # the text stands alone: no leading space
@@ -61,8 +60,8 @@ def show(texts: list[tuple[str, Completion]], steps: Iterator[None] = iter(()), 
                 break
             next(steps)
         print(end="\n" if told else "", file=sys.stderr)
-        sys.stdout.write("\n" if completion is texts[-1][1] else "\n\n")
-    for _ in steps:  # without texts: the steps alone
+        print(end="\n" if completion is completions[-1] else "\n\n")
+    for _ in steps:  # without completions: the steps alone
         pass
 
 
@@ -110,7 +109,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     return dict(
         checkpoint=args.checkpoint,
         device=str(device),
-        dtype=str(llm.dtype).removeprefix("torch."),
+        dtype=dtype_name(llm.dtype),
         quantize=args.quantize or llm.quantization.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
@@ -128,7 +127,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
 
 
 def sample(completion: Completion, logprobs: bool) -> dict:
-    keys = ["prompt", "text", "tokens", "finish_reason", "seconds", "mean_logprob"]
+    keys = "prompt text tokens finish_reason seconds mean_logprob".split()
     found = {key: getattr(completion, key) for key in keys + ["logprobs"] * logprobs}
     return found | dict(prompt_tokens=len(completion.prompt_tokens))
 
@@ -148,7 +147,7 @@ def utilization(llm: LLM, rate: float, weights: int) -> float | None:
     if not fast or llm.device.type != "cuda" or weights < GIB:
         return None
     read_rate = fast.read_bandwidth(llm.model)
-    return rate / read_rate if read_rate else None
+    return read_rate and rate / read_rate
 
 
 def speculation(counts: dict[str, int]) -> dict:
@@ -159,44 +158,40 @@ def speculation(counts: dict[str, int]) -> dict:
 
 def format_report(result: dict) -> str:
     """The table on stderr, and a second one of the draft."""
-    share, peak, counts = (result[key] for key in ("bandwidth_utilization", "peak_memory_bytes", "speculation"))
-    lines = table({
-        "load s": f"{result['load_s']:.2f}",
-        "compile s": f"{result['compile_s']:.1f}",
-        "first token s": f"{result['first_token_s']:.3f}",
-        "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
-        "GB/s": f"{result['bandwidth_gb_s']:.1f}",
-        "of read bw": f"{share:.0%}" if share else "-",
-        "peak GiB": f"{peak / GIB:.2f}" if peak else "-"})
+    share, peak, counts = result["bandwidth_utilization"], result["peak_memory_bytes"], result["speculation"]
+    share = f"{share:.0%}" if share else "-"
+    peak = f"{peak / GIB:.2f}" if peak else "-"
+    rate = f"{result['bandwidth_gb_s']:4.1f}"  # the one value that may be wider than its name
+    values = "{load_s:6.2f}  {compile_s:9.1f}  {first_token_s:13.3f}  {decode_tokens_per_s:15.1f}".format_map(result)
+    lines = [
+        f"load s  compile s  first token s  decode tokens/s  {'GB/s':>{len(rate)}}  of read bw  peak GiB",
+        f"{values}  {rate}  {share:>10}  {peak:>8}"]
     if counts:
-        lines += table({
-            "accepted": f"{counts['acceptance_rate']:.0%}",
-            "tokens a step": f"{counts['tokens_per_step']:.2f}"})
+        lines += ["accepted  tokens a step", "{acceptance_rate:8.0%}  {tokens_per_step:13.2f}".format_map(counts)]
     return "\n".join(lines)
-
-
-def table(cells: dict[str, str]) -> list[str]:
-    """A line of names and a line of values."""
-    columns = [(name.rjust(len(value)), value.rjust(len(name))) for name, value in cells.items()]
-    return ["  ".join(line) for line in zip(*columns)]
 
 
 # Files
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A place beside `path` for a file or a directory that is not whole yet; at the end it becomes `path`. After an
-    error it is removed, and here what killed runs left: their lock files are unlocked, as the system does when a
-    process ends. Where `path` is a link, what it names is written. OSError for a device, a pipe or a directory."""
-    path = Path(os.path.realpath(path))
+def partial_directory(path: Path) -> TemporaryDirectory:
+    """For what is to become `path`, beside it. OSError for a device, a pipe or a directory, and where none is made."""
     if path.exists() and not path.is_file():
         raise FileExistsError("want a file, or a name that is free")
+    return TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place for a file or a directory that is not whole yet; at the end it becomes `path`. After an error it is
+    removed, and here what killed runs left: their lock files are unlocked, as the system does when a process ends.
+    Where `path` is a link, what it names is written. OSError as of partial_directory()."""
+    path = Path(os.path.realpath(path))
     for lock in path.parent.glob(f"{escape(path.name)}.partial-*/lock"):
         with suppress(OSError), open(lock, "a") as file:
             flock(file, LOCK_EX | LOCK_NB)
             shutil.rmtree(lock.parent)
-    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent) as directory:
+    with partial_directory(path) as directory:
         with open(Path(directory, "lock"), "w") as file:
             flock(file, LOCK_EX)
             partial = Path(directory, f"made-{path.name}")  # PyTorch zips a trace whose name ends in .gz

@@ -7,14 +7,12 @@ from threading import Timer
 
 from checkpoint import UserError
 from guard import MOST_TEXT, read_text, user_errors
-from tokenizer import Tokenizer
 
 
 def read_stdin(quiet: bool) -> str:
     """All of it but for a newline at the end. After a second of waiting a line on stderr says what is awaited, unless
     `quiet`."""
     hint = Timer(1, print, ["reading the prompt from stdin; Ctrl-D ends it"], dict(file=sys.stderr, flush=True))
-    hint.daemon = True
     if not quiet:
         hint.start()
     try:
@@ -40,30 +38,16 @@ def read_prompts(args) -> list[str]:
             if not prompt.strip():
                 raise UserError("--prompt -: stdin is empty; want a text")
         prompts.append(prompt)
-    if args.prompt_file is not None:
-        prompts += read_file(args)
-    return prompts
-
-
-def read_file(args) -> list[str]:
-    """--prompt-file's prompts."""
+    if args.prompt_file is None:
+        return prompts
     if args.prompt_file == "-":
         text = read_stdin(args.quiet)
     else:
         text = read_text(Path(args.prompt_file), encoding="utf-8-sig").removesuffix("\n")
     if not text.strip():
         raise UserError(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
-    return [text] if args.whole else [line for line in text.split("\n") if line.strip()]
+    return prompts + ([text] if args.whole else [line for line in text.split("\n") if line.strip()])
 
 
 def system_messages(text: str | None) -> list[dict]:
     return [] if text is None else [dict(role="system", content=text)]
-
-
-def as_messages(prompts: list[str], args, tokenizer: Tokenizer) -> list:
-    """With --chat each prompt as a chat's messages. Without it a line on stderr says that there is a template."""
-    if args.chat:
-        return [[*system_messages(args.system), dict(role="user", content=prompt)] for prompt in prompts]
-    if tokenizer.template and not args.quiet:
-        print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template", file=sys.stderr)
-    return prompts

@@ -22,16 +22,9 @@ from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
-from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text, user_errors
+from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text
 from quantize import group_of, round_model
 from tokenizer import Tokenizer
-
-
-HOW = dict(
-    gptq="better codes, from the inputs that --calibration gives",
-    act_order="with --gptq: columns of large inputs first",
-    sym="zero points in the middle: less exact, and some engines want it",
-    head="quantize the output head too")
 
 
 def parse_args():
@@ -44,7 +37,13 @@ def parse_args():
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
     add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
     add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
-    add_keywords(parser, HOW | DEVICE)
+    add_keywords(
+        parser,
+        gptq="better codes, from the inputs that --calibration gives",
+        act_order="with --gptq: columns of large inputs first",
+        sym="zero points in the middle: less exact, and some engines want it",
+        head="quantize the output head too",
+        **DEVICE)
     args = parser.parse_args()
     if args.gptq != bool(args.calibration) or (args.act_order or args.calibration_tokens) and not args.gptq:
         parser.error("--gptq and --calibration go together, --act-order and --calibration-tokens with both")
@@ -53,10 +52,10 @@ def parse_args():
     return args
 
 
-def read_calibration(path: Path, tokenizer: Tokenizer, wanted: int, context: int) -> Tensor:
-    """The text's first `wanted` tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
-    with user_errors(path):
-        tokens = tokenizer.encode_text(read_text(path))
+def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
+    """The text's first tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
+    path, wanted = args.calibration, args.calibration_tokens
+    tokens = tokenizer.encode_text(read_text(path))
     if len(tokens) < wanted:
         raise UserError(f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text")
     length = min(2048, context, wanted)
@@ -75,7 +74,6 @@ def check_shapes(source: Checkpoint, args):
         if weight.quantized and weight.shape[0] % 8:
             raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
                             "it")
-    for weight in source.weights.values():
         if weight.quantized:
             group_of(weight.shape[1], args.group_size)
 
@@ -110,17 +108,14 @@ def main():
     check_shapes(source, args)
     check_memory([(source.config, None)], 0, 0, device, dtype)
     check_place(source, args.out, args.bits)
-    tokens = None
-    if args.gptq:
-        context = source.config.context
-        tokens = read_calibration(args.calibration, tokenizer, args.calibration_tokens, context).to(device)
+    tokens = read_calibration(args, tokenizer, source.config.context) if args.gptq else None
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
             check_finite(model)
             how = f"int{args.bits}", args.group_size, args.sym
             if args.gptq:
-                gptq_model(model, *how, tokens, args.act_order, args.head, progress=True)
+                gptq_model(model, *how, tokens.to(device), args.act_order, args.head, progress=True)
             else:
                 round_model(model, *how, args.head, progress=True)
         made.mkdir()

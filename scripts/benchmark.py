@@ -48,8 +48,8 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import Checkpoint, UserError, Weight, hf_weights  # noqa: E402
+from cli.errors import run  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from cli.ranks import run  # noqa: E402
 from eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
 from formats import check_quantize, load, read_settings  # noqa: E402
 from generate import TINY, Engine, generate, import_fast  # noqa: E402
@@ -225,9 +225,9 @@ def parse_args() -> Namespace:
         "checkpoint on the CPU llama.cpp, in turns; with --speculate transformers' assisted generation")
     add("--llama-cpp", type=Path, metavar="DIR", help="llama.cpp's source, whose converter --against llama.cpp runs")
     add("--cold-start", action="store_true", help="time compilation with empty caches, then with full ones")
-    add_keywords(parser, QUANTIZATION)
+    add_keywords(parser, **QUANTIZATION)
     add("--ranks", type=within(int, 1), default=1, metavar="N", help="GPUs; started under torchrun (default: 1)")
-    add_keywords(parser, DEVICE)
+    add_keywords(parser, **DEVICE)
     add("--only-compile", action="store_true", help="print the seconds from its start to the first token")
     args = parser.parse_args()
     known = ["transformers"] if args.speculate else ["eager", "cublas", "llama.cpp"]

@@ -47,8 +47,8 @@ from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from checkpoint import UserError  # noqa: E402
+from cli.errors import run  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from cli.ranks import run  # noqa: E402
 from formats import unpack_quantized  # noqa: E402
 from generate import LLM, import_fast  # noqa: E402
 from guard import GIB, MOST_TEXT, is_file, memory_advice, user_errors  # noqa: E402
@@ -171,7 +171,7 @@ def parse_args() -> Namespace:
     add("--task-path", metavar="DIR", help="with --tasks: where tasks of your own are defined (default: nowhere)")
     add("--few-shot", type=within(int, 0), metavar="N", help="with --tasks: examples before each (default: the task's)")
     add("--limit", type=within(int, 1), metavar="N", help="with --tasks: only the first N of each (default: all)")
-    add_keywords(parser, QUANTIZATION)
+    add_keywords(parser, **QUANTIZATION)
     add("--compare", nargs="+", default=[], type=parse_spec, metavar="CHECKPOINT",
         help="others to measure against --checkpoint; DIR:int8 or DIR:int4-g64 rounds the weights of DIR, :head-int8 "
              "behind it the head")
@@ -179,7 +179,7 @@ def parse_args() -> Namespace:
         help="read as much of the text as N tokens of --checkpoint hold (default: all of it)")
     add("--context", type=within(int, 1), metavar="C", help="tokens of a window (default: 2048, or what the model has)")
     add("--stride", type=within(int, 1), metavar="S", help="tokens from window to window (default: half of --context)")
-    add_keywords(parser, DEVICE)
+    add_keywords(parser, **DEVICE)
     add("--json", action="store_true", help="a JSON line for each model, and no table")
     args = parser.parse_args()
     if args.group_size is not None and not args.quantize:

@@ -308,8 +308,8 @@ def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, 
 
 
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
-    first = Namespace(prompt="", finish_reason=None, visible=Mock(side_effect=["", " 1", " 123"]))
-    second = Namespace(prompt="", finish_reason="stop", visible=lambda: " abc")
+    first = Namespace(prompt="", heading="--- A\n", finish_reason=None, visible=Mock(side_effect=["", " 1", " 123"]))
+    second = Namespace(prompt="", heading="--- B\n", finish_reason="stop", visible=lambda: " abc")
 
     def steps():
         assert capsys.readouterr().out == "--- A\n"
@@ -318,7 +318,7 @@ def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
         first.finish_reason = "stop"
         yield
 
-    show([("--- A\n", first), ("--- B\n", second)], steps())
+    show([first, second], steps())
     assert capsys.readouterr().out == "23\n\n--- B\nabc\n"
 
 
@@ -326,7 +326,7 @@ def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
 def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys, terminal):
     text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    show([(text, Namespace(finish_reason="stop", prompt=text, visible=lambda: text))])
+    show([Namespace(finish_reason="stop", prompt=text, heading=text, visible=lambda: text)])
     assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
 
 

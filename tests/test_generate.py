@@ -192,7 +192,7 @@ def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
     assert (completion.tokens, completion.finish_reason) == (tokens, "stop")
     assert all("Blue, naïve.".startswith(shown) for shown in seen)
     for thinking in (False, True):
-        show([("", completion)], thinking=thinking)
+        show([completion], thinking=thinking)
         assert capsys.readouterr() == ("Blue, naïve.\n", "A fox, final?1\n" if thinking else "")
     assert not with_json(tmp_path, more=PARTS[1:]).parts
 

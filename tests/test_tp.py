@@ -254,7 +254,7 @@ UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
 import generate
-from cli.ranks import run
+from cli.errors import run
 if os.environ["RANK"] == "1":
     sys.argv += ["--checkpoint", {checkpoint!r}]
 run(generate.main)
@@ -320,7 +320,7 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 
 def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
-    program = "from cli.ranks import run; run(lambda: {}['a bug'])"
+    program = "from cli.errors import run; run(lambda: {}['a bug'])"
     done = python("-c", program, WORLD_SIZE="2", RANK="1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
     assert read_json(tmp_path / "error.json")["message"]["message"] == "KeyError: 'a bug'"
@@ -330,7 +330,7 @@ SLEEPER = """
 import ctypes, signal, threading, time
 signal.alarm(30)
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-from cli.ranks import run
+from cli.errors import run
 
 def main():
     print("up", flush=True)

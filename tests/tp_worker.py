@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.ranks import run as run_rank
+from cli.errors import run as run_rank
 from generate import Engine
 from guard import find_device
 from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, read_json, run, speculator, tiny_head
