@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
+from checkpoint import FLOATS, INDEX, Checkpoint, UserError, Weight, hf_weights, load_model, read_tensor
 from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
 from model import Experts, KVCache, Transformer
 from quantize import (CODES, E4M3, INT4, MXFP4, NVFP4, Codes, QuantizedExperts, QuantizedLinear, default_group,

@@ -22,7 +22,6 @@ import torch
 import generate
 import quantize
 from checkpoint import UserError
-from cli.options import generate_parser
 from cli.output import format_report, show, speculation
 from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, open_tokenizer,
                      put, python, read_json, tiny, with_json)
@@ -375,8 +374,8 @@ def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(mon
             assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
 
 
-def test_generates_options_are_those_of_llm_with_the_same_defaults():
+def test_generates_options_are_those_of_llm_with_the_same_defaults(monkeypatch):
     keywords = inspect.signature(generate.LLM).parameters
-    options = {action.dest: action.default for action in generate_parser("")._actions}
+    options = {action.dest: action.default for action in parser_of(monkeypatch, "generate")._actions}
     assert keywords.keys() - options.keys() == {"max_batch_size", "load"}  # a call's prompts say as much
     assert {name for name in keywords.keys() & options.keys() if keywords[name].default != options[name]} == {"stop"}
