@@ -78,17 +78,16 @@ def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Token
 def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
     """A smaller model's checkpoint or an EAGLE head's. UserError if it is not for the target."""
     directory = find_checkpoint(name)
-    path = directory / "config.json"
-    if not is_head(read_json(path)):
-        draft = open_checkpoint(directory)
-        check_draft(name, draft, target)
-        return draft[0]
-    if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
-        raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it there: "
-                        f"{CONVERT}")
-    vet(directory, head=True)
-    with user_errors(path):
-        return HeadCheckpoint(directory, target[0])
+    with read_json(directory / "config.json") as hf:
+        if is_head(hf):
+            if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
+                raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it "
+                                f"there: {CONVERT}")
+            vet(directory, head=True)
+            return HeadCheckpoint(directory, target[0])
+    draft = open_checkpoint(directory)
+    check_draft(name, draft, target)
+    return draft[0]
 
 
 def find_checkpoint(name: str) -> Path:
@@ -106,14 +105,13 @@ def find_checkpoint(name: str) -> Path:
         missing += f" in {parent}"
     if near := near_checkpoints(path):
         missing += f" (near it: {', '.join(near)})"
-    no_id = f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
-    if "/" not in name:
-        raise UserError(no_id)
     from huggingface_hub import snapshot_download
     try:
+        if "/" not in name:  # the Hub would know some of these, of old
+            raise ValueError
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except ValueError:
-        raise UserError(no_id) from None
+        raise UserError(f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is") from None
     except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
         raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
 
@@ -172,16 +170,15 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         return path.read_text(encoding)
 
 
-def read_json(path: Path) -> dict:
-    """{} where the file is not there."""
-    if not is_file(path, MOST_JSON):
-        return {}
+@contextmanager
+def read_json(path: Path):
+    """A JSON object, {} where the file is not there. What is raised over it, too, is a UserError that names the file."""
     with user_errors(path):
-        content = json.loads(read_text(path))
+        content = json.loads(read_text(path)) if is_file(path, MOST_JSON) else {}
         if not isinstance(content, dict):
             raise ValueError(f"want a JSON object, found {type(content).__name__}")
         json.dumps(content, ensure_ascii=False).encode()  # raises for half of a character
-        return content
+        yield content
 
 
 # Vetting a directory
@@ -300,8 +297,7 @@ def vet(directory: Path, head=False):
     path = directory / "config.json"
     if not is_file(path):
         raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
-    hf = read_json(path)
-    with user_errors(path):
+    with read_json(path) as hf:
         if is_head(hf):
             if not head:
                 raise ValueError("an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`")
@@ -310,9 +306,7 @@ def vet(directory: Path, head=False):
             check_keys(hf, HEAD)  # also those that stood in the objects
         vocab_size = vet_config(hf)
         vet_tokens("eos_token_id", read_ends(hf), vocab_size)
-    path = directory / "generation_config.json"
-    generation = read_json(path)
-    with user_errors(path):
+    with read_json(directory / "generation_config.json") as generation:
         vet_tokens("eos_token_id", read_ends(generation), vocab_size)
         Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
     vet_weights(directory)
@@ -385,9 +379,7 @@ def vet_tokens(key: str, ids: list, vocab_size: int):
 
 def vet_tokenizer(directory: Path) -> Path:
     """The tokenizer's file. UserError for what tokenizer.py could not read."""
-    path = directory / "tokenizer_config.json"
-    settings = read_json(path)
-    with user_errors(path):
+    with read_json(directory / "tokenizer_config.json") as settings:
         check_keys(settings, SETTINGS)
         for key, value in settings.items():
             if key.endswith("_token") and isinstance(value, dict):
@@ -412,10 +404,8 @@ def vet_tokenizer(directory: Path) -> Path:
 
 def vet_weights(directory: Path):
     """The index, and each file's header."""
-    path = directory / INDEX
-    index = read_json(path)
     places = {}  # a file -> the tensors that the index says are in it
-    with user_errors(path):
+    with read_json(directory / INDEX) as index:
         check_keys(index, "weight_map optional an object")
         for name, file in (index.get("weight_map") or {}).items():
             if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
@@ -472,7 +462,6 @@ def render_lines():
     from contextlib import suppress
     sys.path += sys.argv[1:]
     render_plainly("", {})  # imports what it needs
-    signal.alarm(10)  # for the first line to come
     with suppress(ValueError, OSError):  # macOS refuses this
         resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
     for line in sys.stdin:
@@ -646,24 +635,23 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
 def find_device(name: str | torch.device | None, compile: bool = False) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there.
     compile: UserError where Inductor would not find a C++ compiler."""
-    counts = dict(  # Where the driver is unusable, GPUs may be counted and yet not available.
-        cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        mps=int(torch.backends.mps.is_available()),
-        cpu=1)
+    # Where the driver is unusable, GPUs may be counted and yet not available.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [f"cuda:{i}" for i in range(gpus)]
+    if torch.backends.mps.is_available():
+        found.append("mps:0")
+    found.append("cpu:0")
     if name is None:
-        name = next(kind for kind, count in counts.items() if count)
-    found = re.fullmatch(r"(cpu|cuda|mps)(?::(0|[1-9][0-9]{0,3}))?", str(name))
-    if not found:
-        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps")
-    kind, index = found[1], int(found[2] or 0)
-    if index >= counts[kind]:
-        raise UserError(f"`device`={name}: PyTorch finds {counts[kind] or 'none'} of those; `device`=cpu works")
-    if kind == "cuda":
-        torch.cuda.set_device(index)
+        name = found[0].partition(":")[0]
+    if str(name) not in found and f"{name}:0" not in found:
+        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}")
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
-    if compile and kind == "cpu" and not shutil.which(compiler):
+    if compile and device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
-    return torch.device(name)
+    return device
 
 
 def find_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -708,16 +696,17 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
     the weights have their memory already. kind: the caches', of model.CACHES. features: numbers that are kept of each
     token for an EAGLE head."""
-    share = ranks if device.type == "cuda" else 1
-    there = free_memory(device) if device.type == "cuda" else host_memory()
-    weights = cache = 0
+    share, there = 1, host_memory()
+    if device.type == "cuda":
+        share, there = ranks, free_memory(device)
+    tokens = batch_size * cache_length
+    weights, cache = 0, features * dtype.itemsize * tokens
     for config, bits in models:
         packed = bits / 8 if bits else dtype.itemsize  # scales are not counted
         for weight in hf_weights(config).values():
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
-        cache += KVCache.bytes_per_token(config, dtype, kind) * batch_size * cache_length / share
-    cache += features * dtype.itemsize * batch_size * cache_length
+        cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
     no_draft = ", or no `draft`" if len(models) > 1 else ""
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
               f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"
