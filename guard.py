@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, partial
@@ -184,8 +183,11 @@ def read_json(path: Path):
 # Vetting a directory
 
 
-# What the keys of JSON objects must be. Numbers are above 0. A key that is optional may be missing, or null; one that is
-# nonnull may be missing.
+# Tables of keys of a JSON object: what each must be. Numbers are above 0. An optional key may be missing, or null; one
+# that is nonnull may be missing.
+
+# Of text_settings(). hidden_size and head_dim end at 2 ** 20: for every two elements rope computes a frequency, here
+# still at once.
 CONFIG = """
 hidden_size                       needed    int up to 1048576
 num_attention_heads               needed    int up to 1e9
@@ -209,11 +211,13 @@ layer_types                       optional  a list
 no_rope_layers                    optional  a list
 rope_parameters                   optional  an object
 rope_scaling                      optional  an object
-"""  # rope computes a frequency for every two elements of hidden_size or head_dim: of 2 ** 20 still at once
+"""
+# Of config.json and of its text_config, before text_settings() makes them one.
 PARTS = """
 model_type                        optional  a text
 text_config                       optional  an object
-"""  # of config.json, before these are one
+"""
+# Of text_settings() of a mixture of experts.
 EXPERTS = """
 num_experts                       needed    int up to 1e9
 num_experts_per_tok               needed    int up to 1e9
@@ -225,12 +229,14 @@ norm_topk_prob                    optional  true or false
 mlp_only_layers                   optional  numbers of layers
 """
 MOST_EXPERTS = 10 ** 5  # of all layers: each has tensors of its own
+# Of an EAGLE head's config.json, before and after head_settings().
 HEAD = """
 transformer_layer_config          optional  an object
 eagle_config                      optional  an object
 draft_vocab_size                  optional  int up to 16777216
 eagle_aux_hidden_state_layer_ids  optional  numbers of layers
 """
+# Of rope_settings(), then what else a rope_type needs.
 ROPE = """
 rope_type                         needed    a text
 rope_theta                        needed    float up to 1e12
@@ -247,20 +253,30 @@ mscale_all_dim                    optional  float up to 1e9
 attention_factor                  optional  float up to 1e9
 llama_4_scaling_beta              optional  float up to 1e9
 """
-ROPE_OF_TYPE = dict(linear="factor needed float up to 1e9", llama3="""
-factor                            needed    float up to 1e9
-low_freq_factor                   needed    float up to 1e9
-high_freq_factor                  needed    float up to 1e9
-""")
+ROPE_OF_TYPE = dict(
+    linear="""
+    factor                        needed    float up to 1e9
+    """,
+    llama3="""
+    factor                        needed    float up to 1e9
+    low_freq_factor               needed    float up to 1e9
+    high_freq_factor              needed    float up to 1e9
+    """,
+    longrope="""
+    short_factor                  optional  a list
+    long_factor                   optional  a list
+    """)
+# Of rope_parameters, where each kind of layer has its own.
 ROPE_OF_LAYERS = """
 full_attention                    optional  an object
 sliding_attention                 optional  an object
-"""  # where each kind of layer has its own
+"""
+# Of tokenizer_config.json, and of a chat template in a list there.
 SETTINGS = """
 add_bos_token                     optional  true or false
 chat_template                     optional  a text or a list
 added_tokens_decoder              optional  an object
-"""  # of tokenizer_config.json
+"""
 TEMPLATE = """
 name                              optional  a text
 template                          optional  a text
@@ -361,12 +377,14 @@ def vet_rope(rope: dict, head_dim: int):
     check_keys(rope, ROPE_OF_TYPE.get(kind, ""))
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
-    pairs = int(head_dim * rope["partial_rotary_factor"]) // 2
-    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
-        factors = rope.get(key) or []
-        fit = isinstance(factors, list) and all(type(of) in (int, float) and 0 < of < 1e9 for of in factors)
-        if not fit or len(factors) != pairs:
-            raise ValueError(f"{key}={str(factors):.60}: want {pairs} numbers above 0, one for each pair of a head")
+    if kind == "longrope":
+        pairs = int(head_dim * rope["partial_rotary_factor"]) // 2
+        for key in ("short_factor", "long_factor"):
+            factors = rope.get(key) or []
+            for factor in factors:
+                check_keys({key: factor}, f"{key} needed float up to 1e9")
+            if len(factors) != pairs:
+                raise ValueError(f"{key}={factors!r:.60}: want {pairs} numbers above 0, one for each pair of a head")
 
 
 def vet_tokens(key: str, ids: list, vocab_size: int):
@@ -521,7 +539,7 @@ def silenced():
             os.close(saved)
 
 
-def vetted(encode: Callable) -> Callable:
+def vetted(encode):
     """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no token, is refused."""
     def call(tokenizer, of):
         with user_errors("the text"):
