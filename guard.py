@@ -80,8 +80,8 @@ def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
     with read_json(directory / "config.json") as hf:
         if is_head(hf):
             if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
-                raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it "
-                                f"there: {CONVERT}")
+                raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert "
+                                f"it there: {CONVERT}")
             vet(directory, head=True)
             return HeadCheckpoint(directory, target[0])
     draft = open_checkpoint(directory)
@@ -110,7 +110,8 @@ def find_checkpoint(name: str) -> Path:
             raise ValueError
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except ValueError:
-        raise UserError(f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is") from None
+        raise UserError(
+            f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is") from None
     except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
         raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
 
@@ -171,7 +172,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 @contextmanager
 def read_json(path: Path):
-    """A JSON object, {} where the file is not there. What is raised over it, too, is a UserError that names the file."""
+    """A JSON object, {} where the file is not there. Errors over what it says, too, are UserErrors that name it."""
     with user_errors(path):
         content = json.loads(read_text(path)) if is_file(path, MOST_JSON) else {}
         if not isinstance(content, dict):
@@ -282,8 +283,15 @@ name                              optional  a text
 template                          optional  a text
 """
 KINDS = {
-    "an object": [dict], "a list": [list], "numbers of layers": [list], "a text": [str], "a text or a list": [str, list],
-    "true or false": [bool], "int": [int], "float": [int, float]}
+    "an object": [dict],
+    "a list": [list],
+    "numbers of layers": [list],
+    "a text": [str],
+    "a text or a list": [str, list],
+    "true or false": [bool],
+    "int": [int],
+    "float": [int, float],
+}
 
 
 def check_keys(of: dict, table: str):
