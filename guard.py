@@ -1,10 +1,11 @@
 """
 What protects from broken and hostile files, and what is checked before work begins: memory, device, options.
 
-A directory is vetted once, before it is read: open_checkpoint() finds it, looks at every file that will be read (its
-kind, size and links, the JSON's types and ranges, the headers of the weights), and then checkpoint.py reads it plainly.
-No path in a checkpoint leads out of its directory. What calls code that a file can steer runs in a process of its own
-with limits of time and memory: chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
+A directory is vetted once, before it is read: open_checkpoint() finds it and looks at every file that will be read (its
+kind, size and links, the JSON's types and ranges, the headers of the weights); then checkpoint.py and tokenizer.py read
+it plainly. The tokenizer's files are looked at for those alone who want a tokenizer. No path in a checkpoint leads out
+of its directory. What calls code that a file can steer runs in a process of its own with limits of time and memory: chat
+templates, and patterns of layers' names. Each mistake is a UserError of one line.
 """
 import gc
 import inspect
@@ -84,9 +85,13 @@ def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
                                 f"it there: {CONVERT}")
             vet(directory, head=True)
             return HeadCheckpoint(directory, target[0])
-    draft = open_checkpoint(directory)
-    check_draft(name, draft, target)
-    return draft[0]
+    draft, tokenizer = open_checkpoint(directory)
+    check_draft(name, tokenizer, target[1])
+    smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
+    if smaller > larger:
+        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
+              "can save", file=sys.stderr)
+    return draft
 
 
 def find_checkpoint(name: str) -> Path:
@@ -328,6 +333,8 @@ def vet(directory: Path, head=False):
             check_keys(hf, HEAD)
             hf = head_settings(hf)
             check_keys(hf, HEAD)  # also those that stood in the objects
+            if hf.get("eagle_aux_hidden_state_layer_ids") == []:
+                raise ValueError("eagle_aux_hidden_state_layer_ids=[]: want numbers of layers")
         vocab_size = vet_config(hf)
         vet_tokens("eos_token_id", read_ends(hf), vocab_size)
     with read_json(directory / "generation_config.json") as generation:
@@ -742,17 +749,13 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     return advice
 
 
-def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]):
+def check_draft(name: str, draft: Tokenizer, target: Tokenizer):
     """UserError if the draft's tokenizer is not the checkpoint's."""
-    for i in range(min(draft[1].vocab_size, target[1].vocab_size)):
-        theirs, ours = draft[1].token(i), target[1].token(i)
+    for i in range(min(draft.vocab_size, target.vocab_size)):
+        theirs, ours = draft.token(i), target.token(i)
         if theirs != ours and None not in (theirs, ours):
             raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or `draft`=prompt-lookup")
-    smaller, larger = [count_parameters(checkpoint.config) for checkpoint, _ in (draft, target)]
-    if smaller > larger:
-        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
-              "can save", file=sys.stderr)
 
 
 # Options
@@ -762,8 +765,8 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
-CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4"))
-CHOICES |= dict(dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
+CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(
+    dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
