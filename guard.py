@@ -4,8 +4,8 @@ What protects from broken and hostile files, and what is checked before work beg
 A directory is vetted once, before it is read: open_checkpoint() finds it and looks at every file that will be read (its
 kind, size and links, the JSON's types and ranges, the headers of the weights); then checkpoint.py and tokenizer.py read
 it plainly. The tokenizer's files are looked at for those alone who want a tokenizer. No path in a checkpoint leads out
-of its directory. What calls code that a file can steer runs in a process of its own with limits of time and memory: chat
-templates, and patterns of layers' names. Each mistake is a UserError of one line.
+of its directory. What calls code that a file can steer runs in a process of its own with limits of time and memory:
+chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
 """
 import gc
 import inspect
