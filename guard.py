@@ -1,10 +1,11 @@
 """
 What protects from broken and hostile files, and what is checked before work begins: memory, device, options.
 
-A directory is vetted once, before it is read: open_checkpoint() finds it, looks at every file that will be read (its
-kind, size and links, the JSON's types and ranges, the headers of the weights), and then checkpoint.py reads it plainly.
-No path in a checkpoint leads out of its directory. What calls code that a file can steer runs in a process of its own
-with limits of time and memory: chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
+A directory is vetted once, before it is read: open_checkpoint() finds it and looks at every file that will be read (its
+kind, size and links, the JSON's types and ranges, the headers of the weights); then checkpoint.py and tokenizer.py read
+it plainly. The tokenizer's files are looked at for those alone who want a tokenizer. No path in a checkpoint leads out
+of its directory. What calls code that a file can steer runs in a process of its own with limits of time and memory:
+chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
 """
 import gc
 import inspect
@@ -15,11 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 import torch
@@ -33,8 +33,10 @@ from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 from tokenizer import Tokenizer, any_of, read_ends, render_plainly
 
 GIB = 2 ** 30
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-             "chat_template.jinja", WHOLE, INDEX, "model-*-of-*.safetensors"]
+HUB_FILES = f"""
+config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json chat_template.jinja
+{WHOLE} {INDEX} model-*-of-*.safetensors
+""".split()
 LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
 PICKLE = "a pickle, which is never read, as it could run code"
 OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
@@ -68,7 +70,7 @@ def user_errors(source: Path | str):
 def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Tokenizer | None]:
     """name: a directory or a Hub id."""
     directory = find_checkpoint(str(name))
-    vet(directory, tokenizer)
+    vet(directory)
     checkpoint = Checkpoint(directory)
     return checkpoint, VettedTokenizer(checkpoint) if tokenizer else None
 
@@ -76,17 +78,20 @@ def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Token
 def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
     """A smaller model's checkpoint or an EAGLE head's. UserError if it is not for the target."""
     directory = find_checkpoint(name)
-    path = directory / "config.json"
-    if not is_head(read_json(path)):
-        draft = open_checkpoint(directory)
-        check_draft(name, draft, target)
-        return draft[0]
-    if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
-        raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it there: "
-                        f"{CONVERT}")
-    vet(directory, tokenizer=False, head=True)
-    with user_errors(path):
-        return HeadCheckpoint(directory, target[0])
+    with read_json(directory / "config.json") as hf:
+        if is_head(hf):
+            if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
+                raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert "
+                                f"it there: {CONVERT}")
+            vet(directory, head=True)
+            return HeadCheckpoint(directory, target[0])
+    draft, tokenizer = open_checkpoint(directory)
+    check_draft(name, tokenizer, target[1])
+    smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
+    if smaller > larger:
+        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
+              "can save", file=sys.stderr)
+    return draft
 
 
 def find_checkpoint(name: str) -> Path:
@@ -104,14 +109,14 @@ def find_checkpoint(name: str) -> Path:
         missing += f" in {parent}"
     if near := near_checkpoints(path):
         missing += f" (near it: {', '.join(near)})"
-    no_id = f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
-    if "/" not in name:
-        raise UserError(no_id)
     from huggingface_hub import snapshot_download
     try:
+        if "/" not in name:  # the Hub would know some of these, of old
+            raise ValueError
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except ValueError:
-        raise UserError(no_id) from None
+        raise UserError(
+            f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is") from None
     except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
         raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
 
@@ -170,104 +175,189 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         return path.read_text(encoding)
 
 
-def read_json(path: Path) -> dict:
-    """{} where the file is not there."""
-    if not is_file(path, MOST_JSON):
-        return {}
+@contextmanager
+def read_json(path: Path):
+    """A JSON object, {} where the file is not there. Errors over what it says, too, are UserErrors that name it."""
     with user_errors(path):
-        content = json.loads(read_text(path))
+        content = json.loads(read_text(path)) if is_file(path, MOST_JSON) else {}
         if not isinstance(content, dict):
             raise ValueError(f"want a JSON object, found {type(content).__name__}")
         json.dumps(content, ensure_ascii=False).encode()  # raises for half of a character
-        return content
+        yield content
 
 
 # Vetting a directory
 
 
-KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-SIZE = int, 1e9  # the type and the largest value of a key of config.json; all are above 0
-WIDTH = int, 2 ** 20  # of the model or a head: rope computes a frequency for every two elements, here still at once
-SCALE = float, 1e9
-NUMBERS = dict(
-    hidden_size=WIDTH, num_attention_heads=SIZE, num_hidden_layers=(int, 1e4), intermediate_size=SIZE,
-    vocab_size=(int, 2 ** 24), max_position_embeddings=SIZE, rms_norm_eps=(float, 1))
-OPTIONAL = dict(  # these may be missing, or null
-    num_key_value_heads=SIZE, head_dim=WIDTH, sliding_window=SIZE, sliding_window_pattern=SIZE,
-    no_rope_layer_interval=SIZE, query_pre_attn_scalar=SCALE, embedding_multiplier=SCALE, attention_multiplier=SCALE,
-    residual_multiplier=SCALE, logits_scaling=SCALE)
-EXPERTS = dict(  # of a mixture of them
-    num_experts=SIZE, num_experts_per_tok=SIZE, moe_intermediate_size=SIZE, decoder_sparse_step=SIZE,
-    swiglu_limit=SCALE, swiglu_alpha=SCALE)
+# Tables of keys of a JSON object: what each must be. Numbers are above 0. An optional key may be missing, or null; one
+# that is nonnull may be missing.
+
+# Of text_settings(). hidden_size and head_dim end at 2 ** 20: for every two elements rope computes a frequency, here
+# still at once.
+CONFIG = """
+hidden_size                       needed    int up to 1048576
+num_attention_heads               needed    int up to 1e9
+num_hidden_layers                 needed    int up to 1e4
+intermediate_size                 needed    int up to 1e9
+vocab_size                        needed    int up to 16777216
+max_position_embeddings           needed    int up to 1e9
+rms_norm_eps                      needed    float up to 1
+num_key_value_heads               optional  int up to 1e9
+head_dim                          optional  int up to 1048576
+sliding_window                    optional  int up to 1e9
+sliding_window_pattern            optional  int up to 1e9
+no_rope_layer_interval            optional  int up to 1e9
+query_pre_attn_scalar             optional  float up to 1e9
+embedding_multiplier              optional  float up to 1e9
+attention_multiplier              optional  float up to 1e9
+residual_multiplier               optional  float up to 1e9
+logits_scaling                    optional  float up to 1e9
+tie_word_embeddings               optional  true or false
+layer_types                       optional  a list
+no_rope_layers                    optional  a list
+rope_parameters                   optional  an object
+rope_scaling                      optional  an object
+"""
+# Of config.json and of its text_config, before text_settings() makes them one.
+PARTS = """
+model_type                        optional  a text
+text_config                       optional  an object
+"""
+# Of text_settings() of a mixture of experts.
+EXPERTS = """
+num_experts                       needed    int up to 1e9
+num_experts_per_tok               needed    int up to 1e9
+moe_intermediate_size             nonnull   int up to 1e9
+decoder_sparse_step               nonnull   int up to 1e9
+swiglu_limit                      nonnull   float up to 1e9
+swiglu_alpha                      nonnull   float up to 1e9
+norm_topk_prob                    optional  true or false
+mlp_only_layers                   optional  numbers of layers
+"""
 MOST_EXPERTS = 10 ** 5  # of all layers: each has tensors of its own
-ROPE = dict(rope_theta=(float, 1e12), partial_rotary_factor=(float, 1), original_max_position_embeddings=SIZE)
-ROPE_OPTIONAL = dict.fromkeys(
-    "factor low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor "
-    "llama_4_scaling_beta".split(), SCALE)
-ROPE_NEEDS = dict(linear=("factor",), llama3=("factor", "low_freq_factor", "high_freq_factor"))
+# Of an EAGLE head's config.json, before and after head_settings().
+HEAD = """
+transformer_layer_config          optional  an object
+eagle_config                      optional  an object
+draft_vocab_size                  optional  int up to 16777216
+eagle_aux_hidden_state_layer_ids  optional  numbers of layers
+"""
+# Of rope_settings(), then what else a rope_type needs.
+ROPE = """
+rope_type                         needed    a text
+rope_theta                        needed    float up to 1e12
+partial_rotary_factor             needed    float up to 1
+original_max_position_embeddings  needed    int up to 1e9
+truncate                          optional  true or false
+factor                            optional  float up to 1e9
+low_freq_factor                   optional  float up to 1e9
+high_freq_factor                  optional  float up to 1e9
+beta_fast                         optional  float up to 1e9
+beta_slow                         optional  float up to 1e9
+mscale                            optional  float up to 1e9
+mscale_all_dim                    optional  float up to 1e9
+attention_factor                  optional  float up to 1e9
+llama_4_scaling_beta              optional  float up to 1e9
+"""
+ROPE_OF_TYPE = dict(
+    linear="""
+    factor                        needed    float up to 1e9
+    """,
+    llama3="""
+    factor                        needed    float up to 1e9
+    low_freq_factor               needed    float up to 1e9
+    high_freq_factor              needed    float up to 1e9
+    """,
+    longrope="""
+    short_factor                  optional  a list
+    long_factor                   optional  a list
+    """)
+# Of rope_parameters, where each kind of layer has its own.
+ROPE_OF_LAYERS = """
+full_attention                    optional  an object
+sliding_attention                 optional  an object
+"""
+# Of tokenizer_config.json, and of a chat template in a list there.
+SETTINGS = """
+add_bos_token                     optional  true or false
+chat_template                     optional  a text or a list
+added_tokens_decoder              optional  an object
+"""
+TEMPLATE = """
+name                              optional  a text
+template                          optional  a text
+"""
+KINDS = {
+    "an object": [dict],
+    "a list": [list],
+    "numbers of layers": [list],
+    "a text": [str],
+    "a text or a list": [str, list],
+    "true or false": [bool],
+    "int": [int],
+    "float": [int, float],
+}
 
 
-def typed(of: dict, key: str, *kinds: type):
-    """of[key], None where it is missing or null. ValueError unless it is of one of these types."""
-    if not isinstance(of, dict):
-        raise ValueError(f"{of!r:.60}: want an object with a {key}")
-    value = of.get(key)
-    if value is not None and type(value) not in kinds:
-        raise ValueError(f"{key}={value!r:.60}: want {' or '.join(KINDS[kind] for kind in kinds)}")
-    return value
-
-
-def check_numbers(of: dict, table: dict[str, tuple[type, float]], optional=False):
-    for key, (kind, most) in table.items():
+def check_keys(of: dict, table: str):
+    """ValueError unless the keys of a JSON object are what the table says."""
+    for line in table.strip().splitlines():
+        key, need, want = line.split(maxsplit=2)
+        if not isinstance(of, dict):
+            raise ValueError(f"{of!r:.60}: want an object with a {key}")
         value = of.get(key)
-        if value is None and optional:
+        if value is None and (need == "optional" or need == "nonnull" and key not in of):
             continue
-        if type(value) not in (int, kind) or not 0 < value <= most:
-            raise ValueError(f"{key}={value!r}: want {kind.__name__} above 0, up to {most:.0e}")
+        kind, _, most = want.partition(" up to ")
+        fits = type(value) in KINDS[kind]
+        if kind == "numbers of layers":
+            fits = fits and all(type(item) is int for item in value)
+        if most:
+            fits = fits and 0 < value <= float(most)
+            kind = f"{kind} above 0, up to {float(most):.0e}"
+        if not fits:
+            raise ValueError(f"{key}={value!r:.60}: want {kind}")
 
 
-def vet(directory: Path, tokenizer=True, head=False):
+def vet(directory: Path, head=False):
     """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it.
 
     head: it is an EAGLE head's directory, which no other may be."""
     path = directory / "config.json"
     if not is_file(path):
         raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
-    hf = read_json(path)
-    with user_errors(path):
+    with read_json(path) as hf:
         if is_head(hf):
             if not head:
                 raise ValueError("an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`")
-            hf = vet_head(hf)
+            check_keys(hf, HEAD)
+            hf = head_settings(hf)
+            check_keys(hf, HEAD)  # also those that stood in the objects
+            if hf.get("eagle_aux_hidden_state_layer_ids") == []:
+                raise ValueError("eagle_aux_hidden_state_layer_ids=[]: want numbers of layers")
         vocab_size = vet_config(hf)
         vet_tokens("eos_token_id", read_ends(hf), vocab_size)
-    path = directory / "generation_config.json"
-    generation = read_json(path)
-    with user_errors(path):
+    with read_json(directory / "generation_config.json") as generation:
         vet_tokens("eos_token_id", read_ends(generation), vocab_size)
         Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
-    if tokenizer:
-        vet_tokenizer(directory)
     vet_weights(directory)
 
 
 def vet_config(hf: dict) -> int:
     """The vocabulary's size."""
-    typed(hf, "model_type", str)
-    for key in ("rope_parameters", "rope_scaling", "text_config"):
-        typed(hf, key, dict)
-    typed(hf.get("text_config") or {}, "model_type", str)
+    for part in (hf, hf.get("text_config") or {}):
+        check_keys(part, PARTS)
     hf = text_settings(hf)
-    typed(hf, "tie_word_embeddings", bool)
-    check_numbers(hf, NUMBERS)
-    check_numbers(hf, OPTIONAL, optional=True)
+    check_keys(hf, CONFIG)
     n = hf["num_hidden_layers"]
     for key, values in (("layer_types", ("full_attention", "sliding_attention")), ("no_rope_layers", (0, 1))):
-        found = typed(hf, key, list)
+        found = hf.get(key)
         if found is not None and (len(found) < n or any(value not in values for value in found)):
             raise ValueError(f"{key}={str(found):.60}: want one of {values} for each of {n} layers")
+    for key in ("rope_parameters", "rope_scaling"):
+        check_keys(hf.get(key) or {}, ROPE_OF_LAYERS)
     for sliding in (False, True):
-        vet_rope(hf, sliding)
+        vet_rope(rope_settings(hf, sliding), head_dim(hf))
     if "expert_files" in FAMILIES[hf["model_type"]]:
         vet_experts(hf)
     config = config_from_hf(hf)
@@ -287,12 +377,7 @@ def vet_config(hf: dict) -> int:
 def vet_experts(hf: dict):
     """hf: text_settings()'s."""
     n, layers = hf.get("num_experts") or hf.get("num_local_experts"), hf["num_hidden_layers"]
-    needed = {"num_experts", "num_experts_per_tok", *(EXPERTS.keys() & hf.keys())}
-    check_numbers(hf | dict(num_experts=n), {key: EXPERTS[key] for key in needed})
-    typed(hf, "norm_topk_prob", bool)
-    dense = typed(hf, "mlp_only_layers", list) or []
-    if any(type(i) is not int for i in dense):
-        raise ValueError(f"mlp_only_layers={str(dense):.60}: want numbers of layers")
+    check_keys(hf | dict(num_experts=n), EXPERTS)
     if hf["num_experts_per_tok"] > n:
         raise ValueError(f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no more "
                          "experts")
@@ -300,38 +385,21 @@ def vet_experts(hf: dict):
         raise ValueError(f"{n} experts in each of {layers} layers: want {MOST_EXPERTS} at most; a number is wrong")
 
 
-def vet_head(hf: dict) -> dict:
-    """An EAGLE head's settings, as one dictionary."""
-    for key in ("transformer_layer_config", "eagle_config"):
-        typed(hf, key, dict)
-    hf = head_settings(hf)
-    check_numbers(hf, dict(draft_vocab_size=(int, 2 ** 24)), optional=True)
-    ids = typed(hf, "eagle_aux_hidden_state_layer_ids", list)
-    if ids is not None and (not 0 < len(ids) <= 64 or any(type(i) is not int for i in ids)):
-        raise ValueError(f"eagle_aux_hidden_state_layer_ids={str(ids):.60}: want a list of layers")
-    return hf
-
-
-def vet_rope(hf: dict, sliding: bool):
-    """hf: text_settings()'s."""
-    for key in ("rope_parameters", "rope_scaling"):
-        found = typed(hf, key, dict) or {}
-        for kind in ("full_attention", "sliding_attention"):
-            typed(found, kind, dict)
-    rope = rope_settings(hf, sliding)
-    typed(rope, "rope_type", str)
-    typed(rope, "truncate", bool)
-    check_numbers(rope, ROPE)
-    check_numbers(rope, ROPE_OPTIONAL, optional=True)
-    check_numbers(rope, {key: SCALE for key in ROPE_NEEDS.get(rope["rope_type"], ())})
-    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+def vet_rope(rope: dict, head_dim: int):
+    """rope: rope_settings()'s."""
+    check_keys(rope, ROPE)
+    kind = rope["rope_type"]
+    check_keys(rope, ROPE_OF_TYPE.get(kind, ""))
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
-    if rope["rope_type"] == "longrope":
-        pairs = int(head_dim(hf) * rope["partial_rotary_factor"]) // 2
+    if kind == "longrope":
+        pairs = int(head_dim * rope["partial_rotary_factor"]) // 2
         for key in ("short_factor", "long_factor"):
-            factors = typed(rope, key, list) or []
-            if len(factors) != pairs or any(type(of) not in (int, float) or not 0 < of < 1e9 for of in factors):
-                raise ValueError(f"{key}={str(factors):.60}: want {pairs} numbers above 0, one for each pair of a head")
+            factors = rope.get(key) or []
+            for factor in factors:
+                check_keys({key: factor}, f"{key} needed float up to 1e9")
+            if len(factors) != pairs:
+                raise ValueError(f"{key}={factors!r:.60}: want {pairs} numbers above 0, one for each pair of a head")
 
 
 def vet_tokens(key: str, ids: list, vocab_size: int):
@@ -342,29 +410,24 @@ def vet_tokens(key: str, ids: list, vocab_size: int):
                              f"vocab_size of {vocab_size}")
 
 
-def vet_tokenizer(directory: Path):
-    path = directory / "tokenizer_config.json"
-    settings = read_json(path)
-    with user_errors(path):
-        typed(settings, "add_bos_token", bool)
+def vet_tokenizer(directory: Path) -> Path:
+    """The tokenizer's file. UserError for what tokenizer.py could not read."""
+    with read_json(directory / "tokenizer_config.json") as settings:
+        check_keys(settings, SETTINGS)
         for key, value in settings.items():
             if key.endswith("_token") and isinstance(value, dict):
-                typed(value, "content", str)
-        templates = typed(settings, "chat_template", str, list)
+                check_keys(value, "content optional a text")
+        templates = settings.get("chat_template")
         for template in templates if isinstance(templates, list) else []:
-            typed(template, "name", str)
-            typed(template, "template", str)
-        for i, token in (typed(settings, "added_tokens_decoder", dict) or {}).items():
+            check_keys(template, TEMPLATE)
+        for i, token in (settings.get("added_tokens_decoder") or {}).items():
             int(i)
-            if not typed(token, "content", str):
+            check_keys(token, "content needed a text")
+            if not token["content"]:
                 raise ValueError("added_tokens_decoder: a token without content")
-    tokenizer_file(directory)
     template = directory / "chat_template.jinja"
     if is_file(template, MOST_JSON):
         read_text(template)
-
-
-def tokenizer_file(directory: Path) -> Path:
     paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
     there = [path for path in paths if is_file(path, MOST_TOKENIZER)]
     if not there:
@@ -374,15 +437,12 @@ def tokenizer_file(directory: Path) -> Path:
 
 def vet_weights(directory: Path):
     """The index, and each file's header."""
-    path = directory / INDEX
-    index = read_json(path)
     places = {}  # a file -> the tensors that the index says are in it
-    with user_errors(path):
-        files = typed(index, "weight_map", dict) or {}
-        for name in files:
-            file = PurePosixPath(typed(files, name, str) or "/")
-            if file.is_absolute() or ".." in file.parts:
-                raise ValueError(f"names the file {file}, which is outside of the checkpoint's directory")
+    with read_json(directory / INDEX) as index:
+        check_keys(index, "weight_map optional an object")
+        for name, file in (index.get("weight_map") or {}).items():
+            if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
+                raise ValueError(f"{name} is in {file!r:.60}: want a file inside of the checkpoint's directory")
             places.setdefault(directory / file, set()).add(name)
     if not index and is_file(directory / WHOLE):
         places = {directory / WHOLE: set()}
@@ -394,9 +454,9 @@ def vet_weights(directory: Path):
             if size > MOST_JSON:
                 raise ValueError(f"a header of {size} bytes, want {MOST_JSON} at most")
             with safe_open(path, framework="pt") as opened:
-                missing = sorted(names.difference(opened.keys()))
+                missing = names.difference(opened.keys())
             if missing:
-                raise ValueError(f"{missing[0]} is not in it, though {INDEX} says so")
+                raise ValueError(f"{min(missing)} is not in it, though {INDEX} says so")
 
 
 # Processes with limits
@@ -431,15 +491,14 @@ def template_process(pid: int) -> Popen:
 def render_lines():
     """The program of template_process(): for each line of stdin, a template and its values, it prints a line, the kind
     of an error or "" and the text."""
-    import json, re, resource, signal, sys  # noqa: E401
+    import json, re, resource, signal, sys, time  # noqa: E401
     from contextlib import suppress
     sys.path += sys.argv[1:]
     render_plainly("", {})  # imports what it needs
-    signal.alarm(10)  # for the first line to come
     with suppress(ValueError, OSError):  # macOS refuses this
         resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
     for line in sys.stdin:
-        used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        used = int(time.process_time())
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (used + 3, hard))  # in seconds; past it the process ends
         signal.alarm(10)  # so it does when as much time went by otherwise
@@ -495,7 +554,7 @@ def silenced():
             os.close(saved)
 
 
-def vetted(encode: Callable) -> Callable:
+def vetted(encode):
     """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no token, is refused."""
     def call(tokenizer, of):
         with user_errors("the text"):
@@ -519,7 +578,7 @@ class VettedTokenizer(Tokenizer):
     encode_text = vetted(Tokenizer.encode_text)
 
     def __init__(self, checkpoint: Checkpoint):
-        self.path = tokenizer_file(checkpoint.directory)
+        self.path = vet_tokenizer(checkpoint.directory)
         self.vocab_size = checkpoint.config.vocab_size
         with user_errors(self.path), silenced():
             super().__init__(checkpoint)
@@ -584,17 +643,16 @@ class VettedTokenizer(Tokenizer):
         whole = self.backend.encode(text)
         written = [self.reserved[part] for part in parts if part in self.reserved]
         same = [i for i in whole if i in reserved] == [i for i in written if i in reserved]
-        if same and not any(part in self.meant for part in parts):
+        if same and self.meant.keys().isdisjoint(parts):
             return whole
 
         ids = []
         for part in parts:
-            if part in self.reserved:
-                ids.append(self.reserved[part])
-                continue
             plain = self.meant.get(part, part)
             found = encode_plainly(plain)
-            if reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
+            if part in self.reserved:
+                found = [self.reserved[part]]
+            elif reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
                 found = [i for character in plain for i in encode_plainly(character)]
             ids += found
         return ids
@@ -610,32 +668,28 @@ DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.floa
 def find_device(name: str | torch.device | None, compile: bool = False) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there.
     compile: UserError where Inductor would not find a C++ compiler."""
-    counts = dict(  # Where the driver is unusable, GPUs may be counted and yet not available.
-        cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        mps=int(torch.backends.mps.is_available()),
-        cpu=1)
+    # Where the driver is unusable, GPUs may be counted and yet not available.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [f"cuda:{i}" for i in range(gpus)]
+    if torch.backends.mps.is_available():
+        found.append("mps:0")
+    found.append("cpu:0")
     if name is None:
-        name = next(kind for kind, count in counts.items() if count)
-    found = re.fullmatch(r"(cpu|cuda|mps)(?::(0|[1-9]\d{0,3}))?", str(name), re.ASCII)
-    if not found:
-        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps")
-    kind, index = found[1], int(found[2] or 0)
-    if index >= counts[kind]:
-        raise UserError(f"`device`={name}: PyTorch finds {counts[kind] or 'none'} of those; `device`=cpu works")
-    if kind == "cuda":
-        torch.cuda.set_device(index)
+        name = found[0].partition(":")[0]
+    if str(name) not in found and f"{name}:0" not in found:
+        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}")
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
-    if compile and kind == "cpu" and not shutil.which(compiler):
+    if compile and device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
-    return torch.device(name)
+    return device
 
 
-def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    dtype = DTYPES[dtype_name(name) or ("float32" if device.type == "cpu" else "bfloat16")]
+def find_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    default = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = DTYPES[str(name or default).removeprefix("torch.")]
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 runs there")
     return dtype
@@ -675,16 +729,17 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
     the weights have their memory already. kind: the caches', of model.CACHES. features: numbers that are kept of each
     token for an EAGLE head."""
-    share = ranks if device.type == "cuda" else 1
-    there = free_memory(device) if device.type == "cuda" else host_memory()
-    weights = cache = 0
+    share, there = 1, host_memory()
+    if device.type == "cuda":
+        share, there = ranks, free_memory(device)
+    tokens = batch_size * cache_length
+    weights, cache = 0, features * dtype.itemsize * tokens
     for config, bits in models:
         packed = bits / 8 if bits else dtype.itemsize  # scales are not counted
         for weight in hf_weights(config).values():
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
-        cache += KVCache.bytes_per_token(config, dtype, kind) * batch_size * cache_length / share
-    cache += features * dtype.itemsize * batch_size * cache_length
+        cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
     no_draft = ", or no `draft`" if len(models) > 1 else ""
     advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
               f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"
@@ -694,17 +749,13 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
     return advice
 
 
-def check_draft(name: str, draft: tuple[Checkpoint, Tokenizer], target: tuple[Checkpoint, Tokenizer]):
+def check_draft(name: str, draft: Tokenizer, target: Tokenizer):
     """UserError if the draft's tokenizer is not the checkpoint's."""
-    for i in range(min(draft[1].vocab_size, target[1].vocab_size)):
-        theirs, ours = draft[1].token(i), target[1].token(i)
+    for i in range(min(draft.vocab_size, target.vocab_size)):
+        theirs, ours = draft.token(i), target.token(i)
         if theirs != ours and None not in (theirs, ours):
             raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
                             "draft with the same tokenizer, or `draft`=prompt-lookup")
-    smaller, larger = [count_parameters(checkpoint.config) for checkpoint, _ in (draft, target)]
-    if smaller > larger:
-        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
-              "can save", file=sys.stderr)
 
 
 # Options
@@ -714,8 +765,8 @@ LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
     max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
     max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
     time_budget=(float, 1e-9, math.inf))
-CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4"))
-CHOICES |= dict(dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
+CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(
+    dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
@@ -729,7 +780,9 @@ def check_options(options: dict):
                 raise UserError(f"`{name}`={value!r:.60}: invalid {kind.__name__} value")
             if not low <= value <= high:
                 raise UserError(f"`{name}`={value} is not from {low} to {high}")
-        if name in CHOICES and dtype_name(value) not in CHOICES[name]:
+        if name == "dtype":
+            value = str(value).removeprefix("torch.")
+        if name in CHOICES and value not in CHOICES[name]:
             raise UserError(f"`{name}`={value!r:.60}: want one of {', '.join(CHOICES[name])}")
     stop = given.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
