@@ -17,7 +17,7 @@ import torch
 
 from completion import Completion
 from generate import LLM, import_fast
-from guard import GIB, dtype_name
+from guard import GIB
 
 CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))  # for str.translate(), which drops them
 
@@ -109,7 +109,7 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     return dict(
         checkpoint=args.checkpoint,
         device=str(device),
-        dtype=dtype_name(llm.dtype),
+        dtype=str(llm.dtype).removeprefix("torch."),
         quantize=args.quantize or llm.quantization.get("name"),
         world_size=llm.team.ranks,
         batch=len(completions),
