@@ -74,6 +74,7 @@ def check_shapes(source: Checkpoint, args):
         if weight.quantized and weight.shape[0] % 8:
             raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
                             "it")
+    for weight in source.weights.values():  # after what no other group size cures
         if weight.quantized:
             group_of(weight.shape[1], args.group_size)
 
