@@ -24,7 +24,7 @@ from checkpoint import UserError
 from cli.errors import message_of
 from families import config_from_hf
 from guard import find_checkpoint, read_text, vet
-from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
+from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, read_json, refusal, rewrite, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 
@@ -86,6 +86,13 @@ def test_a_damaged_file_and_an_index_that_leads_out_of_the_directory_are_refused
     if content is not None:
         put(tmp_path / file, whole[:content] if isinstance(content, int) else content)
     assert str(tmp_path / file) in refusal(load, tmp_path)
+
+
+def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(tmp_path):
+    save(tmp_path, make(tmp_path), shards=2)
+    index = read_json(tmp_path / INDEX)["weight_map"]
+    rewrite(tmp_path / INDEX, weight_map=index | {"model.extra.weight": SHARD})
+    assert "model.extra.weight" in refusal(load, tmp_path)
 
 
 @pytest.mark.parametrize("index", [False, True], ids=["alone", "in the index"])
