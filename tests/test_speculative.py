@@ -1,6 +1,7 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -100,8 +101,10 @@ def test_greedy_speculation_is_greedy_decoding(prompts, name, policy):
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of(name), policy))
 
 
-def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
-    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in the tests below."""
+def test_compiled_greedy_speculation_is_greedy_decoding(prompts, monkeypatch):
+    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in the tests below. Here
+    what is traced runs as PyTorch runs it: 26 s, where Inductor takes 75."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of("tiny-eagle"), "2", mode="fast"))
 
 
