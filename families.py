@@ -55,6 +55,7 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
+    "qwen3_moe": dict(moe_intermediate_size=768),
     "gpt_oss": dict(
         head_dim=64,
         rope_theta=150000.0,

@@ -376,13 +376,14 @@ def vet_config(hf: dict) -> int:
 
 def vet_experts(hf: dict):
     """hf: text_settings()'s."""
-    n, layers = hf.get("num_experts") or hf.get("num_local_experts"), hf["num_hidden_layers"]
+    n = hf.get("num_experts") or hf.get("num_local_experts")
     check_keys(hf | dict(num_experts=n), EXPERTS)
     if hf["num_experts_per_tok"] > n:
         raise ValueError(f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no more "
                          "experts")
-    if n * layers > MOST_EXPERTS:
-        raise ValueError(f"{n} experts in each of {layers} layers: want {MOST_EXPERTS} at most; a number is wrong")
+    if n * hf["num_hidden_layers"] > MOST_EXPERTS:
+        raise ValueError(f"{n} experts in each of {hf['num_hidden_layers']} layers: want {MOST_EXPERTS} at most; a "
+                         "number is wrong")
 
 
 def vet_rope(rope: dict, head_dim: int):
