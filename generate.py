@@ -37,7 +37,7 @@ from completion import Completion, make_completions, pieces, rank_completions
 from eagle import make_draft
 from model import Transformer
 from sampling import LIMITS, Sampling, choose
-from speculative import SLACK, Speculator, accept, capture, propose
+from speculative import SLACK, Speculator, accept, propose
 from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -240,7 +240,8 @@ class Engine:
 
     def step(self) -> tuple[Tensor, Tensor] | None:
         """Launches the next token of each row: what decode_one_token() returns, None at the end. Compiled, the next
-        step overwrites it."""
+        step overwrites it; captured, it is the host's when the GPU is done, and the step after the next overwrites it.
+        """
         if self.length == self.end:
             return None
         self.length += 1
@@ -256,7 +257,7 @@ class Engine:
         if self.graph:
             return self.graph()
         chosen = decode_one_token(*step)
-        self.graph = capture(partial(decode_one_token, *step))
+        self.graph = self.fast.capture(partial(decode_one_token, *step), chosen)
         return chosen
 
     def read(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
@@ -319,25 +320,21 @@ def generate(
     Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so many tokens, the
     same for all prompts, are in the cache already. On a GPU a step is yielded after the next one is launched, so that
     the GPU never waits; a speculative step may go beyond new_tokens."""
-    ahead = runner.device.type == "cuda"
     step = runner.begin(prompts, new_tokens, start, samples)
     while step:
-        host = to_host(step)
-        if ahead:
+        if runner.device.type == "cuda":
+            host = to_host(step)
             step = runner.step()
-        yield runner.read(*host())
-        if not ahead:
+            yield runner.read(*host())
+        else:
+            yield runner.read(*step)
             step = runner.step()
 
 
 def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
-    """Begins to copy tensors to the host, and returns the function that waits for the copies."""
-    if not tensors[0].is_cuda:
-        return lambda: tensors
-    copies = [
-        torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
-        for t in tensors
-    ]
+    """Begins to copy tensors of a GPU's step to the host, where a captured one writes its own, and returns the function
+    that waits for them."""
+    copies = [t.to("cpu", non_blocking=True) for t in tensors]
     event = torch.cuda.current_stream().record_event()
 
     def wait() -> list[Tensor]:

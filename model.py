@@ -195,7 +195,10 @@ class Transformer(nn.Module):
 
     def read(self, tokens, rows, positions):
         """What goes into the first layer: tokens [B, T] -> [B, T, D]."""
-        return self.embed(tokens) * self.embedding_scale
+        x = self.embed(tokens)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        return x
 
     def keep(self, place: int, x, rows, positions):
         """Keeps hidden states x [B, T, D], if setup() was asked for those of this place."""

@@ -273,9 +273,9 @@ class Speculator:
         seconds = {}
         for k in lengths:
             if target.compiled or name == "auto" and k in TIMED_LENGTHS:
-                self.step_of[k]()
+                results = self.step_of[k]()
                 if self.captures:
-                    self.step_of[k] = capture(self.step_of[k], pool)
+                    self.step_of[k] = target.fast.capture(self.step_of[k], results, pool)
                 seconds[k] = self.time(self.step_of[k])
         self.policy = make_policy(name, interpolate(seconds, lengths))
 
@@ -394,16 +394,3 @@ class Speculator:
             )
         self.heard = now
         return rows
-
-
-def capture(step: Callable, pool=None) -> Callable:
-    """step() as a CUDA graph, which returns the same tensors each time. pool: of graphs that share their memory."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        out = step()
-
-    def replay():
-        graph.replay()
-        return out
-
-    return replay

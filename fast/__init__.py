@@ -14,6 +14,7 @@ the import. Delete the folder, and every command still works, slower. The packag
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
     attention.py      attention with rope and the KV cache's update inside
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort
+    graph.py          a step as a CUDA graph, which brings its results to the host
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
     cpu.py            a CPU's linear layers: oneDNN's and PyTorch's int4 products, or loops for torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
@@ -49,6 +50,7 @@ class Fast:
     choose: Callable | None = None
     propose: Callable | None = None
     accept: Callable | None = None
+    capture: Callable | None = None  # a step as a CUDA graph, see graph.py
 
 
 def optimize(model: nn.Module) -> Fast | None:
@@ -76,7 +78,7 @@ def optimize(model: nn.Module) -> Fast | None:
 def use_kernels(model: nn.Module) -> Fast | None:
     """optimize() for a GPU that has what the kernels want."""
     try:
-        from fast import decoder, sampling
+        from fast import decoder, graph, sampling
     except (ImportError, AttributeError) as error:  # of Triton: its names come and go
         print(f"plain PyTorch decodes: the kernels cannot be imported: {error}", file=sys.stderr)
         return None
@@ -94,7 +96,7 @@ def use_kernels(model: nn.Module) -> Fast | None:
     if not found.kernels:
         return Fast(found)
     settings = partial(sampling.make_settings, device=model.embed.weight.device)
-    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept)
+    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept, graph.capture)
 
 
 def read_bandwidth(model: nn.Module) -> float | None:
