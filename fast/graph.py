@@ -11,15 +11,16 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from fast.common import constexpr, jit, tl, triton
+from fast.common import constexpr, jit, tl
 
 
 @jit
 def send_kernel(x, places, count, n, BLOCK: constexpr):
     """Writes x [n] to places [2, n], the place whose turn it is by the count."""
     sent = tl.load(count)
-    i = tl.arange(0, BLOCK)
-    tl.store(places + sent % 2 * n + i, tl.load(x + i, mask=i < n), mask=i < n)
+    for begin in range(0, n, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        tl.store(places + sent % 2 * n + i, tl.load(x + i, mask=i < n), mask=i < n)
     tl.debug_barrier()
     tl.store(count, sent + 1)
 
@@ -34,7 +35,7 @@ def capture(step: Callable, results: tuple[Tensor, ...], pool=None) -> Callable:
 
     def send(results: tuple[Tensor, ...]) -> None:
         for x, place, count in zip(results, places, counts.split(1), strict=True):
-            send_kernel[(1,)](x.contiguous(), place, count, x.numel(), triton.next_power_of_2(x.numel()))
+            send_kernel[(1,)](x.contiguous(), place, count, x.numel(), BLOCK=256)
 
     send(results)  # compiles its kernel
     counts.zero_()
