@@ -50,7 +50,7 @@ class Fast:
     choose: Callable | None = None
     propose: Callable | None = None
     accept: Callable | None = None
-    capture: Callable | None = None  # a step as a CUDA graph, see graph.py
+    capture: Callable | None = None  # graph.CapturedStep
 
 
 def optimize(model: nn.Module) -> Fast | None:
@@ -96,7 +96,7 @@ def use_kernels(model: nn.Module) -> Fast | None:
     if not found.kernels:
         return Fast(found)
     settings = partial(sampling.make_settings, device=model.embed.weight.device)
-    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept, graph.capture)
+    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept, graph.CapturedStep)
 
 
 def read_bandwidth(model: nn.Module) -> float | None:

@@ -25,27 +25,26 @@ def send_kernel(x, places, count, n, BLOCK: constexpr):
     tl.store(count, sent + 1)
 
 
-def capture(step: Callable, results: tuple[Tensor, ...], pool=None) -> Callable:
-    """step() as a CUDA graph -> a function that launches it and returns its results on the host, which are there when
-    the GPU has come so far. The launch after the next one overwrites them.
+class CapturedStep:
+    """step() as a CUDA graph. A call launches it and returns its results on the host, which are there when the GPU has
+    come so far. The call after the next one overwrites them.
 
     results: those of a step that ran as it is, which compiled its kernels. pool: of graphs that share their memory."""
-    places = [torch.empty(2, *x.shape, dtype=x.dtype, pin_memory=True) for x in results]
-    counts = torch.zeros(len(results), dtype=torch.int32, device=results[0].device)
 
-    def send(results: tuple[Tensor, ...]) -> None:
-        for x, place, count in zip(results, places, counts.split(1), strict=True):
-            send_kernel[(1,)](x.contiguous(), place, count, x.numel(), BLOCK=256)
+    def __init__(self, step: Callable, results: tuple[Tensor, ...], pool=None):
+        self.places = [torch.empty(2, *x.shape, dtype=x.dtype, pin_memory=True) for x in results]
+        self.counts = torch.zeros(len(results), dtype=torch.int32, device=results[0].device)
+        self.turns = cycle(zip(*self.places))
+        self.send(results)  # compiles its kernel
+        self.counts.zero_()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.send(step())
 
-    send(results)  # compiles its kernel
-    counts.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        send(step())
-    turns = cycle(zip(*places))
+    def send(self, results: tuple[Tensor, ...]) -> None:
+        for x, places, count in zip(results, self.places, self.counts.split(1), strict=True):
+            send_kernel[(1,)](x.contiguous(), places, count, x.numel(), BLOCK=256)
 
-    def launch() -> tuple[Tensor, ...]:
-        graph.replay()
-        return next(turns)
-
-    return launch
+    def __call__(self) -> tuple[Tensor, ...]:
+        self.graph.replay()
+        return next(self.turns)
