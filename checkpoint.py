@@ -71,7 +71,8 @@ class Checkpoint:
         return hf_weights(config)
 
     def counted(self) -> Config:
-        """What guard.check_memory() counts. Its vocabulary has logits."""
+        """The Config by which memory is counted and the output head shared. Of an EAGLE head: its vocabulary is what it
+        may draft, and its embedding, as a rule the target's, does not count."""
         return self.config
 
     def read_json(self, name: str) -> dict:
@@ -118,7 +119,8 @@ class Place(NamedTuple):
 class Weight(NamedTuple):
     """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
 
-    rows, columns: what ranks share these by, a key of tp.Shard.shares; None: each rank has all of them. quantized:
+    rows, columns: of our parameter, outputs and inputs, also where the file has it transposed: what ranks share these
+    by, a key of tp.Shard.shares; None: each rank has all of them. quantized:
     whether quantization replaces this matrix. norm: it is a norm's. expert: whose it is. experts: it is all experts'
     at once, [X, inputs, outputs], as gpt-oss has it; rows that are "pairs" are a gate's and an up's in turns."""
 
@@ -133,8 +135,8 @@ class Weight(NamedTuple):
     experts: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What it is of our parameter, in the file's order: rows of a matrix, also of one expert's; or all experts',
-        ours [X, N, K] as [X, K, N], and of pairs the last dimension 2F as [F, 2]."""
+        """The view of our parameter that the tensor fills, in the file's order: rows of a matrix, also of one expert's;
+        or all experts', ours [X, N, K] as [X, K, N], and of pairs the last dimension 2F as [F, 2]."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         if not self.experts:
@@ -145,7 +147,7 @@ class Weight(NamedTuple):
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
-    """Hugging Face's name of each tensor -> its place: the one table of all names. Reading, quantizing and sharing
+    """Hugging Face's name of each tensor -> its Weight: the one table of all names. Reading, quantizing and sharing
     among ranks go by it."""
     V, D = config.vocab_size, config.dim
     table = {
@@ -305,7 +307,7 @@ def load_model(
     parameters = {
         name: torch.empty_like(parameter, device=device, dtype=held[name])
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and name in held
+        if parameter.is_meta and name in held  # not what read_layers() has put in
     }
     names = [name for name, weight in table.items() if weight.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file

@@ -95,7 +95,7 @@ class Head(Transformer):
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
         return self.fc(x)
 
-    def read(self, tokens, rows, positions):
+    def embed_tokens(self, tokens, rows, positions):
         """[B, T] -> what the first layer reads [B, T, 2 D]"""
         return torch.cat((self.embed(tokens), self.states[rows, positions]), dim=-1)
 
@@ -323,7 +323,7 @@ class EagleDraft(DraftModel):
     def known(self, tokens: Tensor) -> Tensor:
         return tokens  # its embedding is the target's
 
-    def read(self, text, last, at, slots):
+    def feed(self, text, last, at, slots):
         column = last - 1 - at[:, 0]
         here = (0 <= column) & (column < at.shape[1])
         tokens = self.place(text, self.target.model.features, at, last)

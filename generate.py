@@ -130,7 +130,8 @@ class Engine:
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out.
         # SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features, cache)
-        # The length that each row may reach, where its prompt and new tokens do not say it.
+        # The length that each row may reach (Transformer.begin_rows()), where its prompt and new tokens do not say it:
+        # a draft is not told how many these are, and a chat's turns share one rope.
         self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
@@ -155,7 +156,8 @@ class Engine:
         torch._dynamo.config.specialize_float = True
         # Do not make a size dynamic when it first changes.
         torch._dynamo.config.automatic_dynamic_shapes = False
-        # Prefill: the code of one layer serves all lengths and layers.
+        # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of one serves all
+        # lengths and layers. Decode's forward is compiled once more, below.
         for layer in self.model.layers:
             layer.compile(dynamic=True, fullgraph=True)
         self.decoder = self.model
@@ -194,7 +196,8 @@ class Engine:
     def slots(self, n: int) -> Tensor:
         """The cache's first slots, at least the n that are in use."""
         if self.kernels:
-            return self.model.slots[:0]  # kernels find the slots in use by themselves
+            # Kernels find the slots in use by themselves, also those that fast/ put into the model for prefill.
+            return self.model.slots[:0]
         length = round_up(n, 8)
         if self.device.type == "cuda":
             # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's.
@@ -260,7 +263,7 @@ class Engine:
         self.graph = self.fast.capture(partial(decode_one_token, *step), chosen)
         return chosen
 
-    def read(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
+    def to_lists(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
@@ -325,9 +328,9 @@ def generate(
         if runner.device.type == "cuda":
             host = to_host(step)
             step = runner.step()
-            yield runner.read(*host())
+            yield runner.to_lists(*host())
         else:
-            yield runner.read(*step)
+            yield runner.to_lists(*step)
             step = runner.step()
 
 
@@ -414,8 +417,8 @@ class LLM:
         self.draft_checkpoint = None
         if draft not in (None, "prompt-lookup"):
             self.draft_checkpoint = guard.open_draft(draft, opened)
-        # What an EAGLE head has of its own.
-        self.head = getattr(self.draft_checkpoint, "options", None)
+        # An EAGLE head's HeadConfig, else None.
+        self.eagle = getattr(self.draft_checkpoint, "options", None)
         self._sizes = [
             (checkpoint.counted(), formats.read_settings(checkpoint).get("bits"))
             for checkpoint in (self.checkpoint, self.draft_checkpoint)
@@ -481,7 +484,8 @@ class LLM:
 
     def _load(self, rows: int, length: int) -> None:
         """Reads the weights, for a cache of so many rows and tokens."""
-        options, begun = self.options, time.perf_counter()
+        options = self.options
+        begun = time.perf_counter()
         where = dict(device=self.device, dtype=self.dtype, progress=not options.quiet)
         read = partial(formats.load, **where)
         self.advice = self._check_memory(rows, length)
@@ -499,15 +503,16 @@ class LLM:
                     quantize=options.draft_quantize,
                     split=draft_splitter(self.team, self.draft_checkpoint.counted()),
                 )
-                if self.head:
+                if self.eagle:
                     self.draft_model.share_embedding(self.model)
         self.load_s = time.perf_counter() - begun
 
     def _check_memory(self, rows: int, length: int) -> str:
         """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        where, loaded = (self.device, self.dtype, self.team.ranks), self.model is not None
+        where = self.device, self.dtype, self.team.ranks
+        loaded = self.model is not None
         kind = self.options.kv_cache or "16-bit"
-        features = len(self.head.places) * self.head.target_dim if self.head else 0
+        features = len(self.eagle.places) * self.eagle.target_dim if self.eagle else 0
         return guard.check_memory(
             self._sizes, rows, self._slots(length), *where, loaded, kind, features
         )
@@ -562,7 +567,8 @@ class LLM:
         gc.collect()
 
     def _make_engine(self, rows: int, length: int) -> None:
-        options, slots = self.options, self._slots(length)
+        options = self.options
+        slots = self._slots(length)
         mode = "eager"
         if options.compile:
             mode = "compile" if options.no_kernels else "fast"
@@ -573,7 +579,7 @@ class LLM:
             mode=mode,
             cache=options.kv_cache or "16-bit",
         )
-        self.engine = engine(self.model, slots, features=self.head.places if self.head else ())
+        self.engine = engine(self.model, slots, features=self.eagle.places if self.eagle else ())
         if not options.draft:
             return
         draft = make_draft(self.engine, self.draft_model, engine, slots)

@@ -10,7 +10,8 @@ Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv 
 V vocabulary; in a mixture of experts X experts, n of which a token takes, and M rows.
 
 A new family of models is a field of Config or, where its layers differ, of LayerConfig. families.config_from_hf()
-reads it, and checkpoint.hf_weights() names its weights. fast/ leaves a value that it does not know to this file.
+reads it, and checkpoint.hf_weights() names its weights. fast/ leaves it to this file where a field that it does not
+know, also of Rope or MoEConfig, has another value than its default.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of a KV cache, whether keys and values are int8.
+# --kv-cache -> whether keys, and whether values, are int8. "16-bit": both in the model's dtype, whichever that is.
 CACHES = {"16-bit": (False, False), "int8": (True, True), "int8-values": (False, True)}
 ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
 # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
@@ -62,7 +63,7 @@ class LayerConfig:
     """What may differ from layer to layer."""
 
     window: int | None = None  # a token attends to the last `window` positions, its own included
-    rope: Rope = Rope()
+    rope: Rope = Rope()  # this default: none, as in some layers of SmolLM3
     moe: MoEConfig | None = None  # None: the feed-forward part is dense
 
 
@@ -176,9 +177,10 @@ class Transformer(nn.Module):
             slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
         turns = {table.rope: table(positions, len(tokens)) for table in self.ropes}
         masks = {
-            layer.window: visible(slots, positions, layer.window) for layer in self.config.layers
+            window: visible(slots, positions, window)
+            for window in dict.fromkeys(layer.window for layer in self.config.layers)
         }
-        x = self.read(tokens, rows, positions)  # [B, T, D]
+        x = self.embed_tokens(tokens, rows, positions)  # [B, T, D]
         run = compiled_once
         if torch.is_grad_enabled():
             # Torch 2.11 to 2.13 computes wrong gradients through nested regions.
@@ -193,8 +195,8 @@ class Transformer(nn.Module):
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
         return self.head(self.norm(x) * self.config.logits_scale)
 
-    def read(self, tokens, rows, positions):
-        """What goes into the first layer: tokens [B, T] -> [B, T, D]."""
+    def embed_tokens(self, tokens, rows, positions):
+        """What goes into the first layer: tokens [B, T] -> [B, T, D]. eagle.Head has its own."""
         x = self.embed(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -307,14 +309,16 @@ class Attention(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The keys and values of a layer: k, v [B, K, L, E]. A cache of another type is a class with these methods.
+    """The keys and values of a layer: k, v [B, K, L, E]. Another kind is a subclass, made in Transformer.setup(), and
+    fast/ leaves it to this file. Its buffers begin with [B, K, L]: arrange_rows() copies them.
 
     In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention reads has been int8,
     the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives.
 
     A recurrent layer (Qwen3.5) would keep a state in its place, which nothing overwrites by position. Then a forward
-    must know how many columns of a row are no padding, a rejected draft needs the state before it, arrange_rows()
-    copies all of it, and bytes_per_token() counts layers that differ."""
+    must know how many columns of a row are no padding, a new text must clear the state, rejected drafts and a chat's
+    turn that begins before what was read need the state of then, the step that generate() launches ahead and rows that
+    have ended must not change it, arrange_rows() copies all of it, and bytes_per_token() counts layers that differ."""
 
     def __init__(
         self,
@@ -341,7 +345,8 @@ class KVCache(nn.Module):
         return config.n_layer * config.n_kv_head * head
 
     def write(self, k, v, rows, positions):
-        """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T]."""
+        """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T]. Indices with a slice between
+        them put K behind B and T, which is x's order."""
         for cache, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scales is not None:
                 x, scales[rows, :, positions] = to_int8(x)

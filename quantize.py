@@ -6,7 +6,8 @@ files of quantized checkpoints is formats.py; the command that makes them:
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
     python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
 
-A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
+A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero. What is called codes
+is a kind of them where it is of the type Codes, such as INT4, and the numbers where it is a Tensor.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
@@ -45,8 +46,8 @@ def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
     exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2 ** (bias - 127) times the
     number."""
     codes = codes.int()
-    sign = 1 << bits - 1
-    placed = (codes & sign) << 32 - bits | (codes & sign - 1) << 23 - mantissa
+    sign = 1 << (bits - 1)
+    placed = (codes & sign) << (32 - bits) | (codes & (sign - 1)) << (23 - mantissa)
     return placed.view(torch.float32) * 2.0 ** (127 - bias)
 
 
@@ -135,7 +136,7 @@ class QuantizedLinear(nn.Module):
         return torch.arange(K, device=self.scales.device) // (K // C)
 
     def dequantize(self, dtype: torch.dtype, experts=...) -> Tensor:
-        """The weights [N, K]; of a QuantizedExperts, these experts' [any, N, K]."""
+        """The weights [N, K]; of a QuantizedExperts, these experts' [any, N, K], by default all."""
         scales = self.codes.decode_scales(self.scales[experts])
         zeros = torch.full_like(scales, self.codes.zero)
         if self.zeros is not None:
@@ -243,6 +244,7 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = No
     if sym:
         scale = 2 * torch.maximum(-low, high) / top
         return scale, torch.full_like(scale, codes.zero)
+    # A zero point is 1 or more, so that at most top - 1 codes lie above it.
     scale = torch.maximum((high - low) / top, high / (top - 1))
     return scale, (-low / scale.clamp(min=1e-30)).round().clamp(1, top)
 

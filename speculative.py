@@ -26,7 +26,8 @@ from torch import Tensor
 from policies import TIMED_LENGTHS, Auto, draft_lengths, interpolate, make_policy
 from sampling import Sampling, draw, probabilities
 
-# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight.
+# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight. Two steps of up
+# to 33 tokens, rounded up to a multiple of 8.
 SLACK = 72
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 
@@ -75,6 +76,7 @@ def propose(logits: Tensor, vocab_size: int, sampling: Sampling):
 @dataclass
 class Drafter:
     """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
+    eagle.make_draft() makes it; what the user calls it stands in generate.LLM and guard.check_options().
 
     vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens before the last one the
     draft has not read. The Speculator adds those of its steps without drafts."""
@@ -91,7 +93,7 @@ class Drafter:
         """For the drafts from now on."""
 
     def begin(self, prompts: list[list[int]], start: int, samples: int):
-        """New texts: prompts behind `start` tokens of the texts before, and one more token, from the target's prefill.
+        """New texts: prompts after `start` tokens of the texts before, and one more token, from the target's prefill.
         Each prompt has `samples` rows."""
 
     def catch_up(self, text: Tensor, last: Tensor, reach: int):
@@ -103,7 +105,7 @@ class Drafter:
         raise NotImplementedError
 
     def follow(self, text: Tensor, last: Tensor, accepted: Tensor, k: int, reach: int):
-        """The end of a step that propose() began: behind last [B] of text [B, L] now stand the tokens that were
+        """The end of a step that propose() began: after last [B] of text [B, L] now stand the tokens that were
         accepted [B] and one more. Without the host, too."""
 
 
@@ -177,7 +179,7 @@ class DraftModel(Drafter):
             at = (last - width).clamp(0, room - width)[:, None]
             at = at + torch.arange(width, device=last.device)
             for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
-                self.read(text, last, chunk, slots)
+                self.feed(text, last, chunk, slots)
             self.unread = 0
 
     def known(self, tokens: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ class DraftModel(Drafter):
         ]
         self.engine.prefill(short, 0, self.samples)
 
-    def read(self, text, last, at, slots):
+    def feed(self, text, last, at, slots):
         """Puts what stands at [B, any] of the text into the cache."""
         tokens = self.known(text.gather(1, at))
         self.engine.model(tokens, at, slots, last=torch.zeros_like(last))
@@ -200,6 +202,7 @@ class DraftModel(Drafter):
     def start(self, text, last, k, slots):
         """Where the last token that was read stands [B, 1], and the logits after it."""
         # Two tokens are read: after a step that kept all its drafts, the cache lacks the last of them.
+        # Where its cache is full this stays within it; propose() then says that nothing counts.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
         at = at + torch.arange(2, device=last.device)
         tokens = self.known(text.gather(1, at))
@@ -264,7 +267,8 @@ class Speculator:
         self.captures = target.captures and self.draft.captures
         lengths = draft_lengths(name, few=target.compiled and not self.captures)
         if name != "auto" and self.draft.max_seq_len >= target.max_seq_len:
-            lengths = lengths[1:]  # there is always room to draft
+            # Without 0, which is for "auto", and for texts that exceed the draft's cache.
+            lengths = lengths[1:]
         lengths = [k for k in lengths if k + 2 <= self.draft.max_seq_len] or [0]
         self.step_of = {k: partial(self.speculate, k) for k in lengths}
         self.ends.fill_(target.max_seq_len)  # no row is done
@@ -337,7 +341,8 @@ class Speculator:
         return self.step_of[k]()
 
     def reach(self) -> int:
-        """No slot beyond is in use, nor will be after the next two steps."""
+        """No slot beyond is in use, nor will be after the next two steps. A captured step keeps the value that it was
+        captured with: kernels do without it, see Engine.slots()."""
         return max(self.seq_lens) + SLACK
 
     def speculate(self, k: int):
@@ -368,10 +373,10 @@ class Speculator:
         self.last += new
         return tokens, logprobs, new, proposed
 
-    def read(self, tokens, logprobs, new: Tensor | None = None, proposed: Tensor | None = None):
+    def to_lists(self, tokens, logprobs, new: Tensor | None = None, proposed: Tensor | None = None):
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         if new is None:  # begin()'s
-            return self.target.read(tokens, logprobs)
+            return self.target.to_lists(tokens, logprobs)
         rows, accepted, counts = [], [], self.counts
         lists = tokens.tolist(), logprobs.tolist(), new.tolist(), proposed.tolist()
         for b, (row_tokens, row_logprobs, n, drafted) in enumerate(zip(*lists)):

@@ -46,14 +46,15 @@ def part_of(columns: int, ranks: int) -> int:
 def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     """A rank's inputs of o, and of down, are multiples of these.
 
-    The inputs of o are its q heads'. With whole kv heads they fill whole groups of o, and the outputs of k and v fill
-    whole words. Llama-3-8B has 4 q heads of 128 for each kv head, 512 inputs: whole groups of 128, so that 512 is the
-    unit. Where equally many ranks share each kv head, a rank has H / ranks q heads, if these are whole groups."""
+    o's inputs are the q heads' outputs, E each. As a rule a rank has whole kv heads, each with its H / K q heads: a
+    unit is the inputs of these or, of several kv heads, as many as fill whole groups of o and, of the outputs of k and
+    v, whole words. Llama-3-8B: 4 q heads of 128, 512 inputs, four groups of 128. Where equally many ranks share each kv
+    head, the unit is a rank's H / ranks q heads, if these fill groups and words."""
     H, K, E = config.n_head, config.n_kv_head, config.head_dim
     word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
     o_unit = math.lcm(H // K * math.lcm(E, word), group)
     even = H // ranks * E
-    if ranks % K == H % ranks == 0 and even % group == E % word == 0:
+    if ranks % K == 0 and H % ranks == 0 and even % group == 0 and E % word == 0:
         o_unit = even
     return o_unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
 
@@ -94,7 +95,7 @@ class Shard:
         q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
         kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
         ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
-        moes = {layer.moe for layer in config.layers if layer.moe}
+        moes = {layer.moe for layer in config.layers if layer.moe}  # one at most: a model's mixtures are alike
         first, end = cut(moes.pop().ffn_dim, ffn_unit, rank, ranks) if moes else (0, 0)
         part = part_of(V, ranks)
         self.whole, self.outputs = config, V
@@ -166,10 +167,10 @@ class Shard:
             layer = model.get_submodule(name)
             if layer.bias is not None and self.rank:  # which is added once
                 layer.bias.data.zero_()
-            half = name.rpartition(".")[0]
-            moe = model.get_submodule(half)
-            if isinstance(moe, MoE):
-                model.set_submodule(half, ParallelExperts(moe))
+            parent = name.rpartition(".")[0]
+            module = model.get_submodule(parent)
+            if isinstance(module, MoE):
+                model.set_submodule(parent, ParallelExperts(module))
             else:
                 model.set_submodule(name, RowParallelLinear(layer))
         if self.whole.tied:

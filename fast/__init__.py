@@ -96,7 +96,8 @@ def use_kernels(model: nn.Module) -> Fast | None:
     if not found.kernels:
         return Fast(found)
     settings = partial(sampling.make_settings, device=model.embed.weight.device)
-    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept, graph.CapturedStep)
+    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept,
+                graph.CapturedStep)
 
 
 def read_bandwidth(model: nn.Module) -> float | None:

@@ -44,20 +44,23 @@ from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 OPERATORS = ("linear", "packed_linear", "add_norm", "gate", "attend", "update_and_attend", "sample", "distribute",
              "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "mixture", "grouped_linear")
 
-# The fields of model.Config and model.LayerConfig that the modules of this file, or model.py's around them, take into
-# account.
+# The fields of model.Config, LayerConfig, Rope and MoEConfig that the modules of this file, or model.py's around them,
+# take into account.
 KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
                 "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
                 "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope",
-                "o_bias", "sinks", "expert_files", "moe"}
+                "o_bias", "sinks", "expert_files", "moe", "frequencies", "scale", "original", "long", "q_growth",
+                "n_expert", "n_chosen", "normalize", "bias", "clamp"}
 
 
 # What can be replaced
 
 
 def unknown_fields(model: Transformer) -> list[str]:
-    """The values of Config and of its layers that this file does not know, each once: "Config.cap=30.0"."""
-    configs = dict.fromkeys([model.config, *model.config.layers])
+    """The values of Config and its parts that this file does not know, each once: "Config.cap=30.0"."""
+    layers = model.config.layers
+    parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
+    configs = dict.fromkeys([model.config, *layers, *parts])
     return [value for config in configs for value in unknown_values(config, KNOWN_FIELDS)]
 
 
@@ -331,7 +334,7 @@ class FusedDecoder(nn.Module):
         """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention without a kernel."""
         model, rows = self.model, self.model.rows[:len(tokens)]
         slots = model.slots if slots is None else slots
-        x = model.read(tokens, rows, positions).flatten(0, 1)  # [M, D]
+        x = model.embed_tokens(tokens, rows, positions).flatten(0, 1)  # [M, D]
         if self.scale != 1:
             x = x / self.scale
         for i, layer in enumerate(self.layers):
