@@ -160,16 +160,16 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
-    block = 4096
+    block = 1024  # of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200)
     blocks = triton.cdiv(V, block)
     zeros = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)  # in one launch
     counts, semaphore = zeros[:B * 512], zeros[B * 512:]
     bests = torch.empty(B * blocks * 4, device=logits.device)
     logits = logits.contiguous()
-    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=False, BV=block, num_warps=8)
-    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=True, BV=block, num_warps=8)
+    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=False, BV=block, num_warps=4)
+    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=True, BV=block, num_warps=4)
     choose_kernel[(B, blocks)](logits, noise, settings, counts, semaphore, bests, tokens, logprobs, V, BV=block,
-                               BP=triton.next_power_of_2(blocks), num_warps=8)
+                               BP=triton.next_power_of_2(blocks), num_warps=4)
     launch_distribution(logits, noise, settings, None, logprobs, tokens)
     return tokens, logprobs
 
