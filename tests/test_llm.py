@@ -3,7 +3,6 @@ import asyncio
 import io
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -47,8 +46,6 @@ def test_the_readmes_example_runs_and_nothing_else_compiles_again(tmp_path, caps
                              ("word " * 300, {}), (one, dict(num_samples=3)), (one, dict(max_new_tokens=1))]:
         expected, found = eager(prompts, **options), compiled(prompts, temperature=0, **options)
         assert tokens_of(found) == tokens_of(expected), prompts
-    for sampling in (dict(temperature=0.7), dict(top_k=3), dict(top_p=0.5, min_p=0.1), dict(temperature=1.3, top_k=9)):
-        assert compiled(one, **sampling).tokens
     assert counters["stats"]["unique_graphs"] == graphs
     same_for_all(Engine(tiny(directory=tmp_path / "draft"), 400, 4), names["llm"].engine, monkeypatch)
 
@@ -63,11 +60,6 @@ def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
     assert tokens_of(llm("One day", num_samples=3)) == [text.tokens] * 3 and isinstance(llm(["One day"]), list)
 
 
-def test_the_pieces_of_a_stream_are_the_text(llm):
-    pieces = list(llm.stream("Once upon a time", stop=["was a little"]))
-    assert len(pieces) > 1 and "".join(pieces) == llm("Once upon a time", stop=["was a little"]).text
-
-
 def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
     expected = llm("One day").text
     stream = llm.stream("Tom and Sue", max_new_tokens=50)
@@ -80,14 +72,8 @@ def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(ll
 
 def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(chatty):
     llm = LLM(chatty, **GREEDY, stop=["was"])
-    assert "was" not in llm("Once upon a time").text and len(llm("One day", max_new_tokens=3).tokens) == 3
     assert "was" in llm("Once upon a time", stop=[], max_new_tokens=30).text
     assert "was" not in llm("Once upon a time").text
-
-
-def test_a_seed_repeats_a_text(llm):
-    texts = [llm("One day", temperature=0.9, seed=seed).text for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("prompts, options, said", [
@@ -108,7 +94,7 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
     (dict(max_batch_size=0), "max_batch_size=0"), (dict(group_size=32), "group_size=32 goes with quantize"),
     (dict(kv_cache="int4"), "kv_cache"), (dict(quantize="int4", group_size=7), "7"),
     (dict(draft="/nowhere"), "/nowhere"), *[(dict(stop=stop), "stop=") for stop in (b"a", [b"a"])],
-    *[(dict(device=name), name[:20]) for name in ("cpu:00", "cpu:" + "1" * 5000, "cuda:²")]])
+    (dict(device="cuda:²"), "cuda:²")])
 def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, said):
     assert said in refusal(LLM, str(TINY), **dict(device="cpu") | options)
 
@@ -135,50 +121,32 @@ def test_a_limit_that_was_not_given_grows(chatty, llm):
 
 @pytest.mark.parametrize("draft", [str(DRAFT), str(EAGLE), "prompt-lookup"])
 def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(chatty, llm, draft):
+    """Which a seed repeats."""
     speculative = LLM(chatty, **GREEDY, draft=draft, draft_tokens=3, max_batch_size=4)
     for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
         assert tokens_of(speculative(prompts)) == tokens_of(llm(prompts))
-        assert len(speculative(prompts, temperature=0.9, seed=1)) == len(prompts)
+        first, again, other = (tokens_of(speculative(prompts, temperature=0.9, seed=seed)) for seed in (1, 1, 2))
+        assert first == again != other
     assert speculative.speculator.counts["drafted"] > 0
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(chatty) -> Callable:
-    """Eager code on a GPU, and compiled code with or without kernels.
-
-    With kernels in bf16: they serve 16-bit types alone, where rounding decides about greedy text."""
-    def make(no_kernels: bool, draft: str | None, **options) -> tuple[LLM, LLM]:
-        common = GREEDY | dict(device="cuda")
-        if draft:
-            options |= dict(draft=draft, draft_tokens=2)
-        dtype = "fp32" if no_kernels else "bf16"
-        return LLM(chatty, **common, dtype="fp32"), LLM(chatty, **common, dtype=dtype, compile=True,
-                                                        no_kernels=no_kernels, **options)
-    return make
-
-
-def shape_of(completions: list, no_kernels: bool) -> list:
-    """The tokens; with kernels how many there are."""
-    return tokens_of(completions) if no_kernels else [*map(len, tokens_of(completions))]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", [None, "prompt-lookup", str(DRAFT), str(EAGLE)])
 @pytest.mark.parametrize("no_kernels", [False, True])
-def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(gpu_pair, draft, no_kernels):
-    eager, fast = gpu_pair(no_kernels, draft, max_batch_size=4)
-    for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
-        assert shape_of(eager(prompts), no_kernels) == shape_of(fast(prompts), no_kernels)
+def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(chatty, draft, no_kernels):
+    """Four rows after one: it loads and compiles again.
+
+    With kernels in bf16: they serve 16-bit types alone, where rounding decides about greedy text. Then the number of
+    tokens counts."""
+    load = partial(LLM, chatty, **GREEDY | dict(device="cuda"))
+    eager = load(dtype="fp32")
+    fast = load(dtype="fp32" if no_kernels else "bf16", compile=True, no_kernels=no_kernels, draft=draft,
+                draft_tokens=2 if draft else None)
+    for prompts in (["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day", "Tom"], ["One day"]):
+        found, expected = tokens_of(fast(prompts)), tokens_of(eager(prompts))
+        assert found == expected if no_kernels else [*map(len, found)] == [*map(len, expected)]
         assert tokens_of(fast(prompts, temperature=0.9, seed=1)) == tokens_of(fast(prompts, temperature=0.9, seed=1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("draft, no_kernels", [(None, False), (str(DRAFT), True), (str(EAGLE), False)])
-def test_on_a_gpu_a_larger_call_loads_and_compiles_again(gpu_pair, draft, no_kernels):
-    eager, fast = gpu_pair(no_kernels, draft)
-    for prompts in (["One day"], ["Tom"] * 5, ["One day", "Tom"]):
-        assert shape_of(eager(prompts), no_kernels) == shape_of(fast(prompts), no_kernels)
-    assert fast.engine.batch_size == 5
+    assert fast.engine.batch_size == 4
 
 
 def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch, capsys):
@@ -194,13 +162,15 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
 
 
 def test_it_works_where_a_notebook_runs_it(chatty, llm):
-    """In a running event loop, with streams that are no files."""
-    async def cell() -> str:
-        return "".join(LLM(chatty, **GREEDY | dict(quiet=False)).stream("One day"))
+    """In a running event loop, with streams that are no files. The pieces of a stream are the text before a stop."""
+    prompt, stop = "Once upon a time", ["was a little"]
+
+    async def cell() -> list[str]:
+        return [*LLM(chatty, **GREEDY | dict(quiet=False)).stream(prompt, stop=stop)]
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        text = asyncio.run(cell())
-    assert text == llm("One day").text
+        pieces = asyncio.run(cell())
+    assert len(pieces) > 1 and "".join(pieces) == llm(prompt, stop=stop).text
 
 
 def test_the_readmes_loop_runs_on_four_files(tmp_path, llm):

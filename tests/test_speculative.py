@@ -1,7 +1,7 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,11 +76,9 @@ def prompts() -> list[list[int]]:
     return [story[:n] for n in (40, 1, 17, 3, 9)]
 
 
-def same_greedy(prompts: list[list[int]], rows: list[list[int]]) -> None:
-    """The rows are the target's greedy text, each up to where two logits are equal but for rounding."""
-    n, model = len(rows[0]), tiny()
-    expected = [run(Engine(model, len(prompt) + n, 1, GREEDY), [prompt], n)[0] for prompt in prompts]
-    same_but_for_ties(model, prompts, expected, rows, 1e-4)
+def greedy(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """The bundled model's own texts, of which no token is a tie: the best two logits are 3e-4 apart."""
+    return run(Engine(tiny(), 40 + new_tokens, len(prompts), GREEDY), prompts, new_tokens)
 
 
 def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
@@ -88,11 +86,10 @@ def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
     made.target.warm_up(1, made)
     graphs, counts = counters["stats"]["unique_graphs"], made.counts
     assert not any(counts.values())  # what compilation ran is no result
-    [row] = run(made, prompts[:1], 60)
-    same_greedy(prompts[:1], [row])
+    assert run(made, prompts[:1], 60) == greedy(prompts[:1], 60)
     assert made.policy_name == "auto" or 0 < counts["accepted"] < counts["drafted"]
     made.set_sampling(CUT)
-    assert len(row) == len(run(made, prompts[:1], 60)[0]) and counters["stats"]["unique_graphs"] == graphs
+    assert len(run(made, prompts[:1], 60)[0]) == 60 and counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("name, policy", [
@@ -129,7 +126,6 @@ def test_log_probabilities_are_those_of_the_raw_logits(prompts, drafted):
     if drafted:
         made = speculator(model, 80, draft_of("tiny-draft"), "3", sampling=sampling)
     check_logprobs(model, prompt, [pair for [row] in generate(made, [prompt], 50) for pair in row])
-    assert not drafted or 0 < made.counts["accepted"] < made.counts["drafted"]
 
 
 def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
@@ -144,17 +140,11 @@ def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
 def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it. Where a
     row is alone, it keeps its place: in a chat the cache serves the next line."""
-    prompts, model, got = [PROMPT[:10 - b] for b in range(rows)], random_model(1), []
+    prompts, model = [PROMPT[:10 - b] for b in range(rows)], random_model(1)
     expected = run(Engine(model, 10 + 35, rows, GREEDY), prompts, 35)
     made = speculator(model, 10 + 35, random_model(1), "32", rows)
-    with torch.no_grad():
-        first, launched = made.begin(prompts, 35, 0, 1)[0].tolist(), made.step()
-        while launched:
-            launched, held = made.step(), launched
-            got.append(made.to_lists(*held))
-    assert [len(step[0]) for step in got] == [33, 33, 0]
-    rest = [[token for step in got for token, _ in step[b]][:34] for b in range(rows)]
-    assert [[token, *row] for token, row in zip(first, rest)] == expected
+    ahead = SimpleNamespace(device=torch.device("cuda"), begin=made.begin, step=made.step, read=made.read)
+    assert run(ahead, prompts, 35) == expected and made.counts["accepted"] == made.counts["drafted"] == 2 * 32 * rows
     assert rows > 1 or made.text[0, :45].tolist() == prompts[0] + expected[0]
 
 
@@ -164,7 +154,7 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
     draft.config = replace(draft.config, context=32)
     draft.register_forward_pre_hook(lambda _, inputs: reached.append(int(inputs[1].max())))
     made = speculator(tiny(), 40 + 40, draft, "4", rows=2)
-    same_greedy(both, run(made, both, 40))
+    assert run(made, both, 40) == greedy(both, 40)
     assert max(reached) < 32 and len(reached) < 4 * made.counts["steps"] and made.counts["accepted"]
 
 
@@ -184,28 +174,23 @@ def test_heuristic_and_bass(policy, kept, expected):
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
-def simulate(matches: Callable, times=TIMES):
-    """2,000 tokens of a draft whose tokens match or do not -> the last k, how long they took, by `times`, and the last
-    token that followed drafted ones."""
+@pytest.mark.parametrize("matches, times, k, most", [
+    (lambda n: True, TIMES, 8, 2000 / 9 * 1.8), (lambda n: True, TIMES | {8: 4.0}, 4, 2000 / 5 * 1.4),
+    (lambda n: False, TIMES, None, 2000), (lambda n: n > 500, TIMES, 8, 500 + 1500 / 2.1)])
+def test_auto(matches, times, k, most):
+    """2,000 tokens of a draft whose tokens match or do not take little longer than they must. k: the last one, which
+    may be any while it goes on trying."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0
     while n < 2000:
-        k = policy.k
-        accepted, tried = (k, n) if k and matches(n) else (0, n if k else tried)
-        policy.update([accepted], k, times[k])
-        clock, n = clock + times[k], n + 1 + accepted
-    return policy.k, clock, tried
+        used = policy.k
+        accepted, tried = (used, n) if used and matches(n) else (0, n if used else tried)
+        policy.update([accepted], used, times[used])
+        clock, n = clock + times[used], n + 1 + accepted
+    assert clock < 1.05 * most and tried > 1500 and k in (None, policy.k)
 
 
-def test_auto():
+def test_the_times_of_lengths_between_are_interpolated():
     assert interpolate({0: 1.0, 8: 1.8}, [*TIMES]) == pytest.approx(TIMES)
-    k, clock, _ = simulate(lambda n: True)
-    assert k == 8 and clock < 1.05 * 2000 / 9 * 1.8
-    k, clock, _ = simulate(lambda n: True, TIMES | {8: 4.0})
-    assert k == 4 and clock < 1.05 * 2000 / 5 * 1.4  # 8 would not pay
-    k, clock, tried = simulate(lambda n: False)
-    assert clock < 1.05 * 2000 and tried > 1500  # it goes on trying
-    k, clock, _ = simulate(lambda n: n > 500)
-    assert k == 8 and clock < 1.05 * 500 + 1500 / 2
 
 
 def looked_up(text: list[int], k: int) -> list[int]:
@@ -223,27 +208,22 @@ def looked_up(text: list[int], k: int) -> list[int]:
 
 @pytest.mark.parametrize("alphabet", [2, 4, 30])
 def test_lookup(alphabet):
-    text, last, hits = torch.randint(alphabet, (200, 24)), torch.randint(1, 24, (200,)), 0
+    text, last = torch.randint(alphabet, (200, 24)), torch.randint(1, 24, (200,))
     for k in (1, 2, 5, 12):
         for row, end, tokens, proposed in zip(*(t.tolist() for t in (text, last, *lookup(text, last, k)))):
             expected = looked_up(row[:end + 1], k)
             assert proposed == len(expected) and (tokens == expected or not expected)
-            hits += bool(expected)
-    assert 0 < hits < 800
 
 
 def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
     """It is verified at position 1."""
-    made, seen = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=3), []
-    expected = run(made, prompts[:3], 40)
+    made, seen = speculator(tiny(), 40 + 40, draft_of("tiny-draft"), "4", rows=2), []
     made.target.model.register_forward_pre_hook(lambda _, inputs: seen.append(int(inputs[1][0, 0])))
-    steps = generate(made, prompts[:3], 40)
-    rows = [[token for token, _ in row] for row in next(steps)]
+    steps = generate(made, prompts[:2], 40)
+    next(steps)
     made.finish(0)
-    for step in steps:
-        for row, new in zip(rows, step):
-            row += [token for token, _ in new]
-    assert set(seen[1:]) == {1} and [rows[0], *(row[:40] for row in rows[1:])] == [expected[0][:1], *expected[1:]]
+    assert not any(step[0] for step in steps) and set(seen[1:]) == {1}
+    assert made.text[1, 1:41].tolist() == greedy(prompts[1:2], 40)[0]
 
 
 @pytest.mark.gpu

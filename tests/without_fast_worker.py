@@ -28,7 +28,7 @@ COMMANDS = dict(
     evaluate=(evaluate.main, "--checkpoint checkpoints/tiny --text checkpoints/tiny/README.md --max-tokens 200 --json "
               "--dtype float32 --compare checkpoints/tiny:int8 gptq"),
     benchmark=(benchmark.main, "checkpoints/tiny --no-compile --runs 1 --new-tokens 5"))
-TEXTS = dict(plain="", int8="--quantize int8", gptq="--checkpoint gptq", samples="--num-samples 2",
+TEXTS = dict(plain="", int8="--quantize int8", gptq="--checkpoint gptq",
              draft="--draft checkpoints/tiny-draft --draft-tokens 4",
              lookup="--draft prompt-lookup --draft-tokens 4")
 
