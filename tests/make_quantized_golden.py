@@ -188,11 +188,11 @@ def compressed_tensors(model: nn.Module, *groups: dict, ignore: list[str] = ["lm
     schemes = {name: module.quantization_scheme for name, module in model.named_modules()
                if hasattr(module, "quantization_scheme") and module.quantization_scheme.weights}
     for name, scheme in schemes.items():
-        module, more = model.get_submodule(name), {}
-        if hasattr(module, "weight_global_scale"):
-            module.weight_global_scale.data.copy_(448 * 6 / module.weight.abs().max())
-            more = dict(global_scale=module.weight_global_scale)
-        scale, zero = observe(module.weight, scheme.weights, **more)
+        module = model.get_submodule(name)
+        whole = getattr(module, "weight_global_scale", None)
+        if whole is not None:
+            whole.data.copy_(448 * 6 / module.weight.abs().max())
+        scale, zero = observe(module.weight, scheme.weights, global_scale=whole)
         module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
         if hasattr(module, "weight_zero_point"):
             module.weight_zero_point.data.copy_(zero.view_as(module.weight_zero_point))
@@ -298,6 +298,11 @@ def of(shape: str, make: Callable, *args, **more) -> tuple[str, Callable]:
     return shape, lambda model: make(model, *args, **more)
 
 
+def packed(shape: str, weights: dict, activations: dict | None = None, **more) -> tuple[str, Callable]:
+    """A setting of compressed-tensors with one config group."""
+    return of(shape, compressed_tensors, scheme(weights, activations), **more)
+
+
 SETTINGS = {
     "gptq 4 sym": of("llama", gptq, 4, 32, True, "gptq"),
     "gptq 4 asymmetric": of("llama", gptq, 4, 32, False, "gptq", key=""),
@@ -313,19 +318,19 @@ SETTINGS = {
     "awq gemm": of("llama", awq, 32, version="gemm"),
     "awq GEMM": of("llama", awq, 32, version="GEMM"),
     "awq": of("qwen2", awq, 32),
-    "w4a16": of("llama", compressed_tensors, scheme(INT4 | G32)),
-    "w4a16 bf16": of("qwen2", compressed_tensors, scheme(INT4 | G32), **BF16),
-    "w4a16 asymmetric": of("llama", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC)),
-    "w4a16 a channel": of("llama", compressed_tensors, scheme(INT4 | CHANNEL)),
-    "w8a16 asymmetric": of("llama", compressed_tensors, scheme(INT8 | G32 | ASYMMETRIC)),
-    "w8a16 a channel": of("llama", compressed_tensors, scheme(INT8 | CHANNEL)),
-    "w8a8": of("llama", compressed_tensors, scheme(INT8 | CHANNEL, DYNAMIC)),
-    "w8a8 asymmetric, static": of("qwen2", compressed_tensors, scheme(INT8 | CHANNEL | ASYMMETRIC, INT8 | TENSOR)),
-    "fp8 a tensor, static, cache": of("llama", compressed_tensors, scheme(FP8 | TENSOR, FP8 | TENSOR),
+    "w4a16": packed("llama", INT4 | G32),
+    "w4a16 bf16": packed("qwen2", INT4 | G32, **BF16),
+    "w4a16 asymmetric": packed("llama", INT4 | G32 | ASYMMETRIC),
+    "w4a16 a channel": packed("llama", INT4 | CHANNEL),
+    "w8a16 asymmetric": packed("llama", INT8 | G32 | ASYMMETRIC),
+    "w8a16 a channel": packed("llama", INT8 | CHANNEL),
+    "w8a8": packed("llama", INT8 | CHANNEL, DYNAMIC),
+    "w8a8 asymmetric, static": packed("qwen2", INT8 | CHANNEL | ASYMMETRIC, INT8 | TENSOR),
+    "fp8 a tensor, static, cache": packed("llama", FP8 | TENSOR, FP8 | TENSOR,
                                       kv_cache_scheme=FP8 | TENSOR),
-    "fp8 a channel": of("llama", compressed_tensors, scheme(FP8 | CHANNEL, DYNAMIC | FP8)),
-    "fp8 a channel, bf16": of("llama", compressed_tensors, scheme(FP8 | CHANNEL, DYNAMIC | FP8), **BF16),
-    "fp8 naive in blocks": of("288", compressed_tensors, scheme(FP8 | BLOCK)),
+    "fp8 a channel": packed("llama", FP8 | CHANNEL, DYNAMIC | FP8),
+    "fp8 a channel, bf16": packed("llama", FP8 | CHANNEL, DYNAMIC | FP8, **BF16),
+    "fp8 naive in blocks": packed("288", FP8 | BLOCK),
     "several groups": of(
         "two", compressed_tensors, scheme(INT8 | G32, targets=["re:.*self_attn.*"]),
         scheme(FP8 | CHANNEL, targets=["re:.*down_proj", "model.layers.0.mlp.up_proj"]), scheme(INT4 | G32),
@@ -343,10 +348,10 @@ NVFP4 = FP4 | dict(strategy="tensor_group", group_size=16, scale_dtype="torch.fl
                    zp_dtype="torch.float8_e4m3fn")
 MOE = {
     "mxfp4": of("gpt_oss", mxfp4),
-    "mxfp4-pack": of("qwen3_moe", compressed_tensors, scheme(MXFP4)),
-    "nvfp4-pack": of("qwen3_moe", compressed_tensors, scheme(NVFP4)),
-    "nvfp4-pack dense": of("llama", compressed_tensors, scheme(NVFP4)),
-    "w4a16 of experts": of("qwen3_moe", compressed_tensors, scheme(INT4 | G32 | ASYMMETRIC)),
+    "mxfp4-pack": packed("qwen3_moe", MXFP4),
+    "nvfp4-pack": packed("qwen3_moe", NVFP4),
+    "nvfp4-pack dense": packed("llama", NVFP4),
+    "w4a16 of experts": packed("qwen3_moe", INT4 | G32 | ASYMMETRIC),
     "fp8 of experts": of("qwen3_moe", fp8, 32, 32, left_out=["lm_head"]),
 }
 ACT_ORDER = {"w4a16 act-order": of("llama", act_order, 32)}
@@ -359,28 +364,27 @@ def main() -> None:
         wanted, golden = {"act-order": ACT_ORDER, "moe": MOE}[sys.argv[1]], load_file(OUT)
         with safe_open(OUT, framework="pt") as file:
             configs = file.metadata()
-    for shape, config in SHAPES.items():
+    shapes = [*SHAPES]
+    for setting, (shape, make) in sorted(wanted.items(), key=lambda item: shapes.index(item[1][0])):
+        config = SHAPES[shape]
         torch.manual_seed(0)
         base = random_model(config)
-        state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-        for setting, (its_shape, make) in wanted.items():
-            if its_shape != shape:
-                continue
-            torch.manual_seed(len(golden))
-            model = new_model(config)
-            model.load_state_dict(state)
-            tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
-            fuse_experts(weights)
-            settings = {key: value for key, value in settings.items() if value is not None}
-            kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
-                    if name not in weights and name not in tensors}
-            configs[setting] = json.dumps(config.to_dict() | dict(quantization_config=settings, shared=list(kept)))
-            golden |= kept
-            golden |= {f"{setting}/{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
-            base.load_state_dict(state | weights)
-            tokens, logits = greedy(base, PROMPT, NEW_TOKENS)
-            golden |= {f"{setting}/golden tokens": tokens, f"{setting}/golden logits": logits}
-            print(f"{setting}: {tokens[PROMPT:].tolist()}")
+        state = base.state_dict()
+        torch.manual_seed(len(golden))
+        model = new_model(config)
+        model.load_state_dict(state)
+        tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
+        fuse_experts(weights)
+        settings = {key: value for key, value in settings.items() if value is not None}
+        kept = {f"{shape}/{name}": tensor.bfloat16() for name, tensor in state.items()
+                if name not in weights and name not in tensors}
+        configs[setting] = json.dumps(config.to_dict() | dict(quantization_config=settings, shared=list(kept)))
+        golden |= kept
+        golden |= {f"{setting}/{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+        base.load_state_dict(state | weights)
+        tokens, logits = greedy(base, PROMPT, NEW_TOKENS)
+        golden |= {f"{setting}/golden tokens": tokens, f"{setting}/golden logits": logits}
+        print(f"{setting}: {tokens[PROMPT:].tolist()}")
     save_file(golden, OUT, metadata=configs)
     OUT.chmod(0o644)  # safetensors lets its owner alone read it
 

@@ -19,8 +19,8 @@ from test_packed import random_weight
 
 BF16 = torch.bfloat16
 CASES = [  # D, F, X, n, kind of codes, inputs of a group, what else there is: "clamp" for gpt-oss's gate, with biases
-    (96, 40, 8, 2, "16-bit", 0, ""), (72, 24, 5, 5, "16-bit", 0, "all"), (320, 96, 32, 4, "16-bit", 0, "clamp bias"),
-    (128, 96, 20, 3, "int4", 32, "zeros"), (192, 64, 8, 2, "int4", 64, "clamp bias"),
+    (72, 24, 5, 5, "16-bit", 0, "all"), (192, 64, 8, 2, "int4", 64, "clamp bias"), (96, 40, 8, 2, "16-bit", 0, ""),
+    (320, 96, 32, 4, "16-bit", 0, "clamp bias"), (128, 96, 20, 3, "int4", 32, "zeros"),
     (96, 72, 8, 2, "int8", -1, "gelu"), (128, 40, 8, 2, "fp8", -1, "all"),
     (288, 96, 32, 4, "mxfp4", 32, "clamp bias"), (64, 32, 8, 2, "mxfp4", 32, ""),
     (32, 16, 40, 34, "int8", -1, "")]  # more experts than a warp has lanes
@@ -87,12 +87,16 @@ def test_experts_and_their_twin(device, case):
         assert error(alone, ref[:3]) < 6e-3
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[2:], ids=str)  # the first two say nothing new of gemv()
 @torch.no_grad()
 def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
+    """With GELU there is room for an expert more than were chosen, as where logits are NaN: gemv() must not take it. It
+    takes the first one, whose weight is 0."""
     def on_cpu(x, weights, active, w, scales, shifts, semaphores, N, kind, group, bias=None, residual=None, gate=0,
                limit=0.0, alpha=0.0):
         packed = experts.as_experts(w, scales, shifts, semaphores, N, x.shape[-1], kind, group, gate) or Plain(w, gate)
+        if gate == 2:
+            active.data = nn.functional.pad(active, (0, 1), value=10 ** 9)
         return gemv_on_cpu(tmp_path, x, packed, None, bias, residual, Experts(active, weights, limit, alpha))
 
     monkeypatch.setattr(experts, "expert_linear", on_cpu)
@@ -101,12 +105,3 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
     ref, ahead = exact(plain, norm, x, residual)
     i = ahead.argmax()
     assert error(FusedMoE(moe).decode(x[i:i + 1], norm, 1e-5, residual[i:i + 1]), ref[i:i + 1]) < 6e-3
-
-
-def test_gemv_reads_no_expert_that_is_not_there(tmp_path):
-    """One was chosen where there is room for two."""
-    layer = experts.PackedExperts(random_experts(4, 32, 64, "int8", -1, "", "cpu"), 1)
-    packed = experts.as_experts(layer.qweight, layer.scales_and_zeros, None, None, 32, 64, "int8", 64, 1)
-    active, weights = torch.tensor([1, 2, 10 ** 9], dtype=torch.int32), torch.tensor([[0.0, 0, 1, 0]])
-    chosen, other = gemv_on_cpu(tmp_path, torch.randn(1, 64, dtype=BF16), packed, experts=Experts(active, weights))
-    assert chosen.all() and not other.any()

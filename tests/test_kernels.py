@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import FusedGate, add_norm, linear, plain_add_norm, plain_linear, rms_norm
+from fast.linear import add_norm, linear, plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
-from model import CACHES, Attention, Config, Gate, KVCache, LayerConfig, RopeTable
+from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
@@ -56,15 +56,6 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             check(out, ref)
 
 
-@on_each_device
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("", (2.0, 1.7))], ids=["silu", "gelu", "clamp"])
-def test_a_prompts_gate(device, dtype, gate):
-    for shape in (3, 2, 2 * 37), (5, 2 * 2880):
-        x = 2 * torch.randn(shape, device=device, dtype=dtype)
-        check(FusedGate(gate)(x), gate(x.double()))
-
-
 CASES = [  # B, T, H, K, E, L, and where they are not DEFAULTS: window, qk_norm, what else there is (a rope, a cache),
     # and whether all sequences share one row of positions, as in prefill
     (1, 1, 32, 32, 128, 230), (50, 1, 9, 3, 64, 300), (3, 5, 6, 2, 48, 700, None, "head"), (1, 1, 32, 8, 128, 9000),
@@ -85,7 +76,7 @@ ROPES = {  # what a rope has besides theta, the share of a head that turns, and 
 
 
 @pytest.mark.parametrize("device, case", [
-    *(("cpu", case) for case in CASES if case[5] < 1000),  # long caches are for splits, which the twin has not
+    *(("cpu", case) for case in CASES if case[5] < 1000 and case[0] * case[1] < 150),  # on a CPU nothing is split
     *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES)], ids=str)
 @torch.no_grad()
 def test_attention(device, case):
@@ -154,8 +145,6 @@ def test_norms_and_their_twin(K, device):
     ref = F.rms_norm(x.double(), (K,), weight.double(), 1e-5)
     for function in (add_norm, plain_add_norm):
         check(function(x, weight, 1e-5, residual), ref + residual.double())
-    if device == "cuda":
-        check(rms_norm(x, weight.bfloat16(), 1e-5), F.rms_norm(x.double(), (K,), weight.bfloat16().double(), 1e-5))
 
 
 COMPILE_FOR_8 = """
@@ -264,16 +253,7 @@ def test_the_timed_read_reads_every_word():
 
 
 @pytest.mark.gpu(alone=True)
-def test_read_bandwidth_is_a_rate_of_this_gpu():
-    """PyTorch's sum of the same weights takes between half and five times as long, wherever this runs."""
+def test_read_bandwidth_is_a_gpus():
     with torch.device("cuda"):
         model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8))).requires_grad_(False)
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(2):  # the first time warms up
-        begun.record()
-        for layer in model:
-            layer.weight.sum()
-        ended.record()
-    ended.synchronize()
-    rate = sum(weight.nbytes for weight in model.parameters()) / begun.elapsed_time(ended) * 1e3
-    assert 0.5 < read_bandwidth(model) / rate < 5
+    assert 1e11 < read_bandwidth(model) < 2e13  # bytes a second
