@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import random
 import resource
 import shutil
 import signal
@@ -28,10 +27,11 @@ import stat
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -178,9 +178,10 @@ def make_bases(root: Path) -> list[Path]:
 
 
 # Mutations: each returns what it did, and True (must be refused), False (must change nothing) or None
+Done = tuple[str, bool | None]
 
 
-def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
+def change_json(rng: Random, path: Path) -> Done:
     """One value somewhere inside is replaced, removed, renamed or wrapped, or a key is added there."""
     held = read_json(path)
     value = rng.choice(VALUES)
@@ -209,14 +210,14 @@ def change_json(rng: random.Random, path: Path) -> tuple[str, bool | None]:
     return f"{how} {where} {value if how in ('replace', 'add') else ''!r:.40}", None
 
 
-def change_key(rng: random.Random, directory: Path) -> tuple[str, bool]:
+def change_key(rng: Random, directory: Path) -> Done:
     file, key, *values = rng.choice(WRONG).split()
     value = json.loads(rng.choice(values))
     rewrite(directory / file, **{key: value})
     return f"{file}: {key}={value!r:.40}", True
 
 
-def change_bytes(rng: random.Random, path: Path) -> tuple[str, bool | None]:
+def change_bytes(rng: Random, path: Path) -> Done:
     held = path.read_bytes()
     how = rng.choice(["bits", "cut", "cut", "grow", "noise", "empty", "sparse"])
     at, noise, flipped = rng.randrange(len(held)), rng.randbytes(rng.choice([1, 8, 64, 1000])), bytearray(held)
@@ -227,19 +228,19 @@ def change_bytes(rng: random.Random, path: Path) -> tuple[str, bool | None]:
     if how == "sparse":
         os.truncate(path, 2 ** 35)
     if path.suffix == ".safetensors":
-        return how, True if how in ("empty", "cut", "sparse") else None
+        return how, how in ("empty", "cut", "sparse") or None
     files = CONFIG, TOKENIZER, PIECES, INDEX, GENERATION, SETTINGS
-    return how, True if how == "sparse" or how == "empty" and path.name in files else None
+    return how, how == "sparse" or how == "empty" and path.name in files or None
 
 
-def change_header(rng: random.Random, path: Path) -> tuple[str, bool | None]:
+def change_header(rng: Random, path: Path) -> Done:
     """A safetensors file's length of its header, or the header itself."""
     held = path.read_bytes()
     size = int.from_bytes(held[:8], "little")
     if rng.random() < 0.3:
         wrong = rng.choice([0, 1, size - 1, size + 1, size * 2, 2 ** 31, 2 ** 40, 2 ** 63, 2 ** 64 - 1, len(held)])
         path.write_bytes(wrong.to_bytes(8, "little") + held[8:])
-        return f"header length {wrong}", None if wrong == size + 1 else True
+        return f"header length {wrong}", wrong != size + 1 or None
     header = Path(path.parent, "header.tmp")
     header.write_bytes(held[8:8 + size].rstrip())
     said, _ = change_json(rng, header)
@@ -249,7 +250,7 @@ def change_header(rng: random.Random, path: Path) -> tuple[str, bool | None]:
     return f"header: {said}", None
 
 
-def change_tensor(rng: random.Random, path: Path) -> tuple[str, bool]:
+def change_tensor(rng: Random, path: Path) -> Done:
     """A tensor is gone, of another type or shape, or one too many."""
     held = load_file(path)
     name = rng.choice([name for name in held if held[name].numel() > 1])
@@ -267,10 +268,10 @@ def change_tensor(rng: random.Random, path: Path) -> tuple[str, bool]:
         held[rng.choice(["x", "\x1b]0;x\x07", "y" * 10 ** 5, "model.layers.9.mlp.up_proj.weight"])] = torch.ones(3)
     save_file(held, path)
     unread = how == "gone" and name.endswith("g_idx") or how == "more" and Path(path.parent, INDEX).exists()
-    return f"{how} {name}", None if unread else True
+    return f"{how} {name}", not unread or None
 
 
-def change_kind(rng: random.Random, path: Path) -> tuple[str, bool | None]:
+def change_kind(rng: Random, path: Path) -> Done:
     """No regular file any more, gone, or a link."""
     outside, inside = path.parent.with_name("outside"), path.with_name("content.bin")
     outside.mkdir(exist_ok=True)
@@ -289,7 +290,7 @@ def change_kind(rng: random.Random, path: Path) -> tuple[str, bool | None]:
     return how, None if how == "gone" and path.name in (GENERATION, SETTINGS, TEMPLATE) else True
 
 
-def change_template(rng: random.Random, path: Path) -> tuple[str, bool | None]:
+def change_template(rng: Random, path: Path) -> Done:
     text = path.read_text()
     if rng.random() < 0.5:  # the first ones take 3 s each: they are rarer
         text = rng.choice(TEMPLATES[5:] if rng.random() < 0.9 else TEMPLATES)
@@ -299,16 +300,16 @@ def change_template(rng: random.Random, path: Path) -> tuple[str, bool | None]:
             word = rng.choice(["{%", "}}", "{{", "|", "(", "'", "x", "%}", ""])
             text = text[:at] + word + text[at + rng.randrange(5):]
     path.write_text(text)
-    return repr(text)[:60], True if text in TEMPLATES[:6] else None
+    return repr(text)[:60], text in TEMPLATES[:6] or None
 
 
-def change_parts(rng: random.Random, path: Path) -> tuple[str, None]:
+def change_parts(rng: Random, path: Path) -> Done:
     key, value = rng.choice(PARTS).split(" ", 1)
     rewrite(path, **{key: json.loads(value)})
     return f"{key}={value:.60}", None
 
 
-def mutate(rng: random.Random, directory: Path) -> tuple[str, bool | None]:
+def mutate(rng: Random, directory: Path) -> Done:
     file = rng.choice(sorted(directory.iterdir()))
     ways = [change_bytes, change_kind, change_key, change_key]
     ways += {".json": [change_json] * 6, ".safetensors": [change_header, change_tensor] * 2}.get(file.suffix, [])
@@ -322,30 +323,16 @@ def mutate(rng: random.Random, directory: Path) -> tuple[str, bool | None]:
 # A trial
 
 
-def run_child(command: list[str], out: Path, err: Path) -> int:
-    """The exit code of generate.py or quantize.py in a forked child; after a signal its number, negative."""
-    if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 1
-    try:
-        write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        for number, (place, how) in enumerate([(os.devnull, os.O_RDONLY), (out, write), (err, write)]):
-            os.dup2(os.open(place, how), number)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + MEMORY,) * 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        signal.alarm(SECONDS + 10)
-        sys.argv = command
-        report_errors(generate.main if command[0] == "generate.py" else quantize.main)
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-        os._exit(code)
+def run_limited(command: list[str], out: Path, err: Path) -> None:
+    """generate.py or quantize.py in a forked child."""
+    for stream, place in (sys.stdout, out), (sys.stderr, err):
+        os.dup2(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    signal.alarm(SECONDS + 10)
+    sys.argv = command
+    report_errors(generate.main if command[0] == "generate.py" else quantize.main)
 
 
 def judge(code: int, out: str, err: str, expected: list | None, refused: bool | None) -> str:
@@ -374,7 +361,7 @@ class Fuzzer:
         self.bases, self.root, self.expected = make_bases(root / "bases"), root, {}
         for base in self.bases:
             for command in self.commands(base):
-                _, _, err, out = self.run(base, command, None, None)
+                _, _, err, out = self.run(base, command)
                 assert out or command[0] == "quantize.py", (base, command, err)
                 self.expected[base.name, *command[:2]] = json.loads(out)["samples"][0]["tokens"] if out else None
 
@@ -389,32 +376,37 @@ class Fuzzer:
             lines.append(f"quantize.py --out {self.root}/out {common} --group-size 32")
         return [line.split() for line in lines]
 
-    def run(self, base: Path, command: list[str], rng: random.Random | None, expected: list | None) -> tuple:
+    def run(self, base: Path, command: list[str], rng: Random | None = None) -> tuple[str, str, str, str]:
         """The class, what was done, what was printed on stderr and on stdout."""
         for name in ("in", "outside", "out"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         shutil.copytree(base, self.root / "in")
         said, refused = mutate(rng, self.root / "in") if rng else ("nothing", None)
+        quantizes = command[0] == "quantize.py"
         copied = GENERATION, TOKENIZER, PIECES, SETTINGS, TEMPLATE, "eos_token_id"
-        if command[0] == "quantize.py" and any(name in said for name in copied):
+        if quantizes and any(name in said for name in copied):
             refused = None  # quantize.py copies these and does not read them
         if "--chat" not in command and "change_template" in said:
             refused = None  # which only a chat renders
-        code = run_child(command, self.root / "stdout", self.root / "stderr")
-        err, out = ((self.root / name).read_text(errors="backslashreplace") for name in ("stderr", "stdout"))
+        streams = self.root / "stdout", self.root / "stderr"
+        child = get_context("fork").Process(target=run_limited, args=(command, *streams))
+        child.start()
+        child.join()
+        code = child.exitcode
+        out, err = (stream.read_text(errors="backslashreplace") for stream in streams)
         left = {path.name for path in self.root.iterdir()} - {"bases", "in", "outside", "stdout", "stderr"}
-        if command[0] == "quantize.py" and code == 2:
+        if quantizes and code == 2:
             err = "".join(err.splitlines(True)[-1:])  # progress comes before
-        kind = judge(code, out, err, expected, refused)
-        if left != ({"out"} if command[0] == "quantize.py" and code == 0 else set()):
+        kind = judge(code, out, err, self.expected.get((base.name, *command[:2])), refused)
+        if left != ({"out"} if quantizes and code == 0 else set()):
             kind = f"bad: left {left}"
         return kind, said, err, out
 
     def trial(self, seed: int) -> tuple[str, str, str]:
-        rng = random.Random(seed)
+        rng = Random(seed)
         base = rng.choice(self.bases)
         command = rng.choice(self.commands(base))
-        kind, said, err, _ = self.run(base, command, rng, self.expected[base.name, *command[:2]])
+        kind, said, err, _ = self.run(base, command, rng)
         return kind, f"{base.name} {' '.join(command[:2])}: {said}", err
 
 

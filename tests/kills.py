@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from helpers import ROOT, TINY, make_endless, torchrun  # noqa: E402
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+MARK = f"KILLED_BY_{os.getpid()}"
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -32,7 +33,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def quantize(out: Path) -> list:
-    return [sys.executable, ROOT / "quantize.py", "--checkpoint", TINY, "--out", out, "--device", "cpu"]
+    return [sys.executable, ROOT / "quantize.py", *f"--checkpoint {TINY} --out {out} --device cpu".split()]
 
 
 def kill_quantize(root: Path, whole: dict[str, bytes], longest: float) -> str:
@@ -53,32 +54,28 @@ def kill_quantize(root: Path, whole: dict[str, bytes], longest: float) -> str:
     return "quantize.py as it should be"
 
 
-def descendants(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True).stdout.split()
-    return [child for one in map(int, found) for child in (one, *descendants(one))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def running() -> list[int]:
+    """torchrun and what it started, by the environment that all of them have."""
+    found = subprocess.run(f"grep -ls {MARK} /proc/[0-9]*/environ", shell=True, capture_output=True, text=True)
+    return [int(path.split("/")[2]) for path in found.stdout.split()]
 
 
 def kill_ranks(options: list, longest: float) -> str:
-    process = subprocess.Popen(torchrun(ROOT / "generate.py", *options), stdout=DEVNULL, stderr=DEVNULL)
+    process = subprocess.Popen(torchrun(ROOT / "generate.py", *options), stdout=DEVNULL, stderr=DEVNULL,
+                               env=os.environ | {MARK: "1"})
     time.sleep(random.uniform(0, longest))
-    started = descendants(process.pid)
+    started = [pid for pid in running() if pid != process.pid]
     number = random.choice(SIGNALS if started else SIGNALS[:2])
     os.kill(random.choice(started) if number == signal.SIGKILL else process.pid, number)
     begun = time.monotonic()
-    while process.poll() is None or any(map(alive, started)):
+    while running():
         if time.monotonic() - begun > 15:
-            for pid in filter(alive, [process.pid, *started]):
+            for pid in running():
                 os.kill(pid, signal.SIGKILL)
             process.wait()
             return f"bad: {number.name}: processes are left after 15 s"
         time.sleep(0.05)
+    process.wait()
     return "ranks as they should be"
 
 
@@ -97,8 +94,8 @@ def main() -> int:
         subprocess.run(quantize(Path(directory, "whole")), check=True, capture_output=True)
         longest, whole = time.monotonic() - begun, content(Path(directory, "whole"))
         make_endless(endless)
-        options = ["-p", "Once", "--checkpoint", endless, "--max-new-tokens", "16000", "--device", args.device,
-                   *["--compile"] * args.compile]
+        options = f"-p Once --checkpoint {endless} --max-new-tokens 16000 --device {args.device}".split()
+        options += ["--compile"] * args.compile
         root.mkdir()
         for trial in range(args.quantize + args.ranks):
             of_ranks = trial >= args.quantize

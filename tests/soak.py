@@ -11,13 +11,13 @@ A fresh process reads at once what a chat has read turn by turn. In bf16 another
 50 answers differed, on an H200 and on a CPU. --dtype float32 shows whether there is another reason.
 """
 import argparse
-import json
 import random
-import subprocess
 import sys
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -38,6 +38,16 @@ def resident(device: str) -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     tensors = torch.cuda.memory_allocated() if device == "cuda" else 0
     return (pages * 4096 + tensors) / 2 ** 20
+
+
+def load(args: Namespace) -> LLM:
+    return LLM(str(TINY), max_batch_size=1 if args.how == "chat" else 3, max_seq_length=256, quiet=True,
+               device=args.device, dtype=args.dtype, temperature=0, **OPTIONS[args.how])
+
+
+def fresh_answers(args: Namespace, questions: list) -> list[list[list[int]]]:
+    llm = load(args)
+    return [answers(llm, question, args.how) for question in questions]
 
 
 def answers(llm: LLM, question: int | list, how: str) -> list[list[int]]:
@@ -61,13 +71,8 @@ def main() -> int:
     parser.add_argument("--generations", type=int, default=2500)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--again", type=json.loads, help=argparse.SUPPRESS)  # questions: see answers()
     args = parser.parse_args()
-    llm = LLM(str(TINY), max_batch_size=1 if args.how == "chat" else 3, max_seq_length=256, quiet=True,
-              device=args.device, dtype=args.dtype, temperature=0, **OPTIONS[args.how])
-    if args.again:
-        print(json.dumps([answers(llm, question, args.how) for question in args.again]))
-        return 0
+    llm = load(args)
     rng, asked, memory, begun = random.Random(0), [], [], time.monotonic()
     chat = Chat(llm, Namespace(max_new_tokens=12, stop=[], system=None, quiet=True, show_thinking=False))
     for i in range(args.generations):
@@ -81,8 +86,8 @@ def main() -> int:
         if (i + 1) % (args.generations // 5) == 0:
             memory.append(resident(args.device))
     questions, expected = zip(*rng.sample(asked, min(REPEATED, args.generations)))
-    command = [sys.executable, *sys.argv, "--again", json.dumps(questions)]
-    fresh = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        fresh = pool.submit(fresh_answers, args, questions).result()
     different = sum(tokens != other for tokens, other in zip(expected, fresh, strict=True))
     seconds, growth = time.monotonic() - begun, ", ".join(f"{later - memory[0]:+.1f}" for later in memory[1:])
     print(f"{args.how}: {args.generations} generations in {seconds:.0f} s, memory {memory[0]:.0f} MiB, then {growth}; "

@@ -9,7 +9,9 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import tokenizers as hf
@@ -24,19 +26,12 @@ from tokenizer import Tokenizer
 class Session:
     """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
 
-    def __init__(self, monkeypatch, capsys, directory: str | Path, lines: list[str], length: int = 300,
+    def __init__(self, monkeypatch, capsys, chatty: str, *lines: str, directory: Path | None = None, length: int = 300,
                  on_prefill=lambda count: None, draft: str | None = None, **options):
-        llm = LLM(str(directory), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0, quiet=True,
-                  draft=draft, draft_tokens=draft and 4)
-        typed, self.widths, prefill = iter(lines), [], llm.engine.prefill
-
-        def type_line(prompt: str = "") -> str:
-            line = next(typed, None)
-            if line is None:
-                raise EOFError
-            if line == "^C":
-                raise KeyboardInterrupt
-            return line
+        llm = LLM(str(directory or chatty), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0,
+                  quiet=True, draft=draft, draft_tokens=draft and 4)
+        typed = Mock(side_effect=[*(KeyboardInterrupt if line == "^C" else line for line in lines), EOFError])
+        self.widths, prefill = [], llm.engine.prefill
 
         def watch(prompts, *rest):
             self.widths.append(len(prompts[0]))
@@ -44,19 +39,17 @@ class Session:
             return prefill(prompts, *rest)
 
         llm.engine.prefill = watch
-        monkeypatch.setattr(builtins, "input", type_line)
+        monkeypatch.setattr(builtins, "input", typed)
         options = dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False) | options
         self.chat = Chat(llm, Namespace(**options))
         self.answers = self.chat.run()
-        self.left = list(typed)  # what nobody read
+        self.left = [*lines[typed.call_count:]]  # what nobody read
         self.out, self.err = capsys.readouterr()
 
 
 @pytest.fixture
 def session(monkeypatch, capsys, chatty):
-    def start(*lines: str, directory: str | Path = chatty, **options) -> Session:
-        return Session(monkeypatch, capsys, directory, list(lines), **options)
-    return start
+    return partial(Session, monkeypatch, capsys, chatty)
 
 
 def roles(messages: list[dict]) -> str:
@@ -114,13 +107,18 @@ def test_several_lines_and_a_path_are_no_commands(session, text):
     assert asked(session(text).chat.messages) == [text]
 
 
-def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(session):
-    lines = [f"Tell me of the fox, number {i}" for i in range(12)]
-    ended = session(*lines, length=150, system="Be brief.")
-    messages = ended.chat.messages
-    assert roles(messages[:2]) == "system user" and messages[-2]["content"] == lines[-1] and len(messages) < 25
-    assert [len(answer.tokens) for answer in ended.answers] == [12] * 12
-    assert ended.err.count("oldest turns are dropped") == 1
+def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(session, tmp_path):
+    """What is dropped of thousands is found by bisection: turn by turn it took more than a minute."""
+    system = dict(role="system", content="Be brief.")
+    said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
+    put(tmp_path / "long.json", [system, *said])
+    with patch.object(Chat, "encode", autospec=True, side_effect=Chat.encode) as encode:
+        ended = session(*[f"/load {tmp_path}/long.json", "And then?"] * 2)
+    chat, (first, *kept, question, _) = ended.chat, ended.chat.messages
+    assert encode.call_count < 40 and first == system and kept == said[-len(kept):] and len(kept) % 2 == 0
+    fits, too_many = (len(chat.encode([system, *said[-n:], question])) for n in (len(kept), len(kept) + 2))
+    assert fits <= chat.llm.room * 3 // 4 < too_many
+    assert len(ended.answers) == 2 and ended.err.count("oldest turns are dropped") == 1
 
 
 def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
@@ -147,51 +145,36 @@ def test_reset_and_system(session):
     assert "no chat template" in session("/system Be brief.", directory=TINY).err
 
 
-def test_a_saved_chat_is_loaded_and_goes_on(session, tmp_path):
-    file = tmp_path / "chat.json"
-    first = session("Hello fox", f"/save {file}", "And then?", system="Be brief.")
-    assert read_json(file) == first.chat.messages[:3]
+def test_a_chat_is_saved_where_a_link_points_loaded_and_goes_on(session, tmp_path):
+    file, link = tmp_path / "chat.json", tmp_path / "link"
+    link.symlink_to(file.name)
+    first = session("Hello fox", f"/save {link}", "And then?", system="Be brief.")
+    assert read_json(file) == first.chat.messages[:3] and sorted(tmp_path.iterdir()) == [file, link]
     second = session(f"/load {file}", "And then?")
     assert second.chat.messages == first.chat.messages and "3 messages" in second.err
 
 
-@pytest.mark.parametrize("content", ["{", "[7]"])
-def test_a_file_that_is_no_chat_changes_nothing(session, tmp_path, content):
-    (tmp_path / "chat.json").write_text(content)
-    ended = session("Hello", f"/load {tmp_path / 'chat.json'}")
-    assert roles(ended.chat.messages) == "user assistant" and "/load " in ended.err.splitlines()[-1]
+COMMANDS = """
+/frobnicate -> /frobnicate: no such command; /help
+/save -> /save: want a file's name
+/load /nowhere/x -> /nowhere/x: No such file
+/save /nowhere/x -> /save /nowhere/x: No such file
+/load {}/half -> half: Expecting
+/load {}/number -> number: message 7: want a role
+  /help  -> /reset
+/save {}/pipe -> pipe: want a file
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("line, said", {
-    "/frobnicate": "/frobnicate: no such command; /help", "/save": "/save: want a file's name",
-    "/load /nowhere/x": "/nowhere/x: No such file", "/save /nowhere/x": "/save /nowhere/x: No such file",
-    " /help ": "/reset"}.items())
-def test_what_a_command_says(session, line, said):
-    ended = session(line)
-    assert said in ended.err and not ended.answers
-
-
-def test_save_keeps_pipes_and_links_and_writes_where_a_link_points(session, tmp_path):
+@pytest.mark.parametrize("case", COMMANDS)
+def test_what_a_command_says_that_changes_nothing(session, tmp_path, case):
     """As root, /save /dev/null would take the device's place."""
+    put(tmp_path / "half", b"{")
+    put(tmp_path / "number", [7])
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("file")
-    ended = session(f"/save {tmp_path / 'pipe'}", "Hello", f"/save {tmp_path / 'link'}")
-    assert f"/save {tmp_path / 'pipe'}: want a file" in ended.err and (tmp_path / "pipe").is_fifo()
-    assert read_json(tmp_path / "file") == ended.chat.messages
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
-
-
-def test_a_chat_of_thousands_of_messages_is_loaded_and_goes_on(session, tmp_path, monkeypatch):
-    """What is dropped is found by bisection: turn by turn it took more than a minute."""
-    said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
-    put(tmp_path / "long.json", said)
-    encode, calls = Chat.encode, []
-    monkeypatch.setattr(Chat, "encode", lambda chat, messages: calls.append(0) or encode(chat, messages))
-    chat = session(f"/load {tmp_path}/long.json", "And then?").chat
-    kept, question = chat.messages[:-2], chat.messages[-2]
-    assert len(calls) < 20 and kept == said[-len(kept):] and kept[0]["role"] == "user"
-    fits, too_many = (len(encode(chat, [*said[-n:], question])) for n in (len(kept), len(kept) + 2))
-    assert fits <= chat.llm.room * 3 // 4 < too_many
+    line, said = case.format(tmp_path).split(" -> ")
+    ended = session("Hello", line)
+    assert said in ended.err and roles(ended.chat.messages) == "user assistant" and (tmp_path / "pipe").is_fifo()
 
 
 class Terminal:

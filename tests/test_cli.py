@@ -1,6 +1,5 @@
 """The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
-import builtins
-import inspect
+import io
 import json
 import os
 import re
@@ -8,13 +7,14 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from functools import partial
 from importlib import import_module
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
-from threading import Timer
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -69,10 +69,9 @@ def test_json_is_one_line_with_every_key(result_of):
     assert result["weights_bytes"] == 4 * sum(p.numel() for p in tiny().parameters())  # tied: all of the embedding
 
 
-def test_a_seed_repeats_the_text_another_does_not_and_min_p_may_leave_one_token(cli):
+def test_a_seed_repeats_the_text_and_another_does_not(cli):
     first, again, other = (cli(f"--seed {seed} --max-new-tokens 40")[1] for seed in (3, 3, 4))
     assert first == again != other
-    assert cli("--min-p 1 --max-new-tokens 40")[1] == cli("--temperature 0 --max-new-tokens 40")[1]
 
 
 def test_stop_text_ends_the_text_before_it(cli):
@@ -86,10 +85,12 @@ def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
     assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
 
 
-def test_a_profile_replaces_a_file_and_leaves_nothing_else(cli, tmp_path):
+@pytest.mark.parametrize("line", ["--max-new-tokens 3", "--interactive"])
+def test_a_profile_replaces_a_file_and_leaves_nothing_else(cli, tmp_path, line):
+    """A chat without an answer has one, too."""
     trace = tmp_path / "trace.json"
     trace.write_text("old")
-    cli(f"--max-new-tokens 3 --profile {trace}")
+    assert cli(f"{line} --profile {trace}")[0] == 0
     assert [*tmp_path.iterdir()] == [trace] and read_json(trace)["traceEvents"]
 
 
@@ -103,12 +104,6 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkey
     assert [*tmp_path.iterdir()] == [tmp_path / "pipe"]
 
 
-def test_a_chat_without_an_answer_has_a_trace_too(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(builtins, "input", lambda prompt: "/quit")
-    code, out, _ = cli(f"--interactive --profile {tmp_path}/trace.json --quiet")
-    assert (code, out) == (0, "") and read_json(tmp_path / "trace.json")
-
-
 def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path, monkeypatch):
     """On a disk that fills up PyTorch writes nothing, and says so in its own way."""
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: None)
@@ -120,9 +115,8 @@ def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path
 def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     out = tmp_path / "a b"
     code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
-    size = (out / "model.safetensors").stat().st_size / 1e6
     assert (code, printed) == (0, "") and err.endswith(
-        f"{out}: {size:.2f}MB of weights, 7.94MB before\nnext: python generate.py --checkpoint '{out}' --compile\n")
+        f"MB of weights, 7.94MB before\nnext: python generate.py --checkpoint '{out}' --compile\n")
 
 
 def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch):
@@ -132,32 +126,46 @@ def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch):
 
 def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     directory = shutil.copytree(TINY, tmp_path / "greedy")
-    put(directory / "generation_config.json", dict(temperature=0, eos_token_id=[2, 7]))
-    outs = [cli(f"--checkpoint {directory} --max-new-tokens 30 --seed {seed}")[1] for seed in (1, 2)]
-    assert outs == [cli("--max-new-tokens 30 --temperature 0")[1]] * 2
+    put(directory / "generation_config.json", dict(temperature=0))
+    greedy = cli("--max-new-tokens 30 --temperature 0")[1]
+    assert cli(f"--checkpoint {directory} --max-new-tokens 30")[1] == greedy
 
 
-@pytest.mark.parametrize("line, said", {
-    "--checkpoint no/such/dir": "no/such/dir",
-    "--device tpu": "--device tpu: want cpu, cuda, cuda:N or mps", "--device cuda:99": "--device cuda:99",
-    "--interactive --chat": "has no chat template", "--temperature nan": "nan is not from 0 to 100",
-    "--temperature warm": "'warm'", "--num-samples 99999": "out of memory",
-    "--max-new-tokens 20 --max-seq-length 16": "20 new ones exceed 16, --max-seq-length",
-    "--prompt-file nowhere.txt": "nowhere.txt", "--prompt-file /dev/null": "want a regular file",
-    f"--checkpoint {TINY}/model.safetensors": f"want its directory, {TINY}",
-    "--prompt '\udcff is not UTF-8'": "the text: 'utf-8' codec can't encode character '\\udcff'",
-    "--draft-tokens 4": "--draft-tokens and --draft-quantize go with --draft",
-    "--draft prompt-lookup --draft-quantize int8": "no weights",
-    f"--draft {DRAFT} --draft-tokens 0": "'0' is none of 1 to 32, auto, hf and bass",
-    f"--draft {DRAFT} --num-samples 99999": "or no --draft, help", "--draft ''": "--draft: want a checkp",
-    "--time-budget 1e-6": "the first token took", "--interactive --json": "--interactive",
-    "--logprobs": "--logprobs goes with --json", "-p -": "--prompt -: stdin is empty",
-    "--prompt-file -": "--prompt-file -: no prompt", "-p - --prompt-file -": "stdin can be read once",
-    "--whole": "--whole goes with --prompt-file", "--system x": "--system goes with --chat",
-    "--template-option mood": "--template-option mood: want KEY=VALUE",
-    "--prompt=a --max_new_tokens 1": "did you mean --max-new-tokens?",
-    "hello": "hello: no such option, want -p before a prompt; --help"}.items())
-def test_a_mistake_is_one_line_and_exit_code_2(cli, line, said):
+MISTAKES = f"""
+--checkpoint no/such/dir -> no/such/dir
+--device tpu -> --device tpu: want cpu, cuda, cuda:N or mps
+--device cuda:99 -> --device cuda:99
+--interactive --chat -> has no chat template
+--temperature nan -> nan is not from 0 to 100
+--temperature warm -> 'warm'
+--num-samples 99999 -> out of memory
+--max-new-tokens 20 --max-seq-length 16 -> 20 new ones exceed 16, --max-seq-length
+--prompt-file nowhere.txt -> nowhere.txt
+--prompt-file /dev/null -> want a regular file
+--checkpoint {TINY}/model.safetensors -> want its directory, {TINY}
+--prompt '\udcff is not UTF-8' -> the text: 'utf-8' codec can't encode character '\\udcff'
+--draft-tokens 4 -> --draft-tokens and --draft-quantize go with --draft
+--draft prompt-lookup --draft-quantize int8 -> no weights
+--draft {DRAFT} --draft-tokens 0 -> '0' is none of 1 to 32, auto, hf and bass
+--draft {DRAFT} --num-samples 99999 -> or no --draft, help
+--draft '' -> --draft: want a checkp
+--time-budget 1e-6 -> the first token took
+--interactive --json -> --interactive
+--logprobs -> --logprobs goes with --json
+-p - -> --prompt -: stdin is empty
+--prompt-file - -> --prompt-file -: no prompt
+-p - --prompt-file - -> stdin can be read once
+--whole -> --whole goes with --prompt-file
+--system x -> --system goes with --chat
+--template-option mood -> --template-option mood: want KEY=VALUE
+--prompt=a --max_new_tokens 1 -> did you mean --max-new-tokens?
+hello -> hello: no such option, want -p before a prompt; --help
+""".strip().splitlines()  # a command line, and words that the refusal has
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(cli, case):
+    line, said = case.split(" -> ")
     err = one_line(cli(line))
     assert err.startswith("generate.py: ") and said in err
 
@@ -215,11 +223,9 @@ def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
     line = ("--temperature 0 --prompt One --prompt 'the dog and the cat and the dog and the cat and' "
             "--max-new-tokens 40 --stop ' play' --stop ' day' --quantize int8")
     plain, fast = result_of(line), result_of(f"{line} --draft-tokens 3 --draft {draft}")
-    for a, b in zip(plain["samples"], fast["samples"]):
-        assert (a["text"], a["tokens"], a["finish_reason"]) == (b["text"], b["tokens"], b["finish_reason"])
-    counts = fast["speculation"]
+    outcome, counts = itemgetter("text", "tokens", "finish_reason"), fast["speculation"]
+    assert [*map(outcome, plain["samples"])] == [*map(outcome, fast["samples"])]
     assert plain["speculation"] is None and counts["drafted"] > counts["accepted"] > 0
-    assert counts["acceptance_rate"] == counts["accepted"] / counts["drafted"] and counts["tokens_per_step"] > 1
 
 
 def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
@@ -237,29 +243,26 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
 
-def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, cli, tmp_path, monkeypatch):
-    text, out = tmp_path / "stories.txt", tmp_path / "out"
-    text.write_text((ROOT / "checkpoints" / "stories.txt").read_text() * 20)
-    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 400"
-    code, said, err = call("train_tiny.py", train_tiny.main, *line.split())
-    assert code == 0 and "greedy agreement" in said, err
+def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, tmp_path, monkeypatch):
+    """The end of the second command has both drafts speculate."""
+    text, out = ROOT / "checkpoints" / "stories.txt", tmp_path / "out"
+    line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 350"
     monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
-    code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), "--eagle", "--texts", "2")
-    assert code == 0 and "tiny-eagle: of the 1st to 5th drafted token" in said, err
+    for more, words in ("", "greedy agreement"), ("--eagle --texts 2", "tiny-eagle: of the 1st to 5th drafted token"):
+        code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), *more.split())
+        assert code == 0 and words in said, err
     assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft", "tiny-eagle"]
-    for draft in "tiny-draft", "tiny-eagle":
-        assert cli(f"--checkpoint {out}/tiny --draft {out}/{draft} --max-new-tokens 5")[0] == 0
 
 
 @pytest.mark.parametrize("more, said", [
-    ("--lr nan", "--lr"), ("--eval none", "none: "), ("--out stories.txt", "stories.txt"), ("--out full", "mine")])
+    ("--lr nan", "--lr"), ("--eval none", "none: "), ("--out full/tiny/mine", "mine"), ("--out full", "mine")])
 def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call, tmp_path, monkeypatch, more, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_tiny, "train_pair", None)
-    (tmp_path / "stories.txt").write_text("Once upon a time " * 20)
-    mine = tmp_path / "full" / "tiny" / "mine"
-    mine.mkdir(parents=True)
-    line = f"--text stories.txt --eval stories.txt --out out {more}"
+    mine, text = tmp_path / "full" / "tiny" / "mine", ROOT / "checkpoints" / "stories.txt"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    line = f"--text {text} --eval {text} --out out {more}"
     assert said in one_line(call("train_tiny.py", train_tiny.main, *line.split())) and mine.exists()
 
 
@@ -280,31 +283,31 @@ def test_a_prompt_that_is_not_utf_8_is_one_line(cli):
     assert one_line(cli(stdin=b"\xff")).startswith("generate.py: stdin: 'utf-8' codec")
 
 
-def test_a_text_without_end_is_refused(cli, tmp_path):
-    (tmp_path / "text").touch()
-    os.truncate(tmp_path / "text", 2 ** 40)  # a hole, which takes no room on the disk
-    assert "want 67108864 at most" in one_line(cli(f"--prompt-file {tmp_path}/text"))
+def test_a_text_without_end_is_refused(cli):
     with open("/dev/zero", "rb") as endless:
         assert "stdin: more than 67108864 bytes" in one_line(cli("--quiet", stdin=endless))
 
 
+class Slow(io.BytesIO):
+    def read(self, *size):
+        time.sleep(1.1)
+        return super().read(*size)
+
+
 def test_after_a_second_of_waiting_it_says_that_stdin_is_read(cli):
-    end, begin = os.pipe()
-    Timer(1.1, lambda: os.write(begin, b"One day\r\n") and os.close(begin)).start()
-    with open(end, "rb") as pipe:
-        code, out, err = cli("--max-new-tokens 3", stdin=pipe)
+    code, out, err = cli("--max-new-tokens 3", stdin=Slow(b"One day\r\n"))
     assert code == 0 and out.startswith("One day") and "\r" not in out
     assert err.startswith("reading the prompt from stdin")
 
 
 def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, chatty):
-    line = f"--checkpoint {chatty} -p Hi {SHORT}"
-    outs, errs = zip(*(cli(f"{line} {more}")[1:] for more in ("", "--chat", "--chat --system 'Be brief.'")))
-    assert "--chat puts it into the checkpoint's chat template" in errs[0] and "template" not in errs[1]
     tokenizer = open_tokenizer(Path(chatty))
     user, system = dict(role="user", content="Hi"), dict(role="system", content="Be brief.")
-    prompts = tokenizer.encode_text("Hi"), tokenizer.encode_chat([user]), tokenizer.encode_chat([system, user])
-    assert [json.loads(out)["samples"][0]["prompt_tokens"] for out in outs] == [*map(len, prompts)]
+    for more, tokens in {"": tokenizer.encode_text("Hi"), "--chat": tokenizer.encode_chat([user]),
+                         "--chat --system 'Be brief.'": tokenizer.encode_chat([system, user])}.items():
+        _, out, err = cli(f"--checkpoint {chatty} -p Hi {SHORT} {more}")
+        assert json.loads(out)["samples"][0]["prompt_tokens"] == len(tokens)
+        assert ("--chat puts it into the checkpoint's chat template" in err) == (not more)
 
 
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
@@ -335,7 +338,7 @@ def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is
 def test_the_command_says_once_that_it_compiles(cli, monkeypatch, more, terminal, said):
     monkeypatch.setattr("cli.generate.sys.stderr.isatty", lambda: terminal)
     monkeypatch.setattr(generate.Engine, "compile", Mock(side_effect=UserError("")))
-    assert "".join(re.findall(r"compiling.*\s", cli(f"--compile {more}")[2])) == said
+    assert cli(f"--compile {more}") == (2, "", f"{said}generate.py: \n")
 
 
 @pytest.mark.parametrize("error, said", [
@@ -349,34 +352,22 @@ def test_the_report_has_the_drafts_part_in_lines_of_its_own_and_no_line_over_80_
     result = dict(load_s=123.456, compile_s=123.4, first_token_s=12.3, decode_tokens_per_s=12345.6, bandwidth_gb_s=4321,
                   bandwidth_utilization=0.987, peak_memory_bytes=1e11,
                   speculation=speculation(dict(steps=3, drafted=12, accepted=9, row_steps=3)))
-    lines = format_report(result).splitlines()
-    assert [line.split() for line in lines[1::2]] == [
-        "123.46 123.4 12.300 12345.6 4321.0 99% 93.13".split(), ["75%", "4.00"]]
-    assert max(map(len, lines)) <= 80
-
-
-def parser_of(monkeypatch, command: str) -> ArgumentParser:
-    """What reads its command line, on a terminal of 80 columns."""
-    parse = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(ArgumentParser, "parse_known_args", lambda parser, *_: parse(parser))
-    with pytest.raises(KeyboardInterrupt):
-        import_module(command).main()
-    return parse.call_args[0][0]
+    assert format_report(result) == """\
+load s  compile s  first token s  decode tokens/s    GB/s  of read bw  peak GiB
+123.46      123.4         12.300          12345.6  4321.0         99%     93.13
+accepted  tokens a step
+     75%           4.00"""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(monkeypatch, name):
-    parser = parser_of(monkeypatch, name)
+    monkeypatch.setenv("COLUMNS", "80")
+    with patch.object(ArgumentParser, "parse_known_args", autospec=True, side_effect=KeyboardInterrupt) as parse:
+        with pytest.raises(KeyboardInterrupt):
+            import_module(name).main()
+    [parser] = parse.call_args.args
     text = parser.format_help()
     assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
     for option in parser._actions:
         if option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, generate.TINY):
             assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
-
-
-def test_generates_options_are_those_of_llm_with_the_same_defaults(monkeypatch):
-    keywords = inspect.signature(generate.LLM).parameters
-    options = {action.dest: action.default for action in parser_of(monkeypatch, "generate")._actions}
-    assert keywords.keys() - options.keys() == {"max_batch_size", "load"}  # a call's prompts say as much
-    assert {name for name in keywords.keys() & options.keys() if keywords[name].default != options[name]} == {"stop"}
