@@ -27,6 +27,10 @@ from cli.errors import report_errors  # noqa: E402
 from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
+# Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain PyTorch alone. So then
+# no test runs here. A repository whose fast/ was deleted has the tests of the core left.
+if (ROOT / "fast").exists():
+    importlib.import_module("fast")
 LONGEST = "test_without_fast test_llm test_tp test_speculative"  # -n 28 on two GPUs: 276 s, in order over 392
 
 
@@ -52,14 +56,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_report_header():
     return "GPU tests: " + ("run" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA GPU here")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fast_imports():
-    """Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain PyTorch alone. So
-    then every test fails here. A repository whose fast/ was deleted has the tests of the core left."""
-    if (ROOT / "fast").exists():
-        importlib.import_module("fast")
 
 
 @pytest.fixture(autouse=True)

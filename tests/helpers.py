@@ -213,9 +213,8 @@ def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[l
     """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
     for prompt, row, other in zip(prompts, rows, found, strict=True):
         assert len(row) == len(other)
-        differ = [at for at, (a, b) in enumerate(zip(row, other)) if a != b]
-        if differ:
-            at = differ[0]
+        if row != other:
+            at = next(at for at, (a, b) in enumerate(zip(row, other)) if a != b)
             logits = logits_of(exact, torch.tensor([*prompt, *row[:at]]))[-1]
             gap = logits[row[at]] - logits[other[at]]
             assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
@@ -236,9 +235,7 @@ def trained(directory: Path, sentences: list[str], settings: dict, **options) ->
     """A tokenizer.model of one's own, opened."""
     SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_prefix=str(directory / "tokenizer"),
                                model_type="bpe", minloglevel=2, **options)
-    put(directory / "config.json", LLAMA | dict(vocab_size=400, bos_token_id=None, eos_token_id=None))
-    put(directory / "tokenizer_config.json", settings)
-    return open_tokenizer(directory)
+    return described(directory, dict(vocab_size=400, bos_token_id=None, eos_token_id=None), settings)
 
 
 LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -258,6 +255,13 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     return guard.open_checkpoint(directory)[1]
 
 
+def described(directory: Path, config: dict, settings: dict) -> Tokenizer:
+    """The tokenizer that lies there, once both files say what it is for."""
+    put(directory / "config.json", LLAMA | config)
+    put(directory / "tokenizer_config.json", settings)
+    return open_tokenizer(directory)
+
+
 BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
 
 
@@ -272,16 +276,12 @@ def with_json(directory: Path, config: dict | None = None, post_process: bool = 
         made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     made.save(str(directory / "tokenizer.json"))
     ids = dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS)
-    put(directory / "config.json", LLAMA | ids | (config or {}))
-    put(directory / "tokenizer_config.json", dict(bos_token="<s>", eos_token="</s>") | settings)
-    return open_tokenizer(directory)
+    return described(directory, ids | (config or {}), dict(bos_token="<s>", eos_token="</s>") | settings)
 
 
 def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
     shutil.copy(TINY / "tokenizer.model", directory)
-    put(directory / "config.json", LLAMA | dict(vocab_size=2048) | (config or {}))
-    put(directory / "tokenizer_config.json", settings)
-    return open_tokenizer(directory)
+    return described(directory, dict(vocab_size=2048) | (config or {}), settings)
 
 
 # Checkpoints
@@ -332,10 +332,9 @@ def awq(path: Path) -> dict[str, Tensor | None]:
     """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
     changes = {}
     for name, t in load_file(path).items():
-        if name.endswith("qweight"):
-            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, (len(t) * 8, t.shape[1] // 8)).int()
-        elif name.endswith("qzeros"):  # as wide already
-            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, t.shape).int()
+        if name.endswith(("qweight", "qzeros")):  # zero points are as wide already
+            shape = t.shape if name.endswith("qzeros") else (len(t) * 8, t.shape[1] // 8)
+            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, shape).int()
         elif name.endswith("g_idx"):
             changes[name] = None
     return changes

@@ -83,7 +83,6 @@ def main() -> None:
         save_file(weights_of(head, authors), out / "model.safetensors")
         save_file(dict(features=features, tokens=tokens, logits=drafted_logits(head, features, tokens)),
                   out / "golden.safetensors")
-        print(name, sorted(config))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,6 @@ def main() -> None:
             golden[f"tokens.{row}"], golden[f"logits.{row}"] = greedy(model, length, NEW_TOKENS)
         model.bfloat16().save_pretrained(OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB")
         save_file(golden, OUT / family / "golden.safetensors")
-        print(family, golden["tokens.1"].tolist())
 
 
 if __name__ == "__main__":

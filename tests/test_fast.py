@@ -24,8 +24,9 @@ from sampling import Sampling, choose
 
 
 @pytest.mark.parametrize("dtype, tolerance, bias, N", [
-    (torch.float32, 1e-6, True, 132), (torch.float32, 1e-6, False, 131), (torch.bfloat16, 4e-3, False, 130)])
+    (torch.float32, 1e-6, True, 131), (torch.bfloat16, 4e-3, False, 130)])
 def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias, N):
+    """With outputs in one part and in two; with four: test_packed.py."""
     linear = nn.Linear(577, N, bias=bias).to(dtype).requires_grad_(False)
     compiled = torch.compile(row_decoder(CpuLinear(linear)), fullgraph=True)
     exact = deepcopy(linear).double()
@@ -130,13 +131,7 @@ class Experts(FeedForward):
 
 
 class OtherCache(KVCache):
-    """A cache that fast/ does not know, which holds half of each number."""
-
-    def write(self, k, v, rows, positions):
-        super().write(k / 2, v / 2, rows, positions)
-
-    def read(self, rows, n):
-        return tuple(2 * cache for cache in super().read(rows, n))
+    """A cache that fast/ does not know."""
 
 
 def give_experts(block):
@@ -225,13 +220,15 @@ def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tupl
 @of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
-    """Over a dirty cache. All of it has kernels."""
-    plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family)
+    """Over a dirty cache. All of it has kernels. What keeps hidden states, of prefill and of decode, is the same code
+    on a GPU."""
+    plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family, features=(2, 0, 1))
     assert not plain_halves(fast) and not unknown_fields(fast)
     for layer in [*plain.layers, *fast.layers]:
         layer.attn.cache.k.fill_(3)
         layer.attn.cache.v.fill_(-2)
     compare(plain, fast, install_kernels(fast), tolerance)
+    assert device == "cuda" or error(fast.features, plain.features) < tolerance
 
 
 @on_each_device
@@ -242,16 +239,6 @@ def test_fast_decoder_with_a_cache_in_int8(kind, device):
     decoder = install_kernels(fast)
     for T in (17, 200):
         compare(plain, fast, decoder, 2 * tolerance, T)  # a code may be the next one
-
-
-@on_each_device
-@torch.no_grad()
-def test_hidden_states_are_kept_where_they_are_asked_for(device):
-    """Those of prefill and of decode."""
-    plain, fast, tolerance = load_twice(device, 64, 3, features=(5, 0, 1))
-    compare(plain, fast, install_kernels(fast), tolerance)
-    assert plain.features.shape == (3, 64, 3 * plain.config.dim) and plain.features[:, :40].any()
-    assert error(fast.features, plain.features) < tolerance
 
 
 @on_each_device

@@ -43,12 +43,9 @@ def test_the_pages_are_short_and_their_links_and_scripts_are_there():
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
-def test_options_named_exist(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["generate.py", "--help"])
-    with pytest.raises(SystemExit):
-        cli.options.generate_args("")
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert set(re.findall(r"`(--[a-z-]+)", README)) <= known
+def test_options_named_exist(call):
+    _, known, _ = call("generate.py", PARSERS["generate.py"], "--help")
+    assert set(re.findall(r"`(--[a-z-]+)", README)) <= set(re.findall(r"--[a-z-]+", known))
 
 
 def test_the_lines_of_a_sampler_of_ones_own_are_those_of_sampling_py():
@@ -62,8 +59,7 @@ def test_the_pages_have_commands():
 
 
 @pytest.mark.parametrize("command", readme_commands() + benchmark_commands())
-def test_a_command_is_understood_and_has_no_placeholder(command, monkeypatch):
-    assert not {"A", "B", "C", "DIR", "FILE", "TEXT"} & set(re.findall(r"\w+", command))
+def test_a_command_is_understood(command, monkeypatch):
     script, *words = shlex.split(command, comments=True)
     monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
     monkeypatch.setattr("sys.argv", [script, *words])

@@ -26,7 +26,9 @@ def windows(tokens: list[int], prefix: int, max_seq_len: int, context_len: int):
 def harness(monkeypatch):
     """scripts.tasks.Harness over what it needs of the harness."""
     normalize = lambda settings, limit: dict(max_gen_toks=limit, until=[], temperature=0.0) | settings  # noqa: E731
-    modules = {"lm_eval.api.model": dict(TemplateLM=object),
+    manager = SimpleNamespace(all_tasks=["task"])
+    modules = {"lm_eval.tasks": dict(TaskManager=lambda include_path: manager),
+               "lm_eval.api.model": dict(TemplateLM=object),
                "lm_eval.models.utils": dict(normalize_gen_kwargs=normalize),
                "lm_eval.utils": dict(get_rolling_token_windows=windows, make_disjoint_window=lambda pair: pair)}
     for name, content in modules.items():
@@ -60,25 +62,15 @@ def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_
     assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
 
 
-@pytest.fixture
-def shapes(harness) -> list[tuple[int, int]]:
-    """The shapes of the tokens that the model reads."""
-    shapes = []
+def test_a_context_that_choices_share_is_read_once_and_one_of_one_token_beside_others(harness):
+    """Texts of a corpus begin with the same token: they are read in batches by length."""
+    shapes, context = [], harness.tok_encode(OPENINGS[3])
     harness.llm.model.register_forward_pre_hook(lambda model, given: shapes.append(tuple(given[0].shape)))
-    return shapes
-
-
-def test_a_context_that_choices_share_is_read_once(harness, shapes):
-    context = harness.tok_encode(OPENINGS[3])
     harness._loglikelihood_tokens([(None, context, [7, 8]), (None, context, [9]), (None, context, [7, 9])])
     assert shapes == [(1, len(context) - 1), (3, 2)]
-
-
-def test_texts_that_begin_with_the_same_token_are_read_in_batches_by_length(harness, shapes):
-    """As a corpus is, text by text."""
     harness.batch_tokens = 60
     harness._loglikelihood_tokens([(None, [1], [7] * n) for n in (5, 50, 7, 9, 11, 60, 8, 6)])
-    assert [shape for shape in shapes if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
+    assert [shape for shape in shapes[2:] if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
 
 
 def test_a_rolling_log_probability_is_the_sum_of_its_windows(harness):
@@ -105,18 +97,13 @@ def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
     assert sum(map(bool, found)) > 9
 
 
-@pytest.mark.parametrize("rank, found, told", [
-    (0, dict(results=dict(task={"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "task"})), {"task": {"acc": 0.5}}),
-    (1, None, {})])
-def test_all_ranks_have_rank_0s_results(harness, monkeypatch, rank, found, told):
+def test_all_ranks_have_rank_0s_results(harness, monkeypatch):
     """The harness gives the others None. What it calls a metric's filter is left out."""
-    manager = SimpleNamespace(all_tasks=["task"])
-    for name, content in {"lm_eval": dict(simple_evaluate=lambda *args, **options: found),
-                          "lm_eval.tasks": dict(TaskManager=lambda include_path: manager)}.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
-    agree = Mock(return_value="rank 0's")
-    harness.llm.team = SimpleNamespace(rank=rank, ranks=2, agree=agree)
-    monkeypatch.setattr(harness.llm, "_load", lambda *sizes: None)
     args = SimpleNamespace(task_path=None, tasks="task", few_shot=None, limit=None)
-    assert evaluate.evaluate_tasks({}, harness.llm, args)["tasks"] == "rank 0's"
-    agree.assert_called_once_with(told)
+    values = {"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "task"}
+    for found, told in (dict(results=dict(task=values)), {"task": {"acc": 0.5}}), (None, {}):
+        harness.llm.team = Mock(rank=0, ranks=1, **{"agree.return_value": "rank 0's"})
+        simple_evaluate = Mock(return_value=found)
+        monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))
+        assert evaluate.evaluate_tasks({}, harness.llm, args)["tasks"] == "rank 0's"
+        harness.llm.team.agree.assert_called_once_with(told)

@@ -1,8 +1,6 @@
 """scripts/tune.py with made-up times: what it finds is what kernel_for() then takes."""
-import json
 import sys
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -12,7 +10,6 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from checkpoint import UserError
 from fast import common, tuning
 from fast.tuning import LIBRARY, kernel_for
 from helpers import ROOT, absent, put, read_json
@@ -77,8 +74,15 @@ def test_the_fastest_of_each_number_of_rows_is_taken(timed, monkeypatch, bar, wh
     made = timed(lambda rows, choice, spend, shape: cost(shape, rows, choice), what, format)
     monkeypatch.setattr(tune, "KEPT", 1)
     monkeypatch.setattr(tuning, "rules_of_thumb", lambda *_: [])
+
+    def chosen_by_others() -> list[dict]:
+        others = *range(2, 33), *range(41, 201)
+        return [tune.without_rows(kernel_for(format, N, K, M, CPU)) for N, K in made.shapes.values() for M in others]
+
     made.tune(ROWS := [2, 8, 24, 64, 200], bar)
-    made.tune([40], bar)  # changes nothing for others
+    chosen = chosen_by_others()
+    made.tune([40], bar)  # 33 to 40 rows
+    assert chosen_by_others() == chosen
     for N, K in made.shapes.values():
         for M in ROWS:
             costs = [cost((N, K), M, choice) for choice in tune.candidates(format, M, N, K)]
@@ -97,24 +101,6 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(timed, monkeyp
     assert absent("1 more than 3% behind, the worst 1.500 512x256 with 80 rows", bar.said[0]) == []
 
 
-def test_a_choice_stays_until_another_gains(timed, bar):
-    """On average of all rows that share it. One that rounds weights must gain 2% more. Timed badly at first, what fewer
-    rows chose is still timed with care."""
-    exact, scaled = tune.PACKED_MORE[:2]
-    assert (exact["scaled"], scaled["scaled"]) == (0, 1)
-
-    def time(rows: int, choice: dict, spend: int, _) -> float:
-        if choice != scaled or spend == 2 and rows == 48:
-            return 100 if choice == exact else 300
-        if rows <= 32:
-            return 97
-        return 100 if 48 < rows < 64 else 98.5
-
-    made = timed(time)
-    made.tune([48, 64, 32], bar)
-    assert made.table["512x256"] == [entry(32, scaled), entry(48, scaled), entry(64, exact)]
-
-
 def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
     own = next(choice for choice in tune.candidates("int4", 400, 512, 256) if choice["kernel"] == "gemm")
     library = {270: 90, 271: 90, 272: 100.5, 273: 102}
@@ -131,36 +117,18 @@ def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
 
 
 def test_the_table_is_replaced_as_a_whole(table, tmp_path, monkeypatch):
-    """Or not at all. It is pruned."""
+    """Or not at all. It is pruned: an entry that says what the next one says goes."""
     path, old = tmp_path / "tuned.json", {"another": {"int8": {"64x64": [entry(1, LIBRARY)]}}, GPU.name: {}}
     put(path, old)
-    table["int4"] = {"512x256": [entry(4, LIBRARY), entry(8, LIBRARY)]}
+    own, other = tune.PACKED_FEW[:2]
+    table["int4"] = {"512x256": [entry(4, own), entry(8, own), entry(9, other), entry(12, own)]}
     with monkeypatch.context() as failing, pytest.raises(ZeroDivisionError):
         failing.setattr(Path, "replace", lambda *paths: 1 / 0)
         tune.write(path, GPU.name)
     assert read_json(path) == old
     tune.write(path, GPU.name)
-    assert read_json(path) == old | {GPU.name: {"int4": {"512x256": [entry(8, LIBRARY)]}}}
+    assert read_json(path) == old | {GPU.name: {"int4": {"512x256": table["int4"]["512x256"][1:]}}}
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_pruned_and_cut_entries_choose_the_same():
-    a, b = tune.PACKED_FEW[1], tune.PACKED_FEW[0]
-    entries = [entry(rows, choice) for rows, choice in
-               [(1, a), (2, b), (4, b), (8, a), (16, b), (32, b), (48, b), (50, LIBRARY), (64, LIBRARY)]]
-    pruned = tune.prune(entries)
-    assert pruned == [entries[i] for i in (0, 2, 3, 6, 8)]
-    left = tune.cut(pruned, {*range(9, 33), *range(53, 60)})
-    assert left == [*pruned[:4], entry(52, LIBRARY), pruned[4]]
-    assert tune.cut(left, {*range(1, 65)}) == []
-
-
-def test_tuned_json_is_as_the_tuner_writes_it():
-    text = tuning.PATH.read_text()
-    tables = json.loads(text)
-    assert tune.to_json(tables) + "\n" == text
-    for shapes in (shapes for formats in tables.values() for shapes in formats.values()):
-        assert all(tune.prune(entries) == entries for entries in shapes.values())
 
 
 def test_a_choice_of_an_old_tuned_json_is_not_taken(tmp_path, monkeypatch, capsys):
@@ -176,17 +144,14 @@ def test_a_choice_of_an_old_tuned_json_is_not_taken(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize("what, formats, made", [
     ("4096x576", "16-bit,int4,int4-64,int8", ["16-bit", "int4-64", "int8"]), ("4096x64", "int4", []),
     ("llama-2-70b/16", "int4", ["int4"])])
-def test_groups_that_do_not_divide_are_left_out(monkeypatch, capsys, what, formats, made):
+def test_groups_that_do_not_divide_are_left_out(call, monkeypatch, what, formats, made):
     units = []
-    monkeypatch.setattr(sys, "argv", ["tune.py", what, "--formats", formats])
     monkeypatch.setattr(tune, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(common, "triton", True)
-    monkeypatch.setattr(tune, "compile_all", lambda found, rows, device: units.extend(found))
-    monkeypatch.setattr(tune, "Tuner", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError if made else UserError):
-        tune.main()
-    assert units == [(what, format) for format in made]
-    assert ("128 do not divide K" in capsys.readouterr().err) == ("70b" not in what)
+    monkeypatch.setattr(tune, "compile_all", lambda found, *_: units.extend(found) or sys.exit())
+    code, _, err = call("tune.py", tune.main, what, "--formats", formats)
+    assert (code, units) == (None if made else 2, [(what, format) for format in made])
+    assert ("128 do not divide K" in err) == ("70b" not in what)
 
 
 def test_kernels_are_compiled_on_the_device_that_was_asked_for(monkeypatch):
@@ -215,12 +180,11 @@ def test_a_rank_without_outputs_has_rules_of_thumb(table):
 
 def test_each_product_is_timed(monkeypatch, table):
     """On a CPU, by the plain twins."""
-    runs, small = [], replace(tune.SHAPES["llama-3.1-8b"], dim=256, n_head=4, n_kv_head=2, head_dim=64, ffn_dim=768)
-    monkeypatch.setitem(tune.SHAPES, "small", small)
+    runs = []
     monkeypatch.setattr(tune, "milliseconds", lambda run, *spend: runs.append(run()) or 2.0)
     monkeypatch.setattr(tune, "LAYERS", 3)
     for format in ("16-bit", "int8"):
-        made = tune.Tuner("small", format, CPU)
+        made = tune.Tuner("smollm2-135m", format, CPU)
         with torch.no_grad():
             assert [made.time(name, 3, LIBRARY) for name in made.shapes] == [2e3 / 3] * 4
     assert [len(run) for run in runs] == [3] * 8
