@@ -67,6 +67,8 @@ def test_what_a_published_file_leaves_out_is_known():
     olmo3, gemma3 = (SHAPES[name].layers for name in ("olmo-3-7b", "gemma-3-4b"))
     assert [(layer.window, layer.rope.scale) for layer in olmo3[2:4]] == [(4096, 1), (None, 1.2079441541679836)]
     assert gemma3[0].rope.frequencies[-1] > 8 * gemma3[5].rope.frequencies[-1]
+    experts = published("qwen3-moe")
+    assert experts.pop("moe_intermediate_size") == 24 and config_from_hf(experts).layers[1].moe.ffn_dim == 768
 
 
 def test_yarn_stretches_the_frequencies_of_the_paper():

@@ -18,7 +18,7 @@ from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
 from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
                      rope_of, run, same_but_for_ties, tiny)
-from model import Config, FeedForward, KVCache, LayerConfig, Transformer
+from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
 from quantize import NVFP4, QuantizedExperts
 from sampling import Sampling, choose
 
@@ -85,14 +85,17 @@ def with_field(values, name: str, value, **changes):
     return kind(**vars(values) | {name: value}, **changes)
 
 
-@pytest.mark.parametrize("cap, tap, told", [
-    (None, None, ""), (30.0, None, "Config.cap=30.0"), (None, (1, 2), "LayerConfig.tap=(1, 2)")])
-def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, cap, tap, told):
+@pytest.mark.parametrize("changed", ["", "Config", "LayerConfig", "Rope", "MoEConfig"])
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, changed):
+    def new(values):
+        return with_field(values, "cap", 30.0 if type(values).__name__ == changed else None)
+
     first, *others = model.config.layers
-    layers = with_field(first, "tap", tap), *others
-    model.config = with_field(replace(model.config, layers=layers), "cap", cap)
-    assert (use_kernels(model) is None) == bool(told)
-    assert capsys.readouterr().err == (f"plain PyTorch decodes: fast/ does not know {told}\n" if told else "")
+    first = new(replace(first, rope=new(first.rope), moe=new(MoEConfig(4, 2, 8))))
+    model.config = new(replace(model.config, layers=(first, *others)))
+    assert (use_kernels(model) is None) == bool(changed)
+    told = f"plain PyTorch decodes: fast/ does not know {changed}.cap=30.0\n"
+    assert capsys.readouterr().err == (told if changed else "")
 
 
 def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(model, capsys):

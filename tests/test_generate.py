@@ -193,3 +193,17 @@ def test_importing_generate_imports_no_library_ahead_of_its_use():
     code = "import torch, sys; before = set(sys.modules); import generate; print(*(set(sys.modules) - before))"
     names = python("-c", code).stdout.split()
     assert "checkpoint" in names and not late & set(names)
+
+
+@pytest.mark.gpu
+def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
+    """For each of them cuDNN makes a plan of 1.8 MiB, which PyTorch keeps for good."""
+    shapes, attend = set(), torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, *rest, **options: (
+        shapes.add((q.shape, k.shape)), attend(q, k, *rest, **options))[1])
+    engine = Engine(tiny("cuda"), 600, 1, GREEDY)
+    for length in range(1, 500, 7):
+        run(engine, [[5] * length], 9)
+    prompts, caches = {q[2] for q, _ in shapes} - {1}, {k[2] for _, k in shapes}
+    assert caches == {256, 512} and prompts == set(range(16, 513, 16))
+    assert len(shapes) == 32 + 2  # prompts, and steps

@@ -253,7 +253,16 @@ def test_the_timed_read_reads_every_word():
 
 
 @pytest.mark.gpu(alone=True)
-def test_read_bandwidth_is_a_gpus():
+def test_read_bandwidth_is_a_rate_of_this_gpu():
+    """PyTorch's sum of the same weights takes between half and five times as long, wherever this runs."""
     with torch.device("cuda"):
         model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8))).requires_grad_(False)
-    assert 1e11 < read_bandwidth(model) < 2e13  # bytes a second
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(2):  # the first time warms up
+        begun.record()
+        for layer in model:
+            layer.weight.sum()
+        ended.record()
+    ended.synchronize()
+    rate = sum(weight.nbytes for weight in model.parameters()) / begun.elapsed_time(ended) * 1e3
+    assert 0.5 < read_bandwidth(model) / rate < 5

@@ -115,3 +115,18 @@ def test_fast_accept_equals_accept(sampling):
         assert torch.allclose(logprobs[text], expected_logprobs[text], atol=1e-3)
         seen |= set(accepted.tolist())
     assert seen == set(range(k + 1))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_settings():
+    """Captured once, with greedy settings; then others are copied into the tensor."""
+    logits, noise = some_logits(32000, "cuda"), torch.empty(5, 32000, device="cuda").exponential_()
+    settings = make_settings(SAMPLINGS[0], logits.device)
+    sample(logits, noise, settings)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen, _ = sample(logits, noise, settings)
+    for sampling in SAMPLINGS:
+        settings.copy_(make_settings(sampling, logits.device))
+        graph.replay()
+        assert chosen.equal((exact_probabilities(logits, sampling) / noise.double()).argmax(-1)), sampling
