@@ -3,7 +3,8 @@ A step as a CUDA graph, which itself brings its results to the host.
 
 A copy behind a graph waits 5 us until the GPU's copy engine has heard of the graph's end, and the next graph waits 5 us
 for the copy. So the last kernels of the graph write the results where the host reads them: in its pinned memory, which
-the GPU reaches by the same addresses. There are two places, as a step is launched before the one before it is read.
+the GPU reaches by the same addresses. From the last kernel of a step to the first of the next it is 4 us so, and was 14
+with two copies (H200). There are two places, as a step is launched before the one before it is read.
 """
 from collections.abc import Callable
 from itertools import cycle
