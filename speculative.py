@@ -138,11 +138,15 @@ def lookup(text: Tensor, last: Tensor, k: int):
 
 class DraftModel(Drafter):
     """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text:
-    it holds text[: last - unread] or, behind a draft that was kept whole, a token less; start() reads the last two.
+    between steps it holds slots 0 to last - 1 - unread, or one slot less after a step that kept all its drafts.
+
+    With k = 2 and last = 10, start() reads slots 9 and 10, which gives token 11, and slot 11 then gives token 12. If
+    both are kept and one more is drawn, last is 13, and slot 12 was never read: so start() reads two slots, and
+    catch_up() more than are unread.
 
     engine: its generate.Engine. vocabulary [draft's V]: the target's token for each of the draft's, if they differ."""
 
-    AHEAD = 0  # so many tokens behind a slot's own must be known before it is read
+    AHEAD = 0  # so many tokens after a slot's own must be known before it is read
     READ_TOKENS = 1024  # at a time, over all rows
 
     def __init__(self, engine, vocab_size: int, vocabulary: Tensor | None = None):
