@@ -245,7 +245,7 @@ class DraftModel(Drafter):
 
 class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
-    and read().
+    and to_lists().
 
     target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several ranks, gives rank 0's
     value to all, so that they choose the same k."""

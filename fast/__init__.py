@@ -21,11 +21,11 @@ the import. Delete the folder, and every command still works, slower. The packag
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
     common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use
 
-decoder.py imports the kernels' files, and these import common.py and tuning.py. Importing one of them loads no others:
-this file imports them inside its functions. Each kernel has a plain twin: PyTorch operators that compute the same. The
-twin runs on CPUs, and the tests compare both with float64.
+decoder.py imports the files of a layer's kernels, and these import common.py and tuning.py. Importing one of them loads
+no others: this file imports them inside its functions. Each kernel but graph.py's, which only copies, has a plain twin:
+PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare both with float64.
 
-What a new field of model.Config, model.LayerConfig or sampling.Sampling means is not known here. Where it has its
+What a new field of model.Config and its parts, or of sampling.Sampling, means is not known here. Where it has its
 default value, all goes on as before. Where it has another, model.py decodes, or sampling.py samples.
 """
 import sys

@@ -44,13 +44,14 @@ from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 OPERATORS = ("linear", "packed_linear", "add_norm", "gate", "attend", "update_and_attend", "sample", "distribute",
              "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "mixture", "grouped_linear")
 
-# The fields of model.Config, LayerConfig, Rope and MoEConfig that the modules of this file, or model.py's around them,
-# take into account.
+# The fields of model.Config and LayerConfig, then of Rope and MoEConfig, that the modules of this file, or model.py's
+# around them, take into account.
 KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
                 "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
                 "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope",
-                "o_bias", "sinks", "expert_files", "moe", "frequencies", "scale", "original", "long", "q_growth",
-                "n_expert", "n_chosen", "normalize", "bias", "clamp"}
+                "o_bias", "sinks", "expert_files", "moe"}
+KNOWN_OF_PARTS = {"frequencies", "scale", "original", "long", "q_growth", "n_expert", "n_chosen", "ffn_dim",
+                  "normalize", "bias", "clamp"}
 
 
 # What can be replaced
@@ -60,8 +61,8 @@ def unknown_fields(model: Transformer) -> list[str]:
     """The values of Config and its parts that this file does not know, each once: "Config.cap=30.0"."""
     layers = model.config.layers
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
-    configs = dict.fromkeys([model.config, *layers, *parts])
-    return [value for config in configs for value in unknown_values(config, KNOWN_FIELDS)]
+    known = {config: KNOWN_FIELDS for config in (model.config, *layers)} | dict.fromkeys(parts, KNOWN_OF_PARTS)
+    return [value for config, names in known.items() for value in unknown_values(config, names)]
 
 
 def fusible(layer: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class CapturedStep:
 
     def __init__(self, step: Callable, results: tuple[Tensor, ...], pool=None):
         self.places = [torch.empty(2, *x.shape, dtype=x.dtype, pin_memory=True) for x in results]
-        self.counts = torch.zeros(len(results), dtype=torch.int32, device=results[0].device)
+        self.counts = torch.zeros(len(results), dtype=torch.long, device=results[0].device)
         self.turns = cycle(zip(*self.places))
         self.send(results)  # compiles its kernel
         self.counts.zero_()

@@ -37,7 +37,10 @@ def make(directory: Path, **changes) -> dict[str, torch.Tensor]:
 def test_tensors_are_of_the_wanted_dtype(tmp_path):
     """test_model.py shows that each lands where it belongs."""
     save(tmp_path, make(tmp_path))
-    assert {tensor.dtype for tensor in load(tmp_path, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+    model = load(tmp_path, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    model.setup(8)
+    assert model.ropes[0].cos.dtype == torch.float32
 
 
 def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_opened(tmp_path):

@@ -85,16 +85,18 @@ def with_field(values, name: str, value, **changes):
     return kind(**vars(values) | {name: value}, **changes)
 
 
-@pytest.mark.parametrize("changed", ["", "Config", "LayerConfig", "Rope", "MoEConfig"])
-def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, changed):
+@pytest.mark.parametrize("changed, name", [
+    ("", "cap"), ("Config", "scale"), ("LayerConfig", "clamp"), ("Rope", "window"), ("MoEConfig", "cap")])
+def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, changed, name):
+    """A name that is known of another part is none."""
     def new(values):
-        return with_field(values, "cap", 30.0 if type(values).__name__ == changed else None)
+        return with_field(values, name, 30.0) if type(values).__name__ == changed else with_field(values, "cap", None)
 
     first, *others = model.config.layers
     first = new(replace(first, rope=new(first.rope), moe=new(MoEConfig(4, 2, 8))))
     model.config = new(replace(model.config, layers=(first, *others)))
     assert (use_kernels(model) is None) == bool(changed)
-    told = f"plain PyTorch decodes: fast/ does not know {changed}.cap=30.0\n"
+    told = f"plain PyTorch decodes: fast/ does not know {changed}.{name}=30.0\n"
     assert capsys.readouterr().err == (told if changed else "")
 
 

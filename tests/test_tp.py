@@ -188,6 +188,8 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]  # as attention takes it
         assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))  # of o and of down: between groups
         assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+    rows = [shard.config.ffn_dim for shard in parts]
+    assert max(rows) - min(rows) <= max(unit, 32)
 
 
 def shards(config: Config, group: int, ranks: int) -> list[Shard]:
@@ -208,9 +210,10 @@ def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, 
 
 def test_a_draft_is_split_where_that_pays_and_can_be():
     """Llama 3.2 1B, whose 8 kv heads 11 ranks cannot share."""
-    llama_1b = config_of(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                         intermediate_size=8192, vocab_size=128256)
-    assert draft_splitter(Team(1, 4), llama_1b) and not draft_splitter(Team(1, 11), llama_1b)
+    llama_1b = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+                    intermediate_size=8192, vocab_size=128256)
+    for changes, ranks, split in (({}, 4, True), (dict(intermediate_size=2048), 4, False), ({}, 11, False)):
+        assert bool(draft_splitter(Team(1, ranks), config_of(**llama_1b | changes))) == split
 
 
 @pytest.mark.parametrize("device, gpus, unset, words", [
