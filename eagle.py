@@ -5,9 +5,9 @@ A feature is what the target's hidden states at a few places make, side by side:
 pairs: the embedding of token t + 1 with the feature of token t. From the pair in slot t it predicts token t + 2. For
 the tokens that it drafts itself there is no feature yet: the head's own hidden state takes the feature's place.
 
-A head is a Transformer with another way in (embed_tokens()) and out (keep()). Between the two lies `states`, which holds
-what goes beside the token t + 1 in slot t: the feature, once the target has read token t, else the head's own hidden
-state.
+A head is a Transformer with another way in (embed_tokens()) and out (keep()). Between the two lies `states`, which
+holds what goes beside the token t + 1 in slot t: the feature, once the target has read token t, else the head's own
+hidden state.
 
 Contents: the head, its files in both published layouts, the Drafter.
 
