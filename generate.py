@@ -49,7 +49,7 @@ PLAIN = SimpleNamespace(choose=choose, propose=propose, accept=accept)
 
 
 def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
-    """Reads P prompts, which may differ in length, behind `start` cached tokens -> the logits after each [P, V]."""
+    """Reads P prompts, which may differ in length, after `start` cached tokens -> the logits after each [P, V]."""
     logits, end = None, start
     for tokens, positions, last, ends in chunks(prompts, start, engine.columns(), engine.device):
         end += tokens.shape[1]
@@ -211,8 +211,8 @@ class Engine:
     def prefill(
         self, prompts: list[list[int]], start: int = 0, samples: int = 1, new_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Reads P prompts behind `start` cached tokens -> for each prompt's samples a token and its log-probability
-        [P x samples]. new_tokens: how many will follow."""
+        """The function prefill() for P prompts after `start` cached tokens, and for each prompt's samples the first
+        token and its log-probability [P x samples]. new_tokens: how many will follow."""
         lengths = [self.row_length or start + len(prompt) + new_tokens for prompt in prompts]
         self.model.begin_rows(lengths)
         logits = prefill(self, prompts, start)
@@ -514,10 +514,11 @@ class LLM:
         kind = self.options.kv_cache or "16-bit"
         features = len(self.eagle.places) * self.eagle.target_dim if self.eagle else 0
         return guard.check_memory(
-            self._sizes, rows, self._slots(length), *where, loaded, kind, features
+            self._sizes, rows, self._engine_length(length), *where, loaded, kind, features
         )
 
-    def _slots(self, length: int) -> int:
+    def _engine_length(self, length: int) -> int:
+        """An Engine's max_seq_len for texts of so many tokens."""
         return length + SLACK if self.options.draft else length
 
     def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
@@ -568,7 +569,7 @@ class LLM:
 
     def _make_engine(self, rows: int, length: int) -> None:
         options = self.options
-        slots = self._slots(length)
+        slots = self._engine_length(length)
         mode = "eager"
         if options.compile:
             mode = "compile" if options.no_kernels else "fast"

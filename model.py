@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         and the tokens of a forward attend to each other alone (training).
 
         features: the places whose hidden states are kept in self.features [batch_size, max_seq_len, n D], by position:
-        place i is before layer i, place n_layer behind the last one. A draft head reads them. They need a batch_size.
+        place i is before layer i, place n_layer after the last one. A draft head reads them. They need a batch_size.
         cache: of CACHES."""
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype

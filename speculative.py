@@ -62,7 +62,8 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
 
 
 def propose(logits: Tensor, vocab_size: int, sampling: Sampling):
-    """A draft's logits [B, T, any] -> a token [B] after the last column, and the distribution [B, V] it was drawn from.
+    """One token, of the k that Drafter.propose() gives: a draft's logits [B, T, any] -> a token [B] after the last
+    column, and the distribution [B, V] it was drawn from.
 
     Tokens that the target lacks are left out. Tokens that the draft lacks have probability 0."""
     q = probabilities(logits[:, -1, :vocab_size].float(), sampling)
