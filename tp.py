@@ -152,8 +152,8 @@ class Shard:
         return nn.Linear(self.whole.dim, share.stop - share.start, bias=False, device="meta")
 
     def widest(self, name: str, low: Tensor, high: Tensor):
-        """low and high of each row's weights over all ranks. name: the layer's in the model, or an expert's."""
-        if name.rstrip(".0123456789") in self.row_parallel:
+        """low and high of each row's weights over all ranks. name: the layer's in the model."""
+        if name in self.row_parallel:
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)
             low, high = -ranges[0], ranges[1]
