@@ -148,6 +148,10 @@ REFUSED = """
 "intermediate_size": 1000000000, "hidden_size": 1048576 -> e+15 weights
 "rope_scaling": [1] -> rope_scaling [1] object
 "rope_parameters": "x" -> rope_parameters 'x' object
+"rope_parameters": {"full_attention": 5} -> full_attention 5 object
+"text_config": 5 -> text_config 5 object
+"model_type": [] -> model_type [] text
+"text_config": {"model_type": {}} -> model_type {} text
 "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4} -> high_freq_factor None
 "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4} -> low_freq_factor less
 """.strip().splitlines()  # keys of config.json, and words that the refusal has

@@ -153,6 +153,12 @@ evaluate.run(evaluate.main)
     assert done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr, done.stderr
 
 
+def test_what_is_not_scored_are_tokens_that_the_text_begins_with():
+    """Here "ab" has a token of its own."""
+    tokens = {"": [], "a": [1], "ab": [2], "abc": [2, 3]}
+    assert evaluate.encode(Namespace(encode_text=tokens.get), "abc") == ([2, 3], 1, 2)
+
+
 def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
     """SentencePiece may drop white space; a character of two tokens may be all there is."""
     pieces, of_bytes = Namespace(encode_text=lambda text: [1]), tokenizer_of(tmp_path, "bytes")

@@ -95,6 +95,7 @@ def test_yarn_stretches_the_frequencies_of_the_paper():
     'gemma3 {"layer_types": [7, 7, 7, 7, 7, 7, 7]}': "layer_types",
     'qwen2-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": -1}}': "factor=-1",
     'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}': "short_factor",
+    'gemma3 {"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}': "rope_theta=0",
     'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1, 1, 1]}}': "long_factor",
     'mixtral {"num_experts_per_tok": 5}': "num_experts_per_tok=5: want 4 at most",
     'mixtral {"num_local_experts": 1000000}': "1000000 experts in each of 2 layers",
