@@ -196,7 +196,7 @@ def draft_splitter(team: "Team", config: Config):
 
     config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum
     (H200) they break even at 46 million bf16 parameters a layer, on two ranks; the logits cost as much as a sum. So 60
-    million, to be sure; and groups of 128, the largest that a draft is likely to be quantized in."""
+    million are asked for. It must be divisible in groups of 128, quantized or not."""
     pays = count_parameters(config) >= 6e7 * config.n_layer
     return splitter(team) if pays and not cannot_share(config, 128, team.ranks) else None
 
