@@ -1,39 +1,18 @@
-// The product of one row of x with packed weights, from a ring in shared memory and with exact integer sums.
+// The product of one row of x with packed or 16-bit weights, from a ring in shared memory and with exact integer sums.
 // packed_gemv.py has the words, and the macros that this is compiled with: BITS, E4M3, E2M1, BF16, K, GROUP (0: one a
-// row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES.
+// row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES. With FEW
+// few.cu stands behind this, which shares the first part.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int BLOCK = 512 / BITS, UNIT = 2 * BLOCK;  // inputs of a block, 1 KiB of 16 rows, and of a warp's two
-constexpr int BLOCKS = (K + BLOCK - 1) / BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;  // of a row of w
-constexpr bool SUMMED = EXPERTS && !GATED;  // experts, each with an x of its own
-constexpr int UNITS = ROW_UNITS * (SUMMED ? EXPERTS : 1), STEPS = (UNITS + WIDTH - 1) / WIDTH;
-constexpr int WARPS = WIDTH * TEAMS, WORDS = BITS == 4 || E4M3 ? 8 : 4;  // of x, that a lane has of a unit
-constexpr bool GROUPED = GROUP > 0, STAGED = GROUPED && !SHARED_ROWS;  // scales come through the ring
+constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;  // inputs of a block, 1 KiB of 16 rows; of a row of w
+constexpr bool GROUPED = GROUP > 0;
 constexpr int PER_CHUNK = GROUP > BLOCK ? GROUP / BLOCK : 1;  // blocks that share their groups
 constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
 constexpr bool BYTE_SCALES = E2M1 && !FLOAT_SCALES;
-constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * PARTS, UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
-constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
+constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * PARTS;
 constexpr bool PLAIN = BITS == 16;  // w [N, K] as PyTorch has it
-constexpr int ROW_BYTES = WIDTH * 128 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
-constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
-constexpr int SETS = PLAIN ? 1 : PARTS;  // pairs of groups in a unit, whose sums are apart
-
-struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
-  alignas(128) unsigned char ring[STAGES][STAGE];
-  union {
-    u32 digits[PLAIN ? 1 : UNITS][32][WORDS];
-    float x[PLAIN ? UNITS : 1][UNIT];
-  };
-  float sums[PLAIN ? 1 : UNITS][SETS][4];   // of x, as the digits' columns have them
-  float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
-  float squares[WIDTH], offsets[WIDTH];
-  u64 full[STAGES], empty[STAGES];
-  int experts[EXPERTS + 1];
-  volatile int busy;
-};
 
 #ifndef CUDA_ON_CPU  // tests/cuda_on_cpu.h has stand-ins for what PTX does
 
@@ -143,6 +122,61 @@ struct Place {  // in a ring
   __device__ void next() {
     if (++slot == STAGES) { slot = 0; parity ^= 1; }
   }
+};
+
+// Scale and zero point, the i-th of scales_and_zeros here.
+__device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
+  zero = E4M3 ? 0 : E2M1 ? 16 : 1 << (BITS - 1);
+  if (BYTE_SCALES) {
+    const u32 exponent = ((const unsigned char*)here)[i];
+    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
+    return;
+  }
+  const u32 word = ((const u32*)here)[i];
+  if (FLOAT_SCALES) {
+    scale = __uint_as_float(word);
+  } else {
+    scale = half_to_float(word & 0xFFFF);
+    zero = (float)(word >> 16);
+  }
+}
+
+// model.gated()
+__device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
+  if (GATED == 3) {
+    gate = fminf(gate, limit);
+    return __fdividef(gate, 1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
+  }
+  const float z = GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return __fdividef(gate, 1 + __expf(-z)) * up;
+}
+
+#ifndef FEW
+
+constexpr int UNIT = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;  // a warp's two blocks: inputs; of a row of w
+constexpr bool STAGED = GROUPED && !SHARED_ROWS;  // scales come through the ring
+constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
+constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
+constexpr int ROW_BYTES = WIDTH * 128 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
+constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
+constexpr int WARPS = WIDTH * TEAMS;
+constexpr bool SUMMED = EXPERTS && !GATED;  // experts, each with an x of its own
+constexpr int UNITS = ROW_UNITS * (SUMMED ? EXPERTS : 1), STEPS = (UNITS + WIDTH - 1) / WIDTH;
+constexpr int WORDS = BITS == 4 || E4M3 ? 8 : 4;  // of x, that a lane has of a unit
+constexpr int SETS = PLAIN ? 1 : PARTS;  // pairs of groups in a unit, whose sums are apart
+
+struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
+  alignas(128) unsigned char ring[STAGES][STAGE];
+  union {
+    u32 digits[PLAIN ? 1 : UNITS][32][WORDS];
+    float x[PLAIN ? UNITS : 1][UNIT];
+  };
+  float sums[PLAIN ? 1 : UNITS][SETS][4];   // of x, as the digits' columns have them
+  float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
+  float squares[WIDTH], offsets[WIDTH];
+  u64 full[STAGES], empty[STAGES];
+  int experts[EXPERTS + 1];
+  volatile int busy;
 };
 
 // A number below 2^31 as four signed digits, one a byte.
@@ -368,23 +402,6 @@ template <bool> struct Choice { typedef Integers Type; };
 template <> struct Choice<true> { typedef Halves Type; };
 typedef Choice<E4M3>::Type Sum;
 
-// Scale and zero point, the i-th of scales_and_zeros here.
-__device__ __forceinline__ void group_of(const void* here, long long i, float& scale, float& zero) {
-  zero = E4M3 ? 0 : E2M1 ? 16 : 1 << (BITS - 1);
-  if (BYTE_SCALES) {
-    const u32 exponent = ((const unsigned char*)here)[i];
-    scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
-    return;
-  }
-  const u32 word = ((const u32*)here)[i];
-  if (FLOAT_SCALES) {
-    scale = __uint_as_float(word);
-  } else {
-    scale = half_to_float(word & 0xFFFF);
-    zero = (float)(word >> 16);
-  }
-}
-
 // Where the rows of w of a tile of the launch are, and which of its experts has them.
 __device__ __forceinline__ int nth_of(int tile, int unit, int tiles) {
   return SUMMED ? unit / ROW_UNITS : EXPERTS ? tile / tiles : 0;
@@ -495,16 +512,6 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
   mine += __shfl_xor_sync(~0u, other, 1);
   mine += __shfl_xor_sync(~0u, mine, 2);
   if (column < 2) partial[row + 8 * column] = mine;
-}
-
-// model.gated()
-__device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
-  if (GATED == 3) {
-    gate = fminf(gate, limit);
-    return gate / (1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
-  }
-  const float z = GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-  return gate / (1 + __expf(-z)) * up;
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
@@ -633,3 +640,5 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
     meet(team);  // `partial` is free again
   }
 }
+
+#endif

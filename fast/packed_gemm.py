@@ -1,5 +1,5 @@
 """
-The product of several rows of x (2 to 512) with packed weights, in Triton: codes become 16-bit weights in registers.
+The product of several rows of x (to 512; 2 to 8 of int4 and int8 have packed_few.py) with packed weights, in Triton: codes become 16-bit weights in registers.
 
     out [M, N] = residual + bias + x [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 

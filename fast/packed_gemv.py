@@ -55,7 +55,7 @@ from torch import Tensor
 
 from fast.layout import Packed
 
-SOURCE = Path(__file__).with_name("gemv.cu")
+HERE = Path(__file__).parent
 MOST_WARPS = 16, 8, 4  # of a program, less where shared memory is small
 MOST_STAGES = 8
 
@@ -102,8 +102,8 @@ def compile_cuda(source: str, options: list[str]) -> bytes:
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute; 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    """CUlaunchAttribute; 4: CLUSTER_DIMENSION, 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("values", ctypes.c_int * 16)]
 
 
 class LaunchConfig(ctypes.Structure):
@@ -112,14 +112,25 @@ class LaunchConfig(ctypes.Structure):
                 ("count", ctypes.c_uint)]
 
 
+def source_of(name: str) -> str:
+    """gemv.cu, or few.cu behind the part of it that both share."""
+    gemv = (HERE / "gemv.cu").read_text()
+    return gemv if name == "gemv" else "#define FEW\n" + gemv + (HERE / f"{name}.cu").read_text()
+
+
+def options_for(capability: int, macros: dict) -> list[str]:
+    """compile_cuda()'s, for a GPU of compute capability 9.0 with 90."""
+    return [f"--gpu-architecture=sm_{capability}", "--std=c++17", "--device-as-default-execution-space",
+            *(f"-D{name}={int(value)}" for name, value in macros.items())]
+
+
 @functools.cache
-def kernel(device: int, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
+def kernel(device: int, name: str, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
-    options += [f"-D{name}={int(value)}" for name, value in macros.items()]
+    options = options_for(10 * major + minor, macros)
     cuda, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
-    check(cuda, cuda.cuModuleLoadData(ctypes.byref(module), compile_cuda(SOURCE.read_text(), options)))
-    check(cuda, cuda.cuModuleGetFunction(ctypes.byref(function), module, b"gemv"))
+    check(cuda, cuda.cuModuleLoadData(ctypes.byref(module), compile_cuda(source_of(name), options)))
+    check(cuda, cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     check(cuda, cuda.cuFuncSetAttribute(function, 8, shared_bytes))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
     return function
 
@@ -131,13 +142,19 @@ def in_c(value: Tensor | float | int | None):
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
-def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list) -> None:
+def launch_config(grid: int, threads: int, shared_bytes: int, cluster: int = 1) -> LaunchConfig:
+    """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in one."""
+    values = [(6, [1])] * (torch.cuda.get_device_capability()[0] >= 9) + [(4, [cluster, 1, 1])] * (cluster > 1)
+    attributes = (Attribute * 2)(*(Attribute(id, 0, (ctypes.c_int * 16)(*value)) for id, value in values))
+    return LaunchConfig((ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
+                        torch.cuda.current_stream().cuda_stream, attributes, len(values))
+
+
+def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list,
+           cluster: int = 1) -> None:
     values = list(map(in_c, arguments))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    overlaps = torch.cuda.get_device_capability()[0] >= 9
-    config = LaunchConfig((ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
-                          torch.cuda.current_stream().cuda_stream, ctypes.pointer(Attribute(6, 0, 1)), int(overlaps))
-    cuda = ctypes.CDLL("libcuda.so.1")
+    config, cuda = launch_config(grid, threads, shared_bytes, cluster), ctypes.CDLL("libcuda.so.1")
     check(cuda, cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
 
 
@@ -273,7 +290,7 @@ def gemv(x: Tensor, packed: Packed | Plain, norm: Tensor | None = None, bias: Te
     sizes, shared_bytes = found
     macros = macros_for(x, packed, norm, bias, residual, experts)
     arguments, items = arguments_for(x, packed, norm, bias, residual, eps, experts)
-    launch(kernel(x.device.index, shared_bytes, **macros, **sizes),
+    launch(kernel(x.device.index, "gemv", shared_bytes, **macros, **sizes),
            min(-(-items // sizes["TEAMS"]), properties.multi_processor_count),
            (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes, arguments)
     return arguments[OUT]

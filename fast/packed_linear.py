@@ -1,12 +1,13 @@
 """
-A linear layer with int4, int8 or FP8 weights for a GPU: its custom operator, and the choice between three ways to
+A linear layer with int4, int8 or FP8 weights for a GPU: its custom operator, and the choice between four ways to
 multiply.
 
     one row of x        packed_gemv.py
-    2 to 512 rows       packed_gemm.py
+    2 to 8 rows         packed_few.py, int4 and int8
+    up to 512 rows      packed_gemm.py
     more rows           the weights are dequantized into memory, and cuBLAS multiplies
 
-tuning.py says where one ends and the next begins. The plain twin is plain_packed_linear().
+tuning.py says where the last ones end and begin. The plain twin is plain_packed_linear().
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
 """
@@ -16,6 +17,7 @@ from torch import Tensor, library, nn
 from fast.common import constexpr, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack, unpack
 from fast.linear import library_linear, plain_linear, rms_norm
+from fast.packed_few import few, takes_few
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
 from quantize import CODES, QuantizedLinear, say_once
@@ -30,12 +32,14 @@ REPACKED = 2 ** 24
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
-    """The kernel for M rows of x, and its sizes: gemv() for one row, else kernel_for()'s choice. Where gemv() cannot
-    be, one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
+    """The kernel for M rows of x, and its sizes: gemv() for one row, few() for a few, else kernel_for()'s choice. Where
+    gemv() cannot be, one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
     if M == 1 and takes_gemv(w, device):
         return {"kernel": "gemv"}
+    if takes_few(w, M, device):
+        return {"kernel": "few"}
     format = f"int{w.bits}" + (f"-{w.group_size}" if w.parts > 1 else "")
     return kernel_for(format, w.N, w.K, max(M, 2), device)
 
@@ -140,10 +144,14 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
     x = x.contiguous()
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
+    if choice["kernel"] == "few" and perm is None:
+        return few(x, w, norm, bias, residual, eps)
     if norm is not None:
-        x = rms_norm(x, norm, eps)  # before perm: rms_norm()'s kernel may read norm while norm[perm] is being made
+        x = rms_norm(x, norm, eps)  # before perm: a kernel may read norm while norm[perm] is being made
     if perm is not None:
         x = x[:, perm]
+    if choice["kernel"] == "few":
+        return few(x, w, None, bias, residual, eps)
     if choice["kernel"] == "library":
         return library_linear(x, dequantize(w, x.dtype), bias, residual, gated)
     return gemm(x, w, bias, residual, choice)

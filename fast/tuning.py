@@ -18,7 +18,8 @@ fields are that kernel's sizes:
     scaled      1: weights are multiplied by their scales; 0: sums are
 
 A format is "16-bit", "int8" or "int4"; "int4-32" and "int4-64" have groups smaller than a block of the packed layout.
-FP8 takes int8's choices: as many bytes come from memory. One row has packed_gemv.py, whose sizes follow from K.
+FP8 takes int8's choices: as many bytes come from memory. One row has packed_gemv.py, 2 to 8 of int4 and int8
+packed_few.py; their sizes follow from K.
 python scripts/tune.py writes the file.
 """
 import functools

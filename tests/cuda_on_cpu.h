@@ -1,4 +1,4 @@
-// Runs gemv.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX does. Where lanes exchange values,
+// Runs gemv.cu and few.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX does. Where lanes exchange values,
 // the 32 threads of a warp meet.
 #include <algorithm>
 #include <barrier>
@@ -21,9 +21,9 @@ struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Warp { std::barrier<> all{32}; unsigned values[32][6]; };
-struct Program { std::vector<std::unique_ptr<Warp>> warps; std::vector<std::unique_ptr<std::barrier<>>> teams; std::unique_ptr<std::barrier<>> all; };
+struct Running { std::vector<std::unique_ptr<Warp>> warps; std::vector<std::unique_ptr<std::barrier<>>> teams; std::unique_ptr<std::barrier<>> all; int rank; std::vector<unsigned char*>* memories; std::barrier<>* cluster; };
 thread_local struct { int x; } threadIdx, blockIdx, gridDim;
-thread_local Program* program;
+thread_local Running* program;
 thread_local unsigned char* shared;
 inline unsigned char* shared_memory() { return shared; }
 inline Warp& warp() { return *program->warps[threadIdx.x / 32]; }
@@ -39,6 +39,7 @@ template <class T> T from_lane(T value, int lane) {
 }
 template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return from_lane(value, threadIdx.x % 32 ^ mask); }
 template <class T> T __shfl_down_sync(unsigned, T value, int n) { return from_lane(value, min<int>(threadIdx.x % 32 + n, 31)); }
+template <class T> T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask; mask /= 2) value = std::max(value, __shfl_xor_sync(0, value, mask));
   return value;
@@ -47,6 +48,7 @@ inline float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); ret
 inline unsigned __float_as_uint(float y) { unsigned bits; memcpy(&bits, &y, 4); return bits; }
 inline int __float2int_rn(float y) { return (int)nearbyintf(y); }
 inline float __expf(float y) { return expf(y); }
+inline float __fdividef(float y, float z) { return y / z; }
 inline float rsqrtf(float y) { return 1 / sqrtf(y); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   uint64_t bytes = (uint64_t)high << 32 | low;
@@ -138,36 +140,75 @@ inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1
   });
 }
 
-extern "C" void gemv(const unsigned short*, const unsigned char*, const unsigned char*, const long long*,
-                     const unsigned short*, const unsigned short*, const unsigned short*, const int*, const float*,
-                     unsigned short*, int, int, float, float, float);
+// Clusters
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+inline int cluster_rank() { return program->rank; }
+template <class T> T* address_in(T* p, int rank) { return (T*)((unsigned char*)p - shared + (*program->memories)[rank]); }
+template <class T> void send(T* p, T y, unsigned long long* b, int rank) {
+  *address_in(p, rank) = y;
+  arrive(address_in(b, rank), -(int)sizeof y, 0);
+}
+inline void expect(unsigned long long* b, int bytes) { arrive(b, bytes, 0); }
+inline void meet_all() { program->cluster->arrive_and_wait(); }
 
-// -> whether the programs stayed within their shared memory
-extern "C" bool run(int programs, int threads, int shared_bytes, const unsigned short* x, const unsigned char* codes,
-                    const unsigned char* scales, const long long* perm, const unsigned short* norm,
-                    const unsigned short* bias, const unsigned short* residual, const int* active, const float* weights,
-                    unsigned short* out, int n_out, int tiles, float eps, float limit, float alpha) {
+// Runs `kernel` in programs, a cluster of them at a time. -> whether they stayed within their shared memory
+template <class Kernel> bool run_programs(int programs, int threads, int shared_bytes, Kernel kernel) {
   bool inside = true;
-  for (int b = 0; b < programs; b++) {
-    Program p;
-    p.all = std::make_unique<std::barrier<>>(threads);
-    for (int w = 0; w < threads / 32; w++) p.warps.push_back(std::make_unique<Warp>());
-    for (int t = 0; t < TEAMS; t++) p.teams.push_back(std::make_unique<std::barrier<>>(WIDTH * 32));
-    auto* memory = (unsigned char*)aligned_alloc(128, shared_bytes + 128);
-    memset(memory, 0xAA, shared_bytes + 128);
+  for (int first = 0; first < programs; first += CLUSTER) {
+    std::vector<Running> running(CLUSTER);
+    std::vector<unsigned char*> memories;
     std::vector<std::thread> started;
-    for (int i = 0; i < threads; i++)
-      started.emplace_back([=, &p] {
-        threadIdx.x = i;
-        blockIdx.x = b;
-        gridDim.x = programs;
-        program = &p;
-        shared = memory;
-        gemv(x, codes, scales, perm, norm, bias, residual, active, weights, out, n_out, tiles, eps, limit, alpha);
-      });
+    std::barrier<> cluster(threads * CLUSTER);
+    for (int rank = 0; rank < CLUSTER; rank++) {
+      Running& p = running[rank];
+      p.rank = rank;
+      p.memories = &memories;
+      p.cluster = &cluster;
+      p.all = std::make_unique<std::barrier<>>(threads);
+      for (int w = 0; w < threads / 32; w++) p.warps.push_back(std::make_unique<Warp>());
+      for (int t = 0; t < threads / 32 / (WIDTH + 1); t++) p.teams.push_back(std::make_unique<std::barrier<>>(WIDTH * 32));
+      memories.push_back((unsigned char*)aligned_alloc(128, shared_bytes + 128));
+      memset(memories[rank], 0xAA, shared_bytes + 128);
+    }
+    for (int rank = 0; rank < CLUSTER; rank++)
+      for (int i = 0; i < threads; i++)
+        started.emplace_back([=, &running, &memories] {
+          threadIdx.x = i;
+          blockIdx.x = first + rank;
+          gridDim.x = programs;
+          program = &running[rank];
+          shared = memories[rank];
+          kernel();
+        });
     for (auto& thread : started) thread.join();
-    inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });
-    free(memory);
+    for (unsigned char* memory : memories) {
+      inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });
+      free(memory);
+    }
   }
   return inside;
 }
+
+typedef const unsigned short* Numbers;
+typedef const unsigned char* Bytes;
+#ifdef FEW
+extern "C" void few(Numbers, Bytes, Bytes, Numbers, Numbers, Numbers, unsigned short*, int, int, int, float);
+extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes, Bytes scales, Numbers norm,
+                    Numbers bias, Numbers residual, unsigned short* out, int M, int n_out, int tiles, float eps) {
+  return run_programs(programs, threads, shared_bytes, [=] {
+    few(x, codes, scales, norm, bias, residual, out, M, n_out, tiles, eps);
+  });
+}
+#else
+extern "C" void gemv(Numbers, Bytes, Bytes, const long long*, Numbers, Numbers, Numbers, const int*, const float*,
+                     unsigned short*, int, int, float, float, float);
+extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes, Bytes scales, const long long* perm,
+                    Numbers norm, Numbers bias, Numbers residual, const int* active, const float* weights,
+                    unsigned short* out, int n_out, int tiles, float eps, float limit, float alpha) {
+  return run_programs(programs, threads, shared_bytes, [=] {
+    gemv(x, codes, scales, perm, norm, bias, residual, active, weights, out, n_out, tiles, eps, limit, alpha);
+  });
+}
+#endif

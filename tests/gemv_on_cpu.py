@@ -1,4 +1,4 @@
-"""Runs fast/gemv.cu without a GPU."""
+"""Runs fast/gemv.cu and fast/few.cu without a GPU."""
 import ctypes
 import subprocess
 from functools import cache
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fast.layout import Packed
-from fast.packed_gemv import OUT, SOURCE, Experts, arguments_for, in_c, macros_for, sizes_for
+from fast.packed_few import few_arguments, few_sizes
+from fast.packed_gemv import OUT, Experts, arguments_for, in_c, macros_for, sizes_for, source_of
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 FLAGS = "-std=c++20 -O1 -fPIC -pthread -w".split()
@@ -30,18 +31,31 @@ def prepared() -> TemporaryDirectory:
     return directory
 
 
-def gemv_on_cpu(directory: Path, x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
-                residual: Tensor | None = None, experts: Experts | None = None) -> Tensor:
-    """gemv.cu's out, of two programs whose threads are threads of the CPU."""
-    sizes, shared_bytes = sizes_for(packed, 60_000, experts)
-    macros = macros_for(x, packed, norm, bias, residual, experts) | sizes
-    library = directory / f"{abs(hash(str(macros)))}.so"
-    lines = ['#include "library.h"', *(f"#define {name} {int(value)}" for name, value in macros.items()),
-             "#define CUDA_ON_CPU", *(f'#include "{path}"' for path in (HEADER, SOURCE))]
+def run_on_cpu(directory: Path, name: str, macros: dict, programs: int, threads: int, shared_bytes: int,
+               arguments: list, out: Tensor) -> Tensor:
+    """out, of so many programs of gemv.cu or few.cu, whose threads are threads of the CPU."""
+    library = directory / f"{name}{abs(hash(str(macros)))}.so"
+    lines = ['#include "library.h"', *(f"#define {macro} {int(value)}" for macro, value in macros.items()),
+             "#define CUDA_ON_CPU", *["#define FEW"] * (name == "few"), f'#include "{HEADER}"', source_of(name)]
     library.with_suffix(".cpp").write_text("\n".join(lines))
     build("-shared", "-I", prepared().name, library.with_suffix(".cpp"), "-o", library)
+    out.fill_(torch.nan)
+    assert ctypes.CDLL(library).run(programs, threads, shared_bytes, *map(in_c, arguments))
+    return out
+
+
+def gemv_on_cpu(directory: Path, x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
+                residual: Tensor | None = None, experts: Experts | None = None) -> Tensor:
+    sizes, shared_bytes = sizes_for(packed, 60_000, experts)
+    macros = macros_for(x, packed, norm, bias, residual, experts) | sizes
     arguments = arguments_for(x, packed, norm, bias, residual, 1e-5, experts)[0]
-    arguments[OUT].fill_(torch.nan)
     threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
-    assert ctypes.CDLL(library).run(2, threads, shared_bytes, *map(in_c, arguments))
-    return arguments[OUT]
+    return run_on_cpu(directory, "gemv", macros, 2, threads, shared_bytes, arguments, arguments[OUT])
+
+
+def few_on_cpu(directory: Path, cluster: int, x: Tensor, packed: Packed, *others: Tensor | None) -> Tensor:
+    """In clusters of so many programs. others: the norm's weight, the bias, the residual."""
+    sizes, shared_bytes = few_sizes(packed, 100_000, (cluster,))
+    arguments = few_arguments(x, packed, *others, 1e-5)
+    return run_on_cpu(directory, "few", macros_for(x, packed, *others) | sizes, 2 * cluster, (sizes["WIDTH"] + 1) * 32,
+                      shared_bytes, arguments, arguments[6])

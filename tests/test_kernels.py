@@ -158,6 +158,7 @@ from triton.backends.compiler import GPUTarget
 import fast.attention
 import fast.experts
 import fast.linear
+import fast.packed_few
 import fast.packed_linear
 import fast.sampling
 from quantize import CODES, E4M3, MXFP4, QuantizedExperts, QuantizedLinear, pack
@@ -205,9 +206,12 @@ for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], N
     scales = torch.ones(16, C).to(torch.uint8 if kind == "mxfp4" else torch.float32)
     w = fast.layout.pack(torch.zeros(16, 4096, dtype=torch.uint8), scales, kind=kind)
     macros = gemv.macros_for(ones, w, ones, None, None, experts) | gemv.sizes_for(w, 101376, experts)[0]
-    defined = [f"-D{name}={int(value)}" for name, value in macros.items()]
-    for capability in 80, 89:
-        gemv.compile_cuda(gemv.SOURCE.read_text(), [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defined])
+    compiled = [("gemv", macros)]
+    if kind == "int4":
+        compiled.append(("few", macros | fast.packed_few.few_sizes(w, 101376, (1,))[0]))
+    for name, defined in compiled:
+        for capability in 80, 89:
+            gemv.compile_cuda(gemv.source_of(name), gemv.options_for(capability, defined))
 
 active, zeros = torch.tensor([2, 0, 3], device="cuda").int(), torch.zeros(99, device="cuda").int()
 for rows in (1, 16, 64):

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast import packed_gemv, packed_linear
+from fast import packed_few, packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
 from fast.layout import KINDS, pack
 from fast.packed_linear import PackedLinear, choice_for
-from gemv_on_cpu import gemv_on_cpu
+from gemv_on_cpu import few_on_cpu, gemv_on_cpu
 from helpers import ROOT, error, exact_linear, on_each_device, python
 from quantize import CODES, QuantizedLinear, say_once
 from quantize import pack as pack_codes
 
-ROWS = [1, 2, 7, 16, 40, 128, 200, 520]  # of x; 520: the library's
+ROWS = [1, 3, 8, 16, 40, 128, 200, 520]  # of x; 520: the library's
 SHAPES = [  # N, K, kind of codes, groups of a row, and what else there is: "zeros", "order" for act-order, "wide" for
     # fp32 scales, "shared" where 8 rows have the same scales, and what goes into the product
     (1536, 576, "int4", 9, "zeros norm bias"), (2 * 37, 288, "int4", 9, "zeros order norm gated"),
@@ -165,24 +165,31 @@ def test_the_twin_is_the_product(shape, monkeypatch):
     (100, 640, "int8", 1, "wide norm gated"), (61, 512, "int8", 16, "bf16 zeros residual"),
     (56, 640, "fp8", 10, "residual"), (48, 384, "fp8", 3, "shared norm gated"),
     (40, 288, "mxfp4", 9, "bf16 order norm bias"), (37, 1096, "int8", 1, "bf16 plain norm bias"),
-    (44, 72, "int8", 1, "plain norm gated")], ids=str)
+    (44, 72, "int8", 1, "plain norm gated"), (48, 1280, "int4", 10, "bf16 zeros norm few 5 1"),
+    (74, 896, "int4", 28, "zeros norm gated few 8 4"), (56, 256, "int4", 4, "bf16 residual few 2 1"),
+    (61, 3072, "int8", 96, "bf16 zeros residual bias few 8 2"), (40, 640, "int8", 1, "wide norm few 7 1")], ids=str)
 def test_gemv_on_a_cpu(tmp_path, shape):
-    """The result is the exact one, rounded once: sums are of integers. FP8's x becomes fp16, rounded after a norm. One
-    input is 10,000 times the others, and its weights are 0: 26 bits are enough for these. plain: weights of 16 bits."""
-    parts, kind = shape[-1], shape[2]
+    """The result is the exact one, rounded once: sums are of integers. FP8's x becomes fp16, rounded after a norm, and so
+    does that of a few rows, in clusters of programs. One input is 10,000 times the others, and its weights are 0: 26 bits
+    are enough for these. plain: weights of 16 bits."""
+    parts, few, rows = shape[-1].partition(" few ")
+    kind, (rows, cluster) = shape[2], map(int, (rows or "1 1").split())
     dtype = torch.bfloat16 if "bf16" in parts else torch.float16
-    weight = random_weight(*shape, dtype=dtype)
+    weight = random_weight(*shape[:-1], parts, dtype=dtype)
     outlier = kind != "fp8" and weight.zeros is None
     if outlier:
         weight.codes[:, 7] = KINDS[kind].zero
-    x, norm, residual = random_inputs(weight, 1, parts, dtype)
+    x, norm, residual = random_inputs(weight, rows, parts, dtype)
     x[:, 7] *= 1e4 if outlier and norm is None else 1
     packed, w = pack(*weight[:4], kind, int("gated" in parts)), weight.exact
     if "plain" in parts:
         packed = packed_gemv.Plain(w := w.to(dtype), packed.gated)
-    out = gemv_on_cpu(tmp_path, x, packed, norm, weight.bias, residual)
+    if few:
+        out = few_on_cpu(tmp_path, cluster, x, packed, norm, weight.bias, residual)
+    else:
+        out = gemv_on_cpu(tmp_path, x, packed, norm, weight.bias, residual)
     ref = exact_linear(x, w, norm, weight.bias, residual, packed.gated)
-    bound = (5e-4 if kind == "fp8" else 2e-5) + 1.02 * error(ref.to(dtype), ref)
+    bound = (5e-4 if kind == "fp8" or few and norm is not None else 2e-5) + 1.02 * error(ref.to(dtype), ref)
     assert error(out, ref) < bound
 
 
@@ -230,6 +237,7 @@ def test_slices_of_k(monkeypatch, choice, rows, shape):
     residual = torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16) if "residual" in parts else None
     ref = exact_linear(x, weight.exact, None, weight.bias, residual, layer.gated)
     monkeypatch.setattr("fast.packed_linear.kernel_for", lambda *_: choice)
+    monkeypatch.setattr("fast.packed_linear.takes_few", lambda *_: False)
     torch.full((64, 1024, 1024), torch.nan, device="cuda")  # what torch.empty will hand out
     outs = [layer.fused(x, residual=residual, gated=layer.gated) for _ in range(3)]
     assert error(outs[0], ref) < (1.5e-2 if layer.gated else 5e-3) and not layer.semaphores.any()
@@ -291,17 +299,19 @@ def test_the_int4_kernel_is_three_files(device, tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
 
 
-@pytest.mark.parametrize("memory, missing, one_row", [
-    (200_000, None, dict(kernel="gemv")), (3_000, None, 2), (200_000, OSError("no libnvrtc.so.13"), 2)])
-def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys, memory, missing, one_row):
-    packed, properties = pack(*random_weight(64, 256, "int4", 2)[:4]), Mock(shared_memory_per_block_optin=memory)
+@pytest.mark.parametrize("memory, missing, one_row, few", [
+    (200_000, None, dict(kernel="gemv"), dict(kernel="few")), (3_000, None, 2, 2),
+    (200_000, OSError("no libnvrtc.so.13"), 2, 2)])
+def test_without_the_gemv_one_row_gets_what_two_get(monkeypatch, capsys, memory, missing, one_row, few):
+    packed, properties = pack(*random_weight(64, 256, "int4", 2)[:4]), Mock(shared_memory_per_block_optin=memory, major=9)
     for where, name, value in (
             (torch.cuda, "get_device_properties", lambda _: properties),
             (torch.cuda, "get_device_capability", lambda _: (9, 0)),
             (packed_gemv, "nvrtc", Mock(side_effect=missing)), (packed_gemv.ctypes, "CDLL", Mock()),
             (packed_gemv, "has_gemv", packed_gemv.has_gemv.__wrapped__),  # which remembers
+            (packed_few, "has_gemv", packed_gemv.has_gemv.__wrapped__),
             (packed_linear, "kernel_for", lambda format, N, K, M, device: M)):
         monkeypatch.setattr(where, name, value)
-    found = [choice_for(packed, M, torch.device("cpu")) for M in (1, 2, 513)]
-    assert found == [one_row, 2, dict(kernel="library")]
+    found = [choice_for(packed, M, torch.device("cpu")) for M in (1, 2, 8, 9, 513)]
+    assert found == [one_row, few, few if few != 2 else 8, 9, dict(kernel="library")]
     assert ("no libnvrtc.so.13" in capsys.readouterr().err) == bool(missing)
