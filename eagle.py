@@ -302,67 +302,77 @@ def head_weights(config: Config, options: HeadConfig, embedding=True) -> dict[st
 
 
 class EagleDraft(DraftModel):
-    """Drafts with a head. Its cache lags behind the text by the pairs that are unread: it holds those of the slots
-    before last - unread.
+    """Drafts with a head. Slot t of its cache is of the pair of token t's feature and token t + 1, so that the cache
+    holds slots 0 to last - 1 - unread after every step: follow() reads the pairs of all tokens that were kept.
 
     engine: the head's generate.Engine; target: the target's, which keeps the features of all slots. So pairs can be
     read late, and again: what was read of drafted tokens gives way to what the target made of those that were kept."""
 
-    AHEAD = 1  # a pair is a token's feature and the next token
+    OFFSET = 1
     READ_TOKENS = 4096
 
     def __init__(self, engine, target):
         head = engine.model
-        super().__init__(engine, target.model.config.vocab_size, head.vocabulary)
+        super().__init__(engine, target.model.config.vocab_size)
         self.target = target
-        # [B, 1, draft's V]: behind each row's last pair.
+        # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be made.
         with torch.no_grad():
             self.logits = torch.zeros_like(head.head(head.states[:, :1]))
+        self.vocabulary = head.vocabulary
         if self.vocabulary is not None:
-            self.vocabulary = self.vocabulary.to(self.logits.device)
+            self.vocabulary = self.vocabulary.to(engine.device)
 
-    def known(self, tokens: Tensor) -> Tensor:
+    def readable(self, tokens: Tensor) -> Tensor:
         return tokens  # its embedding is the target's
-
-    def feed(self, text, last, at, slots):
-        column = last - 1 - at[:, 0]
-        here = (0 <= column) & (column < at.shape[1])
-        tokens = self.place(text, self.target.model.features, at, last)
-        logits = self.engine.model(tokens, at, slots, column.clamp(0, at.shape[1] - 1))[:, None]
-        self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
 
     def read_prompts(self, text, slots):
         """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before it is seen."""
         model, P, samples = self.engine.model, len(self.prompts), self.samples
-        rows = slice(0, P * samples, samples)
         pairs = max(map(len, self.prompts)) - 1
         width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
         at = torch.arange(width, device=text.device).expand(P, -1)
-        last = at.new_full((P,), width)
+        end = at.new_full((P,), width)
         size = max(32, self.READ_TOKENS // P // 32 * 32)
         for chunk in at.split(size, dim=1) if width else ():
-            tokens = self.place(text[rows], self.target.model.features[rows], chunk, last)
-            model(tokens, chunk, slots, torch.zeros_like(last))
+            tokens = self.pair(text, chunk, end, samples)
+            model(tokens, chunk, slots, torch.zeros_like(end))
         if samples > 1:
             model.arrange_rows([row for row in range(P) for _ in range(samples)], width)
 
-    def place(self, text, features, at, last):
-        """Puts the features of slots at [B, T] that lie before last [B] into the head's states -> the tokens that go
-        with them [B, T]."""
+    def read(self, text, last, at, slots):
+        tokens = self.pair(text, at, last)
+        wanted = last - 1 - at[:, 0]  # the column of slot last - 1
+        column = wanted.clamp(0, at.shape[1] - 1)
+        here = column == wanted
+        logits = self.engine.model(tokens, at, slots, column)[:, None]
+        self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
+
+    def pair(self, text, at, end, samples=1):
+        """Makes the pairs of slots at [B, T], of the first of each `samples` rows: puts the features of those before
+        end [B] into the head's states, and returns the tokens [B, T]."""
         head = self.engine.model
         rows = head.rows[: len(at)]
-        true = head.project(features[rows, at])
-        before = (at < last[:, None])[:, :, None]
-        head.states[rows, at] = torch.where(before, true, head.states[rows, at])
-        return text.gather(1, at + 1)
+        states = head.project(self.target.model.features[::samples][rows, at])
+        before = (at < end[:, None])[:, :, None]
+        head.states[rows, at] = torch.where(before, states, head.states[rows, at])
+        return text[::samples].gather(1, at + 1)
 
     def start(self, text, last, k, slots):
+        """Nothing is left to read: follow() or catch_up() has read the last pair."""
         return last[:, None] - 1, self.logits
 
-    def follow(self, text, last, accepted, k, reach):
+    def choose(self, logits: Tensor):
+        """In the target's numbers. Tokens that the head lacks have probability 0."""
+        if self.vocabulary is None:
+            return super().choose(logits)
+        n = len(self.vocabulary)
+        token, q = super().choose(logits[..., :n])
+        return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
+
+    def follow(self, text, last, accepted, k, n_slots):
         at = last[:, None] + torch.arange(k + 1, device=last.device)
-        tokens = self.place(text, self.target.model.features, at, last + accepted + 1)
-        logits = self.engine.forward(tokens, at, self.engine.slots(reach))  # [B, T, draft's V]
+        tokens = self.pair(text, at, last + accepted + 1)
+        logits = self.engine.forward(tokens, at, self.engine.slots(n_slots))  # [B, T, draft's V]
         column = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
         self.logits.copy_(logits.gather(1, column))
 

@@ -37,13 +37,13 @@ from completion import Completion, make_completions, pieces, rank_completions
 from eagle import make_draft
 from model import Transformer
 from sampling import LIMITS, Sampling, choose
-from speculative import SLACK, Speculator, accept, propose
+from speculative import SLACK, Speculator, accept, choose_draft
 from tp import draft_splitter, join, splitter
 
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 # At a time, over all prompts: the memory of prefill does not grow with the prompt.
 PREFILL_TOKENS = 4096
-PLAIN = SimpleNamespace(choose=choose, propose=propose, accept=accept)
+PLAIN = SimpleNamespace(choose=choose, choose_draft=choose_draft, accept=accept)
 
 # Prefill and decode
 
@@ -263,7 +263,7 @@ class Engine:
         self.graph = self.fast.capture(partial(decode_one_token, *step), chosen)
         return chosen
 
-    def to_lists(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
+    def receive(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
@@ -276,7 +276,7 @@ class Engine:
         alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
         if speculator:  # its steps are ready
             speculator.begin([[0, 0]] * prompts, 1, 0, 1)
-            speculator.draft.catch_up(speculator.text, speculator.last, speculator.reach())
+            speculator.draft.catch_up(speculator.text, speculator.last, speculator.n_slots())
             return
         with (
             self.decoder.warm_up(self.batch_size, self.sampler.choose, self.sampling)
@@ -328,9 +328,9 @@ def generate(
         if runner.device.type == "cuda":
             host = to_host(step)
             step = runner.step()
-            yield runner.to_lists(*host())
+            yield runner.receive(*host())
         else:
-            yield runner.to_lists(*step)
+            yield runner.receive(*step)
             step = runner.step()
 
 

@@ -45,10 +45,10 @@ class Fast:
     # captured as a CUDA graph by hand, without torch.compile. False: all that follows is None.
     kernels: bool = False
     settings: Callable | None = None  # Sampling -> a tensor; None for a value that the kernels do not know
-    # As sampling.choose(), speculative.propose() and accept(), but with settings()'s tensor for the Sampling. They read
-    # it on the device: a CUDA graph stays valid when other settings are copied into it.
+    # As sampling.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor for the Sampling. They
+    # read it on the device: a CUDA graph stays valid when other settings are copied into it.
     choose: Callable | None = None
-    propose: Callable | None = None
+    choose_draft: Callable | None = None
     accept: Callable | None = None
     capture: Callable | None = None  # graph.CapturedStep
 
@@ -96,7 +96,7 @@ def use_kernels(model: nn.Module) -> Fast | None:
     if not found.kernels:
         return Fast(found)
     settings = partial(sampling.make_settings, device=model.embed.weight.device)
-    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_propose, sampling.fast_accept,
+    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_choose_draft, sampling.fast_accept,
                 graph.CapturedStep)
 
 

@@ -413,8 +413,8 @@ def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     return sample(logits, exponential(logits), settings)
 
 
-def fast_propose(logits: Tensor, vocab_size: int, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """speculative.propose() with the kernel: a draft's logits [B, T, any] -> tokens [B] and q [B, vocab_size]."""
+def fast_choose_draft(logits: Tensor, vocab_size: int, settings: Tensor) -> tuple[Tensor, Tensor]:
+    """speculative.choose_draft() with the kernel: a draft's logits [B, T, any] -> tokens [B], q [B, vocab_size]."""
     logits = logits[:, -1, :vocab_size]
     q, _, tokens = distribute(logits, exponential(logits), settings)
     missing = vocab_size - q.shape[-1]

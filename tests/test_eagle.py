@@ -88,8 +88,8 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
     made = speculator(model, room, head, policy, rows, Sampling(temperature=1.0))
     propose, made.checked = made.draft.propose, []
 
-    def compared(text: Tensor, last: Tensor, k: int, reach: int) -> tuple[Tensor, ...]:
-        drafted, q, proposed = propose(text, last, k, reach)
+    def compared(text: Tensor, last: Tensor, k: int, n_slots: int) -> tuple[Tensor, ...]:
+        drafted, q, proposed = propose(text, last, k, n_slots)
         for b in (made.last < made.ends).nonzero().flatten().tolist():
             tokens = text[b, :last[b] + 1]
             whole.setup(len(tokens), 1, head.options.places)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_propose, make_settings, sample
+from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_choose_draft, make_settings, sample
 from guard import check_options
 from helpers import error, on_each_device
 from sampling import Sampling, choose, draw, probabilities
-from speculative import accept, propose
+from speculative import accept, choose_draft
 
 
 @pytest.mark.parametrize("name, good, bad", [
@@ -81,14 +81,14 @@ def seeded(seed: int, function: Callable, *args):
 @on_each_device
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("draft_vocab", [300, 500, 700])
-def test_fast_propose_and_choose_draw_what_the_plain_ones_draw(draft_vocab, sampling, device):
+def test_fast_choose_draft_and_choose_draw_what_the_plain_ones_draw(draft_vocab, sampling, device):
     """A draft with fewer tokens than the target's 500, with as many, and with more. Greedy choose() draws no noise."""
     logits = torch.randn(9, 2, draft_vocab, device=device).bfloat16()
     settings = make_settings(sampling, logits.device)
-    tokens, q = seeded(3, fast_propose, logits, 500, settings)
-    expected, expected_q = seeded(3, propose, logits, 500, sampling)
+    tokens, q = seeded(3, fast_choose_draft, logits, 500, settings)
+    expected, expected_q = seeded(3, choose_draft, logits, 500, sampling)
     assert q.shape == (9, 500) and torch.allclose(q, expected_q, atol=1e-6)
-    if draft_vocab >= 500 or sampling.greedy:  # else propose() draws its noise for tokens that the draft lacks, too
+    if draft_vocab >= 500 or sampling.greedy:  # else choose_draft() draws its noise for tokens that the draft lacks
         assert tokens.equal(expected)
     tokens, logprobs = seeded(3, fast_choose, logits[:, -1], settings)
     expected, expected_logprobs = seeded(3, choose, logits[:, -1], sampling)

@@ -146,7 +146,7 @@ def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
         first, launched = made.begin(prompts, 35, 0, 1)[0].tolist(), made.step()
         while launched:
             launched, held = made.step(), launched
-            got.append(made.to_lists(*held))
+            got.append(made.receive(*held))
     assert [len(step[0]) for step in got] == [33, 33, 0]
     rest = [[token for step in got for token, _ in step[b]][:34] for b in range(rows)]
     assert [[token, *row] for token, row in zip(first, rest)] == expected
