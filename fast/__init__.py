@@ -8,8 +8,9 @@ the import. Delete the folder, and every command still works, slower. The packag
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
-    packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights; the kernels are packed_gemv.py, for one row,
-                      whose CUDA C++ in gemv.cu the compiler that comes with PyTorch compiles, and packed_gemm.py
+    packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights; the kernels are packed_gemv.py, for one row, and
+                      packed_few.py, for 2 to 8, whose CUDA C++ (gemv.cu, few.cu) the compiler that comes with PyTorch
+                      compiles, and packed_gemm.py
     experts.py        mixtures of experts: the router, and the products of the experts that some row chose
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
     attention.py      attention with rope and the KV cache's update inside

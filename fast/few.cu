@@ -1,14 +1,16 @@
 // The product of 2 to 8 rows of x with packed weights. packed_few.py has the words; more macros: CLUSTER (programs that
 // share K), BUSY and IDLE (slots under way while the products run, and before).
 constexpr int ROWS = 8, PIECES = BLOCK / 32;  // of x; of a block: 32 inputs
-constexpr int SHARE = (BLOCKS + CLUSTER - 1) / CLUSTER, STEPS = (SHARE + WIDTH - 1) / WIDTH;  // blocks: of a program, a warp
+constexpr int SHARE = (BLOCKS + CLUSTER - 1) / CLUSTER;  // blocks of a row of w that a program has
+constexpr int STEPS = (SHARE + WIDTH - 1) / WIDTH;  // blocks of a warp
 constexpr int SUMMED = GROUP == 32 || GROUP == 64 ? GROUP / 32 : PIECES;  // pieces whose sum is scaled at once
 constexpr int SUMS = PIECES / SUMMED;  // of a block
 constexpr int SLOT_CODES = SHARE * 1024, SLOT = SLOT_CODES + (GROUPED ? SHARE / PER_CHUNK + 2 : 0) * CHUNK_BYTES;
 constexpr int TILE_ROWS = GATED ? 8 : 16;  // outputs of a tile and a row of x
 constexpr int SOURCES = CLUSTER * WIDTH;  // warps that have a sum of each output
 constexpr int PAIRS = ROWS / 2 / CLUSTER;  // of rows of x, whose sums a program adds up
-constexpr int TASKS = 4 * PAIRS, MINE = (TASKS + WIDTH - 1) / WIDTH;  // of two places in `partial`: a program's, a warp's
+constexpr int TASKS = 4 * PAIRS;  // of a program and a tile: to add up two places of `partial`
+constexpr int MINE = (TASKS + WIDTH - 1) / WIDTH;  // tasks of a warp
 
 struct Program {
   alignas(128) unsigned char ring[STAGES][SLOT];
@@ -32,10 +34,11 @@ __device__ __forceinline__ u32 address_in(const void* p, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(p)), "r"(rank));
   return there;
 }
-// Stores into another program's memory, whose barrier counts the bytes. What arrives there otherwise has to wait for a fence.
+// Stores into another program's memory, whose barrier counts the bytes. Ordinary stores would need a fence, which took
+// 1 us a tile.
 __device__ __forceinline__ void send(float* p, float y, u64* b, int rank) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address_in(p, rank)),
-               "r"(__float_as_uint(y)), "r"(address_in(b, rank)) : "memory");
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   address_in(p, rank)), "r"(__float_as_uint(y)), "r"(address_in(b, rank)) : "memory");
 }
 __device__ __forceinline__ void send(float4* p, float4 y, u64* b, int rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -70,8 +73,8 @@ __device__ __forceinline__ void arrive_with_others(u64* b, int bytes) {
   arrive(b);
 }
 
-// What the lanes of a matrix instruction want of x: lane 4g + t has, of row g, inputs 8 i + 2 t and the next one of a piece
-// as word i.
+// What the lanes of a matrix instruction want of x: lane 4g + t has, of row g, inputs 8 i + 2 t and 8 i + 2 t + 1 of a
+// piece as word i.
 struct Inputs {
   u32 of[STEPS][PIECES][4];
 };
@@ -97,8 +100,9 @@ __device__ __forceinline__ void to_words(u32 (&words)[4], const u16* p, bool the
   words[3] = w.w;
 }
 
-// M rows of x [M, K], times the norm's weight if there is a norm: the blocks begin + wl, begin + wl + WIDTH ... as fp16,
-// times a power of two of this warp and the row. `units`: what sums of codes times them count, in a lane's two columns.
+// Of M rows of x [M, K] the blocks begin + wl, begin + wl + WIDTH ..., times the norm's weight if there is a norm, as
+// fp16, times a power of two that this warp has for each row. `units`: by what a sum of products is multiplied in the
+// end, in a lane's two columns.
 __device__ __forceinline__ void load(Inputs& b, float (&units)[2], Program& p, const u16* x, const u16* norm, int M,
                                      int begin, int end, int wl, int lane) {
   const int row = lane >> 2, column = lane & 3;
@@ -177,7 +181,7 @@ __device__ __forceinline__ void to_halves(u32 (&w)[4], const uint4& codes, int p
   }
 }
 
-// The sums of x over groups, which zero points multiply: of this warp
+// The sums of this warp's x over groups, which zero points multiply
 __device__ __forceinline__ void sum_inputs(float2 (&sums)[STEPS][SUMS][ROWS / 2], const Inputs& b, int lane) {
   const u32 one = 0x00010001, other = BITS == 4 ? 0x00100010 : one;
   const u32 ones[2][4] = {{one, other, one, other}, {one, other, one, other}};
@@ -194,8 +198,8 @@ __device__ __forceinline__ void sum_inputs(float2 (&sums)[STEPS][SUMS][ROWS / 2]
   __syncwarp();
 }
 
-// y = 16 rows of a tile times this warp's inputs. slot: its codes and scales; of_rows: the scales and zero points of two
-// rows, if a row has one.
+// y = 16 rows of a tile times this warp's inputs. slot: the tile's codes and scales; of_rows: the scales and zero points
+// of two rows, where a row is one group.
 __device__ __forceinline__ void multiply_tile(const unsigned char* slot, const Inputs& b,
                                               const float2 (&sums)[STEPS][SUMS][ROWS / 2], int begin, int end, int wl,
                                               int lane, const float2 (&of_rows)[2], float (&y)[4]) {

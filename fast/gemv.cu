@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;  // inputs of a block, 1 KiB of 16 rows; of a row of w
+constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;  // inputs of a block, 1 KiB of 16 rows
 constexpr bool GROUPED = GROUP > 0;
 constexpr int PER_CHUNK = GROUP > BLOCK ? GROUP / BLOCK : 1;  // blocks that share their groups
 constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;

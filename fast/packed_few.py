@@ -1,19 +1,20 @@
 """
-The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from packed_gemv.py's ring: what a
-draft's tokens are verified with, and small batches.
+The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from packed_gemv.py's ring. This is what
+verifies a draft's tokens, and what small batches take.
 
     out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 
-As in packed_gemv.py a producer streams tiles of 16 rows of w, and the other warps divide K among them. Each keeps its
-inputs of all rows of x in registers, in fp16 and divided by a power of two, which rounds bf16 nowhere but far below the
-largest of them. The bits of a code are its weight, as fp16's smallest numbers are the integers times 2^-24: an AND makes
-two. Sums are in fp32; a group's is scaled, and its zero point, times the sum of x, taken from it.
+As in packed_gemv.py a producer streams tiles of 16 rows of w, and the program's other warps divide K among them. Each
+keeps its inputs of all rows of x in registers: in fp16, divided by a power of two, so that bf16's numbers are exact but
+where they are far below the row's largest. A code needs no conversion, as the bits of a small integer are, in fp16, that
+integer times 2^-24: one AND makes two weights. Sums are in fp32. The sum of a group is scaled when it is complete, and
+the zero point, times the sum of the group's x, is taken from it.
 
-Where a row of w is more than a program's registers hold, the two or four programs of a cluster share K. A warp sends its
-sums of a tile to the program that adds them up, and meets the others one tile later.
+Where K is more than a program's registers hold, the two or four programs of a cluster share it. A warp sends its sums of
+a tile to the program that adds them up, and goes on with the next tile; only then it adds up its part of the last one.
 
-Llama-2-7B's four products of a layer took an H200 44 us with 4 rows, int4 in groups of 128, where packed_gemm.py took 61
-and one row 33. With 16 rows, in twice the registers or in clusters, this was slower than packed_gemm.py: 66 to 55 us.
+Llama-2-7B's four products of a layer took an H200 44 us with 4 rows, int4 in groups of 128; with packed_gemm.py 61, and
+with one row 33. With 16 rows this way, in twice the registers or in clusters, it was 66, with packed_gemm.py 55.
 """
 import ctypes
 import functools
@@ -47,7 +48,8 @@ def few_sizes(packed: Packed, memory: int, clusters: tuple[int, ...]) -> tuple[d
         fixed = sources * (2 * 16 * (8 * pairs + 2) + 8 * pairs) + width * steps * parts * 32 + 16 * MOST_STAGES + 160
         stages = min(MOST_STAGES, (memory - fixed) // slot)
         if stages >= 3:
-            sizes = dict(CLUSTER=cluster, WIDTH=width, STAGES=stages, BUSY=max(2, BUSY // slot), IDLE=max(1, IDLE // slot))
+            sizes = dict(CLUSTER=cluster, WIDTH=width, STAGES=stages, BUSY=max(2, BUSY // slot),
+                         IDLE=max(1, IDLE // slot))
             return sizes, -(-(fixed + stages * slot) // 128) * 128
     return None
 

@@ -1,5 +1,6 @@
 """
-The product of several rows of x (to 512; 2 to 8 of int4 and int8 have packed_few.py) with packed weights, in Triton: codes become 16-bit weights in registers.
+The product of several rows of x with packed weights, in Triton: codes become 16-bit weights in registers. Up to 512
+rows, from 9 on where packed_few.py has the others.
 
     out [M, N] = residual + bias + x [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 
