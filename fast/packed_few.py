@@ -1,20 +1,21 @@
 """
-The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from packed_gemv.py's ring. This is what
-verifies a draft's tokens, and what small batches take.
+The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from packed_gemv.py's ring. This is
+what verifies a draft's tokens, and what small batches take.
 
     out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 
 As in packed_gemv.py a producer streams tiles of 16 rows of w, and the program's other warps divide K among them. Each
-keeps its inputs of all rows of x in registers: in fp16, divided by a power of two, so that bf16's numbers are exact but
-where they are far below the row's largest. A code needs no conversion, as the bits of a small integer are, in fp16, that
-integer times 2^-24: one AND makes two weights. Sums are in fp32. The sum of a group is scaled when it is complete, and
-the zero point, times the sum of the group's x, is taken from it.
+keeps its inputs of all rows of x in registers: in fp16, divided by a power of two, so that bf16's numbers are exact
+but where they are far below the row's largest. A code needs no conversion, as the bits of a small integer are, in
+fp16, that integer times 2^-24: one AND makes two weights. Sums are in fp32. The sum of a group is scaled when it is
+complete, and the zero point, times the sum of the group's x, is taken from it.
 
-Where K is more than a program's registers hold, the two or four programs of a cluster share it. A warp sends its sums of
-a tile to the program that adds them up, and goes on with the next tile; only then it adds up its part of the last one.
+Where K is more than a program's registers hold, the two or four programs of a cluster share it. A warp sends its sums
+of a tile to the program that adds them up, and goes on with the next tile; only then it adds up its part of the last
+one.
 
-Llama-2-7B's four products of a layer took an H200 44 us with 4 rows, int4 in groups of 128; with packed_gemm.py 61, and
-with one row 33. With 16 rows this way, in twice the registers or in clusters, it was 66, with packed_gemm.py 55.
+Llama-2-7B's four products of a layer took an H200 44 us with 4 rows, int4 in groups of 128; with packed_gemm.py 61,
+and with one row 33. With 16 rows this way, in twice the registers or in clusters, it was 66, with packed_gemm.py 55.
 """
 import ctypes
 import functools
