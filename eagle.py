@@ -322,7 +322,7 @@ class EagleDraft(DraftModel):
         if self.vocabulary is not None:
             self.vocabulary = self.vocabulary.to(engine.device)
 
-    def readable(self, tokens: Tensor) -> Tensor:
+    def readable(self, tokens):
         return tokens  # its embedding is the target's
 
     def read_prompts(self, text, slots):
@@ -334,34 +334,34 @@ class EagleDraft(DraftModel):
         end = at.new_full((P,), width)
         size = max(32, self.READ_TOKENS // P // 32 * 32)
         for chunk in at.split(size, dim=1) if width else ():
-            tokens = self.pair(text, chunk, end, samples)
+            tokens = self.pair(text[::samples], self.target.model.features[::samples], chunk, end)
             model(tokens, chunk, slots, torch.zeros_like(end))
         if samples > 1:
             model.arrange_rows([row for row in range(P) for _ in range(samples)], width)
 
     def read(self, text, last, at, slots):
-        tokens = self.pair(text, at, last)
+        tokens = self.pair(text, self.target.model.features, at, last)
         wanted = last - 1 - at[:, 0]  # the column of slot last - 1
         column = wanted.clamp(0, at.shape[1] - 1)
         here = column == wanted
         logits = self.engine.model(tokens, at, slots, column)[:, None]
         self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
 
-    def pair(self, text, at, end, samples=1):
-        """Makes the pairs of slots at [B, T], of the first of each `samples` rows: puts the features of those before
-        end [B] into the head's states, and returns the tokens [B, T]."""
+    def pair(self, text, features, at, end):
+        """Makes the pairs of slots at [B, T]: puts the features of those before end [B] into the head's states, and
+        returns the tokens [B, T]."""
         head = self.engine.model
         rows = head.rows[: len(at)]
-        states = head.project(self.target.model.features[::samples][rows, at])
+        states = head.project(features[rows, at])
         before = (at < end[:, None])[:, :, None]
         head.states[rows, at] = torch.where(before, states, head.states[rows, at])
-        return text[::samples].gather(1, at + 1)
+        return text.gather(1, at + 1)
 
     def start(self, text, last, k, slots):
         """Nothing is left to read: follow() or catch_up() has read the last pair."""
         return last[:, None] - 1, self.logits
 
-    def choose(self, logits: Tensor):
+    def choose(self, logits):
         """In the target's numbers. Tokens that the head lacks have probability 0."""
         if self.vocabulary is None:
             return super().choose(logits)
@@ -371,7 +371,7 @@ class EagleDraft(DraftModel):
 
     def follow(self, text, last, accepted, k, n_slots):
         at = last[:, None] + torch.arange(k + 1, device=last.device)
-        tokens = self.pair(text, at, last + accepted + 1)
+        tokens = self.pair(text, self.target.model.features, at, last + accepted + 1)
         logits = self.engine.forward(tokens, at, self.engine.slots(n_slots))  # [B, T, draft's V]
         column = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
         self.logits.copy_(logits.gather(1, column))

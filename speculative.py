@@ -19,9 +19,9 @@ Names:
     last [B]       the index of each row's last token, which is known but not yet in the target's cache
     proposed [B]   how many of the k drafted tokens count: all, or 0 where a draft has nothing to say
     accepted [B]   how many of these the target kept; each step adds accepted + 1 tokens to the text
-    q [B, T, V]    the distributions the drafted tokens were drawn from, and zero as the last one
-    slot           an index of a KV cache; it is also the index in the text of the token that is kept there
-    n_slots        slots from this one on are in use in no row: Engine.slots(n_slots) is what attention reads
+    q [B, T, V]    the distributions that the drafted tokens were drawn from; the last one is zero
+    slot           a place in a KV cache, numbered as the text's tokens are: that of token t is slot t
+    n_slots        the first n_slots of a row hold all that are in use: attention reads Engine.slots(n_slots)
 """
 
 import time
@@ -160,11 +160,12 @@ class DraftModel(Drafter):
 
     So start() always reads two slots, and catch_up() at least one more than are unread.
 
-    eagle.EagleDraft, whose slots hold other things, replaces read_prompts(), read(), start() and follow().
+    eagle.EagleDraft replaces read_prompts(), read(), start() and follow(), as its slots hold other things, and
+    readable() and choose(), as its vocabulary differs.
 
     engine: its generate.Engine."""
 
-    OFFSET = 0  # slot t is read with the token at t + OFFSET
+    OFFSET = 0  # slot t is read with the text's token at t + OFFSET
     READ_TOKENS = 1024  # at a time, over all rows
 
     def __init__(self, engine, vocab_size: int):
@@ -183,11 +184,11 @@ class DraftModel(Drafter):
 
     def begin(self, prompts, start, samples):
         if start:
-            # The prompts, and one slot for a step that kept all its drafts at the end of the text before.
+            # One more than the prompts': the last step of the text before may have kept all its drafts.
             self.unread += max(map(len, prompts)) + 1
         else:
             self.prompts, self.samples = prompts, samples
-            # A prompt's last slot is read with the token that comes after the prompt.
+            # With an OFFSET of 1 a prompt's last slot waits for the token behind the prompt.
             self.unread = self.OFFSET
 
     def catch_up(self, text, last, n_slots):
@@ -198,9 +199,9 @@ class DraftModel(Drafter):
         if self.unread:
             # The slots before last, in a number that is a power of two, so that there are few shapes. With 40 unread
             # and last = 100, these are 36 to 99. A row near either end of the cache reads as many from that end.
-            readable = self.max_seq_len - self.OFFSET
-            width = min(max(32, 1 << self.unread.bit_length()), readable)
-            first = (last - width).clamp(0, readable - width)
+            most = self.max_seq_len - self.OFFSET
+            width = min(max(32, 1 << self.unread.bit_length()), most)
+            first = (last - width).clamp(0, most - width)
             at = first[:, None] + torch.arange(width, device=last.device)
             for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
                 self.read(text, last, chunk, slots)
@@ -259,14 +260,14 @@ class Speculator:
     """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
     and receive().
 
-    A row is done when its last token is at `ends` or beyond. speculate() moves the device's tensors on, without the
-    host. The host has copies, which receive() moves on when it sees what a step gave, on a GPU one step late:
+    A row is done when last >= ends. The device and the host each have both, and begin() sets them:
 
-        on the device [B]    on the host, of the rows in use
-        last                 host_last
-        ends                 host_ends                          set by begin(), cut by finish()
+        device [B]    moved on by     host, rows in use    moved on by
+        last          speculate()     host_last            record(): on a GPU a step after the device
+        ends          finish()        host_ends            finish()
 
-    Only the host has: counts, of what all steps gave; policy; draft.unread; received_at, when the last step came.
+    text is on the device alone. It, last and ends change in place, as CUDA graphs of speculate() hold them. On the host
+    alone are policy, counts (sums over all steps) and received_at, the time when a step last came.
 
     target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several ranks, gives rank 0's
     value to all, so that they choose the same k."""
@@ -284,7 +285,7 @@ class Speculator:
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
         self.prepare()
 
-    def begin(self, prompts: list[list[int]], new_tokens: int, start: int, samples: int):
+    def begin(self, prompts, new_tokens, start, samples):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
         tokens, logprobs = self.target.prefill(prompts, start, samples, new_tokens)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
@@ -312,7 +313,7 @@ class Speculator:
         if not live:
             return None
         k = max(n for n in self.step_of if n <= self.policy.k)
-        if min(live) + 1 >= self.draft.max_seq_len:
+        if min(live) + 1 >= self.draft.max_seq_len:  # all texts fill the draft's cache
             k = 0
         if k:
             self.draft.catch_up(self.text, self.last, self.n_slots())
@@ -321,7 +322,7 @@ class Speculator:
         return self.step_of[k]()
 
     def n_slots(self) -> int:
-        """No slot from this one on is in use, nor will be after the next two steps. A captured step keeps the value
+        """Enough for the two steps that the host has not received when this one runs. A captured step keeps the value
         that it was captured with: kernels do without it, see Engine.slots()."""
         return max(self.host_last) + 1 + SLACK
 
@@ -349,15 +350,15 @@ class Speculator:
             logits = target.forward(tokens, at, target.slots(n_slots))
             chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
             tokens, logprobs = (each[:, None] for each in chosen)
-            self.text.scatter_(1, at + 1, tokens)
             accepted = proposed = torch.zeros_like(last)
+            self.text.scatter_(1, at + 1, tokens)
         new = torch.where(active, accepted + 1, 0)
         self.last += new
         return tokens, logprobs, new, proposed
 
     def receive(self, tokens, logprobs, new=None, proposed=None):
-        """What begin() or speculate() returned, now on the host -> the new tokens of each row and their
-        log-probabilities."""
+        """What begin() or a step returned, now on the host -> the new tokens of each row and their log-probabilities.
+        A step is recorded."""
         if new is None:  # begin()'s
             return self.target.receive(tokens, logprobs)
         self.record(tokens.shape[1] - 1, new.tolist(), proposed.tolist())
@@ -365,20 +366,18 @@ class Speculator:
         return [list(zip(row, of_row))[:n] for row, of_row, n in rows]
 
     def record(self, k: int, new: list[int], proposed: list[int]):
-        """Moves the host's copies, the counts and the policy on by a step of k drafts."""
-        kept = []
+        """Brings host_last, the counts and the policy up to date after a step of k drafts."""
+        kept, counts = [], self.counts
         for b, (n, drafted) in enumerate(zip(new, proposed)):
             # Not of a row that finish() ended while the step ran.
             if n and self.host_last[b] < self.host_ends[b]:
                 self.host_last[b] += n
                 kept.append(n - 1)
-                self.counts.update(  # which adds
-                    row_steps=1,
-                    drafted=drafted,
-                    accepted=n - 1,
-                    rejecting_steps=n <= drafted,
-                )
-        self.counts.update(steps=bool(kept))
+                counts["row_steps"] += 1
+                counts["drafted"] += drafted
+                counts["accepted"] += n - 1
+                counts["rejecting_steps"] += n <= drafted
+        counts["steps"] += bool(kept)
         seconds = time.perf_counter() - self.received_at
         self.received_at += seconds
         # A step without drafts tells nothing of a policy that wanted some and had no room for them.
@@ -403,6 +402,7 @@ class Speculator:
         lengths = self.lengths()
         for k in lengths:
             step = partial(self.speculate, k)
+            # Compiled, each step runs here, so that none compiles later. "auto" wants times in any mode.
             if target.compiled or self.policy_name == "auto" and k in TIMED_LENGTHS:
                 results = step()
                 if self.captures:
@@ -415,10 +415,10 @@ class Speculator:
         """The values of k that a step is made for: those of the policy for which the draft's cache has room. 0, no
         draft, is for "auto" and for texts that outgrow that cache."""
         room = self.draft.max_seq_len
-        few = self.target.compiled and not self.captures  # each costs seconds of compiling
+        few = self.target.compiled and not self.captures
         lengths = draft_lengths(self.policy_name, few)
         if self.policy_name != "auto" and room >= self.target.max_seq_len:
-            lengths = lengths[1:]
+            lengths = lengths[1:]  # without the 0
         # The shortest text has two tokens.
         return [k for k in lengths if 2 + k <= room] or [0]
 

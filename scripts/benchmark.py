@@ -179,7 +179,7 @@ def widen_layer(layer: Block, tiny: Block, small: Config, config: Config, inputs
 def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
     """The bundled head for target, the bundled model widened to config's shape: it costs what an EAGLE-3 head of that
     shape does, and has tiny's function. Of its 32,000 rows of output tiny's tokens are the first, and no other counts:
-    see DraftModel.draw()."""
+    see EagleDraft.choose()."""
     small, d, D = tiny.config, tiny.config.dim, config.dim
     sizes = dict(n_head=config.n_head, n_kv_head=config.n_kv_head, ffn_dim=config.ffn_dim)  # the target may be a part
     whole = replace(target.config, layers=target.config.layers[:1], **sizes)
