@@ -1,23 +1,25 @@
-// The product of 2 to 8 rows of x with packed weights. packed_few.py has the words; more macros: CLUSTER (programs that
-// share K), BUSY and IDLE (slots under way while the products run, and before).
+// The product of 2 to 8 rows of x with packed weights. packed_few.py explains it. More macros than gemv.cu's: CLUSTER
+// (programs that share K), BUSY and IDLE (how many slots may be on their way once x is in registers, and before that).
+static_assert(BUSY <= STAGES && IDLE <= STAGES);  // else the producer waits for what only it can bring
+static_assert(!SHARED_ROWS && GROUP % 32 == 0 && !(GATED && (BIAS || RESIDUAL)));
 constexpr int ROWS = 8, PIECES = BLOCK / 32;  // of x; of a block: 32 inputs
 constexpr int SHARE = (BLOCKS + CLUSTER - 1) / CLUSTER;  // blocks of a row of w that a program has
 constexpr int STEPS = (SHARE + WIDTH - 1) / WIDTH;  // blocks of a warp
-constexpr int SUMMED = GROUP == 32 || GROUP == 64 ? GROUP / 32 : PIECES;  // pieces whose sum is scaled at once
-constexpr int SUMS = PIECES / SUMMED;  // of a block
+constexpr int PIECES_PER_SUM = GROUP == 32 || GROUP == 64 ? GROUP / 32 : PIECES;  // whose sum is scaled at once
+constexpr int X_SUMS = PIECES / PIECES_PER_SUM;  // of a block
 constexpr int SLOT_CODES = SHARE * 1024, SLOT = SLOT_CODES + (GROUPED ? SHARE / PER_CHUNK + 2 : 0) * CHUNK_BYTES;
 constexpr int TILE_ROWS = GATED ? 8 : 16;  // outputs of a tile and a row of x
 constexpr int SOURCES = CLUSTER * WIDTH;  // warps that have a sum of each output
 constexpr int PAIRS = ROWS / 2 / CLUSTER;  // of rows of x, whose sums a program adds up
-constexpr int TASKS = 4 * PAIRS;  // of a program and a tile: to add up two places of `partial`
+constexpr int TASKS = 4 * PAIRS;  // of a program for a tile: each adds up two places of `partial` over all sources
 constexpr int MINE = (TASKS + WIDTH - 1) / WIDTH;  // tasks of a warp
 
 struct Program {
   alignas(128) unsigned char ring[STAGES][SLOT];
   float4 partial[2][SOURCES][8 * PAIRS + 2];  // each warp's sums of a tile, and of the next one; 2 for the banks' sake
-  float2 sums[WIDTH][STEPS][SUMS][ROWS / 2];  // of x
+  float2 x_sums[WIDTH][STEPS][X_SUMS][ROWS / 2];  // of x
   float squares[SOURCES][2 * PAIRS];
-  u64 full[STAGES], empty[STAGES], summed[2], squared;
+  u64 full[STAGES], empty[STAGES], complete[2], squared;
   volatile int busy;
 };
 
@@ -60,12 +62,12 @@ __device__ __forceinline__ void meet_all() { __syncthreads(); }
 
 #endif
 
-// To the program of the cluster that adds up, which waits for `b`
+// Stores y in the memory of program `rank`, which waits for it at barrier b.
 template <class T> __device__ __forceinline__ void put(T* p, T y, u64* b, int rank) {
   if (rank == cluster_rank()) *p = y;
   else send(p, y, b, rank);
 }
-// This warp has put all it had; of the cluster's other warps so many bytes each are still to come.
+// Once this warp has put everything. Thread 0 also announces so many bytes from each warp of the other programs.
 __device__ __forceinline__ void arrive_with_others(u64* b, int bytes) {
   __syncwarp();
   if (threadIdx.x % 32) return;
@@ -146,7 +148,8 @@ __device__ __forceinline__ void load(Inputs& b, float (&units)[2], Program& p, c
   }
   if (NORM && column == 0)
     put(&p.squares[cluster_rank() * WIDTH + wl][row % (2 * PAIRS)], squares, &p.squared, row / (2 * PAIRS));
-  // All numbers are below 2^(exponent - 126), and scaled below 2^14. Every other pair of int4's codes counts by 16.
+  // All numbers are below 2^(exponent - 126), and scaled below 2^14. Every other pair of int4's codes counts
+  // 16 times, so its x is divided by 16.
   const u32 exponent = min(__float_as_uint(most) >> 23, 243u);
   const float scale = __uint_as_float((267 - exponent) << 23) * (BITS == 4 && column & 1 ? 0.0625f : 1);
   each_pair([&](u32& word, float first, float second) { word = two_halves(first * scale, second * scale); });
@@ -182,7 +185,7 @@ __device__ __forceinline__ void to_halves(u32 (&w)[4], const uint4& codes, int p
 }
 
 // The sums of this warp's x over groups, which zero points multiply
-__device__ __forceinline__ void sum_inputs(float2 (&sums)[STEPS][SUMS][ROWS / 2], const Inputs& b, int lane) {
+__device__ __forceinline__ void sum_inputs(float2 (&x_sums)[STEPS][X_SUMS][ROWS / 2], const Inputs& b, int lane) {
   const u32 one = 0x00010001, other = BITS == 4 ? 0x00100010 : one;
   const u32 ones[2][4] = {{one, other, one, other}, {one, other, one, other}};
   float c[4] = {};
@@ -191,8 +194,8 @@ __device__ __forceinline__ void sum_inputs(float2 (&sums)[STEPS][SUMS][ROWS / 2]
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       multiply(c, ones, b.of[s][i]);
-      if ((i + 1) % SUMMED) continue;
-      if (lane < 4) sums[s][i / SUMMED][lane] = {c[0], c[1]};
+      if ((i + 1) % PIECES_PER_SUM) continue;
+      if (lane < 4) x_sums[s][i / PIECES_PER_SUM][lane] = {c[0], c[1]};
       c[0] = c[1] = c[2] = c[3] = 0;
     }
   __syncwarp();
@@ -201,7 +204,7 @@ __device__ __forceinline__ void sum_inputs(float2 (&sums)[STEPS][SUMS][ROWS / 2]
 // y = 16 rows of a tile times this warp's inputs. slot: the tile's codes and scales; of_rows: the scales and zero points
 // of two rows, where a row is one group.
 __device__ __forceinline__ void multiply_tile(const unsigned char* slot, const Inputs& b,
-                                              const float2 (&sums)[STEPS][SUMS][ROWS / 2], int begin, int end, int wl,
+                                              const float2 (&x_sums)[STEPS][X_SUMS][ROWS / 2], int begin, int end, int wl,
                                               int lane, const float2 (&of_rows)[2], float (&y)[4]) {
   const int row = lane >> 2, column = lane & 3;
   uint4 codes[STEPS][2];
@@ -221,13 +224,13 @@ __device__ __forceinline__ void multiply_tile(const unsigned char* slot, const I
       to_halves(w[0], codes[s][0], i);
       to_halves(w[1], codes[s][1], i);
       multiply(c, w, b.of[s][i]);
-      if ((i + 1) % SUMMED) continue;
-      const float2 sum = sums[s][i / SUMMED][column];
+      if ((i + 1) % PIECES_PER_SUM) continue;
+      const float2 sum = x_sums[s][i / PIECES_PER_SUM][column];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float scale = of_rows[r].x, zero = of_rows[r].y;
         const int chunk = block / PER_CHUNK - begin / PER_CHUNK;
-        if (GROUPED) group_of(slot + SLOT_CODES, (chunk * 16 + row + 8 * r) * PARTS + i / SUMMED, scale, zero);
+        if (GROUPED) group_of(slot + SLOT_CODES, (chunk * 16 + row + 8 * r) * PARTS + i / PIECES_PER_SUM, scale, zero);
         y[2 * r] += scale * (c[2 * r] - zero * sum.x);
         y[2 * r + 1] += scale * (c[2 * r + 1] - zero * sum.y);
         c[2 * r] = c[2 * r + 1] = 0;
@@ -247,8 +250,8 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
       init(&p.full[i], FEEDERS);
       init(&p.empty[i], WIDTH);
     }
-    init(&p.summed[0], WIDTH);
-    init(&p.summed[1], WIDTH);
+    init(&p.complete[0], WIDTH);
+    init(&p.complete[1], WIDTH);
     init(&p.squared, WIDTH);
     p.busy = 0;
     barriers_are_ready();
@@ -283,9 +286,10 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
   Inputs b;
   float units[2];
   load(b, units, p, x, norm, M, begin, end, wl, lane);
-  sum_inputs(p.sums[wl], b, lane);
+  sum_inputs(p.x_sums[wl], b, lane);
   if (wl == 0 && lane == 0) p.busy = 1;
-  // A task: lane 2 n + f has place f of source n, n + 16 ... In a place stand two rows of w, each times two of x.
+  // In a task lane 2 n + f reads place f of sources n, n + 16 ... A place holds the products of two rows of w, 8 apart,
+  // with two rows of x.
   const int row = lane >> 2, column = lane & 3;
   const auto task = [&](int j) { return wl + j * WIDTH; };
   const auto place_of = [&](int j) { return task(j) * 2 + (lane & 1); };
@@ -305,7 +309,7 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
         for (int source = 0; source < SOURCES; source++) squares += p.squares[source][m_of(j, i) % (2 * PAIRS)];
       factors[j][i] = NORM ? rsqrtf(squares / K + eps) : 1;
     }
-  float sums[MINE][4];
+  float outputs[MINE][4];
   const auto stored = [&](int tile, int j, int c) {
     return task(j) < TASKS && lane < 2 && m_of(j, c) < M && n_of(tile, j, c) < n_out && (!GATED || c < 2);
   };
@@ -320,11 +324,11 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
         if (RESIDUAL) extra[j][c] += number(residual[(long long)m_of(j, c) * n_out + n_of(tile, j, c)]);
         if (BIAS) extra[j][c] += number(bias[n_of(tile, j, c)]);
       }
-    wait(&p.summed[i & 1], i >> 1 & 1);
+    wait(&p.complete[i & 1], i >> 1 & 1);
 #pragma unroll
     for (int j = 0; j < MINE; j++) {
       if (task(j) >= TASKS) break;
-      float(&y)[4] = sums[j];
+      float(&y)[4] = outputs[j];
       y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
       for (int source = 0; source < SOURCES; source += 16) {
@@ -351,7 +355,7 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
     for (int j = 0; j < MINE; j++)
 #pragma unroll
       for (int c = 0; c < 4; c++)
-        if (stored(tile, j, c)) out[(long long)m_of(j, c) * n_out + n_of(tile, j, c)] = rounded(sums[j][c]);
+        if (stored(tile, j, c)) out[(long long)m_of(j, c) * n_out + n_of(tile, j, c)] = rounded(outputs[j][c]);
   };
   Place place;
   int i = 0;  // tiles so far
@@ -362,15 +366,16 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
       for (int r = 0; r < 2; r++) group_of(scales, tile * 16ll + row + 8 * r, of_rows[r].x, of_rows[r].y);
     float y[4] = {};
     wait(&p.full[place.slot], place.parity);
-    multiply_tile(p.ring[place.slot], b, p.sums[wl], begin, end, wl, lane, of_rows, y);
+    multiply_tile(p.ring[place.slot], b, p.x_sums[wl], begin, end, wl, lane, of_rows, y);
     __syncwarp();
     if (lane == 0) arrive(&p.empty[place.slot]);
     place.next();
-    // A tile late, when the slowest warp is done, too. All warps have read the tile before that one then.
+    // The tile before only now: the slowest warp has finished it. After that every warp has also read the one before
+    // it, so that its buffer is free.
     if (i) gather(tile - step, i - 1);
     put(&p.partial[i & 1][rank * WIDTH + wl][row * PAIRS + column % PAIRS],
-        float4{y[0] * units[0], y[1] * units[1], y[2] * units[0], y[3] * units[1]}, &p.summed[i & 1], column / PAIRS);
-    arrive_with_others(&p.summed[i & 1], 8 * PAIRS * 16);
+        float4{y[0] * units[0], y[1] * units[1], y[2] * units[0], y[3] * units[1]}, &p.complete[i & 1], column / PAIRS);
+    arrive_with_others(&p.complete[i & 1], 8 * PAIRS * 16);
     if (i) store(tile - step);
   }
   if (i) {

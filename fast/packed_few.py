@@ -5,14 +5,15 @@ what verifies a draft's tokens, and what small batches take.
     out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
 
 As in packed_gemv.py a producer streams tiles of 16 rows of w, and the program's other warps divide K among them. Each
-keeps its inputs of all rows of x in registers: in fp16, divided by a power of two, so that bf16's numbers are exact
-but where they are far below the row's largest. A code needs no conversion, as the bits of a small integer are, in
-fp16, that integer times 2^-24: one AND makes two weights. Sums are in fp32. The sum of a group is scaled when it is
-complete, and the zero point, times the sum of the group's x, is taken from it.
+keeps its inputs of all rows of x in registers, in fp16, after division by a power of two that the warp chooses for
+its part of a row. bf16's numbers stay exact unless they are far below the largest of that part; with a norm, x times
+its weight is rounded to fp16. A code needs no conversion, as the bits of a small integer are, in fp16, that integer
+times 2^-24: one AND makes two weights. Sums are in fp32. The sum of a group is scaled when it is complete, and the
+zero point, times the sum of the group's x, is taken from it.
 
-Where K is more than a program's registers hold, the two or four programs of a cluster share it. A warp sends its sums
-of a tile to the program that adds them up, and goes on with the next tile; only then it adds up its part of the last
-one.
+Where K is more than a program's registers, or three slots of its shared memory, hold, the two or four programs of a
+cluster share it (compute capability 9.0 on; elsewhere packed_gemm.py multiplies). A warp sends its sums of a tile to
+the program that adds them up, goes on with the next tile, and adds up its part of the previous one after that.
 
 Llama-2-7B's four products of a layer took an H200 44 us with 4 rows, int4 in groups of 128; with packed_gemm.py 61,
 and with one row 33. With 16 rows this way, in twice the registers or in clusters, it was 66, with packed_gemm.py 55.
@@ -28,9 +29,9 @@ from fast.layout import Packed
 from fast.packed_gemv import check, has_gemv, kernel, launch, launch_config, macros_for, row_blocks
 
 MOST_ROWS = 8
-WARPS = (16, 32), (11, 64)  # of a program, at most, and how many of a thread's registers x may take then
+WARPS = (16, 32), (11, 64)  # the most of a program, and the most of a thread's registers for x
 MOST_STAGES = 16
-BUSY, IDLE = 68_000, 34_000  # bytes under way while the products run, and before, when x has to come
+BUSY, IDLE = 68_000, 34_000  # bytes on their way once x is in registers, and before that
 
 
 def few_sizes(packed: Packed, memory: int, clusters: tuple[int, ...]) -> tuple[dict, int] | None:
@@ -47,10 +48,10 @@ def few_sizes(packed: Packed, memory: int, clusters: tuple[int, ...]) -> tuple[d
         slot = share * 1024 + chunks * 16 * parts * packed.scales_and_zeros.element_size()
         sources, pairs = cluster * width, 4 // cluster
         fixed = sources * (2 * 16 * (8 * pairs + 2) + 8 * pairs) + width * steps * parts * 32 + 16 * MOST_STAGES + 160
-        stages = min(MOST_STAGES, (memory - fixed) // slot)
+        stages = min(MOST_STAGES, (memory - fixed) // slot)  # of `fixed` 256 are barriers, 160 for rounding up
         if stages >= 3:
-            sizes = dict(CLUSTER=cluster, WIDTH=width, STAGES=stages, BUSY=max(2, BUSY // slot),
-                         IDLE=max(1, IDLE // slot))
+            sizes = dict(CLUSTER=cluster, WIDTH=width, STAGES=stages, BUSY=min(stages, max(2, BUSY // slot)),
+                         IDLE=min(stages, max(1, IDLE // slot)))
             return sizes, -(-(fixed + stages * slot) // 128) * 128
     return None
 
@@ -63,18 +64,19 @@ def sizes_on(packed: Packed, device: torch.device) -> tuple[dict, int] | None:
 def takes_few(packed: Packed, M: int, device: torch.device) -> bool:
     """Whether few() multiplies M rows."""
     return (2 <= M <= MOST_ROWS and packed.kind in ("int4", "int8") and packed.K % 8 == 0 and packed.fits_kernels
+            and packed.scales_and_zeros.shape[2] == 16 and packed.group_size >= 32
             and has_gemv(device) and sizes_on(packed, device) is not None)
 
 
 @functools.cache
 def most_clusters(function: int, threads: int, shared_bytes: int, cluster: int, processors: int) -> int:
-    """How many the GPU holds at once: one that waits for another's end would double the time."""
+    """How many the GPU holds at once: one that must wait for a place would double the time."""
     if cluster == 1:
         return processors
     count, cuda = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
     config = launch_config(processors // cluster * cluster, threads, shared_bytes, cluster)
     check(cuda, cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config)))
-    return count.value
+    return max(1, count.value)
 
 
 def few_arguments(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
@@ -87,7 +89,8 @@ def few_arguments(x: Tensor, packed: Packed, norm: Tensor | None, bias: Tensor |
 
 def few(x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
         residual: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """gemv() of 2 to 8 rows: x [M, K] in the codes' order, norm [K], bias [N], residual [M, N] -> [M, N]."""
+    """gemv() of 2 to 8 rows: x [M, K] in the codes' order, norm [K], bias [N], residual [M, N] -> [M, N];
+    gated [M, N / 2], without bias and residual."""
     sizes, shared_bytes = sizes_on(packed, x.device)
     threads, cluster = (sizes["WIDTH"] + 1) * 32, sizes["CLUSTER"]
     arguments = few_arguments(x, packed, norm, bias, residual, eps)

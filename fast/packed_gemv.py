@@ -167,7 +167,7 @@ def has_gemv(device: torch.device) -> bool:
             raise OSError(f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}")
         nvrtc(), ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        print(f"one row of x is multiplied as several are, which is slower: {error}", file=sys.stderr)
+        print(f"few rows of x are multiplied as many are, which is slower: {error}", file=sys.stderr)
         return False
     return True
 

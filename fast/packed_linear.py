@@ -33,7 +33,7 @@ REPACKED = 2 ** 24
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
     """The kernel for M rows of x, and its sizes: gemv() for one row, few() for a few, else kernel_for()'s choice. Where
-    gemv() cannot be, one row gets what two rows get, and where no kernel can, cuBLAS multiplies."""
+    gemv() cannot be, one row gets packed_gemm.py's choice for two, and where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
     if M == 1 and takes_gemv(w, device):
@@ -140,6 +140,8 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
 
     gated: see linear(); then there is no bias and no residual. The other arguments are a Packed's."""
     w = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
+    if not N:  # of a rank
+        return x.new_empty(len(x), 0)
     choice = choice_for(w, len(x), x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":

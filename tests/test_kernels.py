@@ -204,7 +204,8 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
 gemv = fast.packed_gemv
 for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], None)), ("fp8", 32, None), (
         "mxfp4", 128, gemv.Experts(ones[:5], None)):
-    scales = torch.ones(16, C).to(torch.uint8 if kind == "mxfp4" else torch.float32)
+    scales = (torch.rand if kind == "int4" else torch.ones)(16, C)  # ones: rows share them, which few.cu does not take
+    scales = scales.to(torch.uint8 if kind == "mxfp4" else torch.float32)
     w = fast.layout.pack(torch.zeros(16, 4096, dtype=torch.uint8), scales, kind=kind)
     macros = gemv.macros_for(ones, w, ones, None, None, experts) | gemv.sizes_for(w, 101376, experts)[0]
     compiled = [("gemv", macros)]
