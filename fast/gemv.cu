@@ -486,7 +486,7 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
           if (block < BLOCKS) {
             const int chunk = run.chunk + block / PER_CHUNK - run.first_block / PER_CHUNK;
             const float offset = E4M3 ? 0 : t.sums[u][set][column];
-            float scale[2] = {shared[0], shared[1]}, zero = 0;
+            float scale[2] = {shared[0], shared[1]}, zero = E4M3 ? 0 : 1 << (BITS - 1);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
               if (!SHARED_ROWS) group_of(stage + CODES, (chunk * 16 + row + 8 * i) * PARTS + part, scale[i], zero);
