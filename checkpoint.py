@@ -119,10 +119,15 @@ class Place(NamedTuple):
 class Weight(NamedTuple):
     """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
 
-    rows, columns: of our parameter, outputs and inputs, also where the file has it transposed: what ranks share these
-    by, a key of tp.Shard.shares; None: each rank has all of them. quantized:
-    whether quantization replaces this matrix. norm: it is a norm's. expert: whose it is. experts: it is all experts'
-    at once, [X, inputs, outputs], as gpt-oss has it; rows that are "pairs" are a gate's and an up's in turns."""
+    rows, columns: by what ranks share our parameter's outputs, and its inputs: a key of tp.Shard.shares. None: each
+    rank has all of them. quantized: whether quantization replaces this matrix. norm: it is a norm's. expert: whose it
+    is. experts: it is all experts' at once, as gpt-oss has it:
+
+        ours               the file's         rows
+        [X, N, K]          [X, K, N]          None
+        [X, 2F, K]         [X, K, 2F]         "pairs": the file has gate 0, up 0, gate 1, ..., we all gates first
+        [X, 2F], a bias    [X, 2F]            "pairs"
+    """
 
     ours: str
     row: int
@@ -136,7 +141,7 @@ class Weight(NamedTuple):
 
     def of(self, parameter: Tensor) -> Tensor:
         """The view of our parameter that the tensor fills, in the file's order: rows of a matrix, also of one expert's;
-        or all experts', ours [X, N, K] as [X, K, N], and of pairs the last dimension 2F as [F, 2]."""
+        or all experts', as above, where of pairs the last dimension, 2F, is [F, 2]."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         if not self.experts:

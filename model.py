@@ -22,7 +22,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# --kv-cache -> whether keys, and whether values, are int8. "16-bit": both in the model's dtype, whichever that is.
+# A kind of KV cache -> whether keys, and whether values, are int8. "16-bit", without --kv-cache: both in the model's
+# dtype, whichever that is.
 CACHES = {"16-bit": (False, False), "int8": (True, True), "int8-values": (False, True)}
 ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
 # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
@@ -285,9 +286,11 @@ class Attention(nn.Module):
         return y.transpose(1, 2)[..., : self.head_dim].flatten(2)
 
     def with_sinks(self, q, k, v, mask):
-        """One more slot, whose value is 0 and whose score is a head's sink: q gets 8 elements, each the sink, and the
-        slot's key 1 / 8 / scale in each: their product times scale is the sink. There are 8, and 8 slots, as SDPA wants
-        multiples of 8."""
+        """One more slot, whose value is 0 and whose score is a head's sink.
+
+        q gets 8 elements, each the sink, and the slot's key has 1 / 8 / scale in each. Its score then is
+        scale * (8 * sink * 1 / 8 / scale) = sink. There are 8 elements and 8 slots, of which 7 are masked, because SDPA
+        wants multiples of 8."""
         sinks = self.sinks[:, None].expand(*q.shape[:-1], 8)  # [B, T, H, 8]
         k, v = (F.pad(x, (0, 8, 0, 8)) for x in (k, v))  # [B, K, L + 8, E + 8]
         k[:, :, -8, -8:] = 1 / 8 / self.scale

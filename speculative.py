@@ -37,8 +37,8 @@ from torch import Tensor
 from policies import TIMED_LENGTHS, Auto, draft_lengths, interpolate, make_policy
 from sampling import Sampling, draw, probabilities
 
-# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight. Two steps of up
-# to 33 tokens, rounded up to a multiple of 8.
+# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight, of which the
+# host has not heard. Two steps of up to 33 tokens are 66; 72 is the next multiple of 8.
 SLACK = 72
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 
@@ -91,7 +91,8 @@ class Drafter:
     eagle.make_draft() makes it; what the user calls it stands in generate.LLM and guard.check_options().
 
     begin() starts the texts. A step with drafts calls catch_up(), propose() and, once the target has verified them,
-    follow(). The last two must not wait for the device: the host launches them ahead.
+    follow(). propose() and follow() must not wait for the device: the host launches them ahead. They are also called
+    before any begin(), by Speculator.prepare().
 
     vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens before the last one the
     draft has not read. A step without drafts adds one, see Speculator.step()."""
@@ -133,10 +134,11 @@ def lookup(text: Tensor, last: Tensor, k: int):
     """-> drafted tokens [B, k], proposed: 0 or k.
 
     The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
-    fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match."""
+    fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match. After 5 6 7 5 6,
+    where 5 6 was found at 1, a draft of four is 7 5 6 7."""
     L = text.shape[1]
     at = torch.arange(L, device=text.device)
-    same = at < last[:, None]  # [B, L]: whether the last n + 1 tokens are found at this place, too
+    same = at < last[:, None]  # [B, L]; after n rounds, whether the text's last n tokens end at this place, too
     best = torch.full_like(last, -1)
     for n in range(NGRAM):
         token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]
@@ -197,8 +199,9 @@ class DraftModel(Drafter):
             self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
-            # The slots before last, in a number that is a power of two, so that there are few shapes. With 40 unread
-            # and last = 100, these are 36 to 99. A row near either end of the cache reads as many from that end.
+            # The slots before last: more than are unread, as one more may be missing, and a power of two, so that there
+            # are few shapes. With 40 unread and last = 100, these are 36 to 99. A row near either end of the cache
+            # reads as many from that end.
             most = self.max_seq_len - self.OFFSET
             width = min(max(32, 1 << self.unread.bit_length()), most)
             first = (last - width).clamp(0, most - width)

@@ -46,10 +46,16 @@ def part_of(columns: int, ranks: int) -> int:
 def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     """A rank's inputs of o, and of down, are multiples of these.
 
-    o's inputs are the q heads' outputs, E each. As a rule a rank has whole kv heads, each with its H / K q heads: a
-    unit is the inputs of these or, of several kv heads, as many as fill whole groups of o and, of the outputs of k and
-    v, whole words. Llama-3-8B: 4 q heads of 128, 512 inputs, four groups of 128. Where equally many ranks share each kv
-    head, the unit is a rank's H / ranks q heads, if these fill groups and words."""
+    o's inputs are the q heads' outputs, E of each. A unit of them is, as a rule, those of the H / K q heads of one kv
+    head, or of so many kv heads that o's groups, and the words of k's and v's outputs, are whole:
+
+        Llama-3-8B, H = 32, K = 8, E = 128, groups of 128     4 q heads, 512 inputs
+        H = 32, K = 8, E = 80, groups of 128                  2 kv heads, 8 q heads, 640 inputs
+
+    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill groups and words:
+
+        H = 32, K = 2, E = 128, 4 ranks                       8 q heads, 1,024 inputs, half of a kv head's
+    """
     H, K, E = config.n_head, config.n_kv_head, config.head_dim
     word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
     o_unit = math.lcm(H // K * math.lcm(E, word), group)
