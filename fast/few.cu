@@ -17,7 +17,7 @@ constexpr int MINE = (TASKS + WIDTH - 1) / WIDTH;  // tasks of a warp
 struct Program {
   alignas(128) unsigned char ring[STAGES][SLOT];
   float4 partial[2][SOURCES][8 * PAIRS + 2];  // each warp's sums of a tile, and of the next one; 2 for the banks' sake
-  float2 x_sums[WIDTH][STEPS][X_SUMS][ROWS / 2];  // of x
+  float2 x_sums[WIDTH][STEPS][X_SUMS][ROWS / 2];  // each warp's sums of x over groups
   float squares[SOURCES][2 * PAIRS];
   u64 full[STAGES], empty[STAGES], complete[2], squared;
   volatile int busy;

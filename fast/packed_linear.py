@@ -7,7 +7,7 @@ multiply.
     up to 512 rows      packed_gemm.py
     more rows           the weights are dequantized into memory, and cuBLAS multiplies
 
-tuning.py says where the last ones end and begin. The plain twin is plain_packed_linear().
+tuning.py says where the last two meet. The plain twin is plain_packed_linear().
 
 Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
 """

@@ -26,7 +26,7 @@ SHAPES = [  # N, K, kind of codes, groups of a row, and what else there is: "zer
     (35, 96, "int4", 1, "residual"), (100, 640, "int8", 1, "norm gated"),
     (561, 512, "int8", 16, "zeros order bias residual"), (48, 1024, "int8", 8, "zeros norm"),
     (80, 256, "int4", 4, "zeros norm bias"), (48, 64, "int4", 1, "zeros"),
-    (40, 32, "int8", 1, "zeros norm bias"),
+    (40, 32, "int8", 1, "zeros norm bias"), (40, 704, "int8", 1, "norm"), (35, 288, "fp8", 9, "residual"),
     (100, 640, "fp8", 1, "norm gated"), (561, 512, "fp8", 16, "order bias residual"), (48, 1024, "fp8", 8, "norm"),
     (48, 192, "int4", 2, "wide residual"), (74, 288, "int4", 9, "wide order norm gated"),
     (80, 256, "int8", 2, "wide bias"), (40, 640, "int8", 1, "wide norm"),
