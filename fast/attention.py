@@ -255,44 +255,49 @@ def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: cons
 
 
 @jit
-def store_part(part_stats, part_accs, part, row_max, row_sum, acc, BR: constexpr, BE: constexpr):
-    """Stores a split's softmax for combine_parts(): part_stats [parts, BR, 2], part_accs [parts, BR, BE]."""
-    i = tl.arange(0, acc.shape[0])
-    row = part * BR + i
-    tl.store(part_accs + row[:, None] * BE + tl.arange(0, BE)[None, :], acc, mask=(i < BR)[:, None])
-    tl.store(part_stats + row * 2, row_max, mask=i < BR)
-    tl.store(part_stats + row * 2 + 1, row_sum, mask=i < BR)
+def store_heads(y, out, pair, end, H: constexpr, G: constexpr, E: constexpr):
+    """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's first token."""
+    e = tl.arange(0, y.shape[1])
+    rows = out + (pair // G * H + pair % G)[:, None] * E
+    tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (e < E)[None, :])
 
 
 @jit
-def combine_parts(part_stats, part_accs, first, splits, pair, pair_mask, BE: constexpr, BS: constexpr):
-    """Adds up the `splits` parts from part `first` on, BS at a time -> the attention of pairs [BR]: [BR, BE].
+def store_part(part_lses, part_accs, part, row_max, row_sum, acc, BR: constexpr):
+    """Stores a split's attention for combine_parts(): part_accs [parts, BR, BE], and the base 2 logarithms of its
+    softmax's sums, part_lses [parts, BR]."""
+    i = tl.arange(0, acc.shape[0])
+    e = tl.arange(0, acc.shape[1])
+    row = part * BR + i
+    row_sum = tl.maximum(row_sum, 1e-30)  # a window may hide the whole split
+    tl.store(part_accs + row[:, None] * acc.shape[1] + e[None, :], acc / row_sum[:, None], mask=(i < BR)[:, None])
+    tl.store(part_lses + row, row_max + tl.log2(row_sum), mask=i < BR)
 
-    The order is the same each time, and so are the bits."""
+
+@jit
+def combine_parts(part_lses, part_accs, first, splits, out, pairs, BR: constexpr, H: constexpr, G: constexpr,
+                  E: constexpr, BE: constexpr, BS: constexpr):
+    """Adds up the `splits` <= BS parts from part `first` on, and stores the attention of pairs < `pairs`.
+
+    As many pairs at once as registers hold: what is loaded in turns takes 2 us a turn. The order of the splits is the
+    same each time, and so are the bits."""
+    BP: constexpr = min(BR, max(1, 16384 // (BS * BE)))
+    s = tl.arange(0, BS)
+    inside = (s < splits)[None, :]
     e = tl.arange(0, BE)
-    BR: constexpr = pair.shape[0]
-    row_max = tl.full((BR,), -1e30, tl.float32)
-    row_sum = tl.zeros((BR,), tl.float32)
-    acc = tl.zeros((BR, BE), tl.float32)
-    for s0 in range(0, splits, BS):
-        s = s0 + tl.arange(0, BS)
-        inside = (s < splits)[:, None] & pair_mask[None, :]
-        row = (first + s)[:, None] * BR + pair[None, :]
-        part_max = tl.load(part_stats + row * 2, mask=inside, other=-1e30)
-        part_sum = tl.load(part_stats + row * 2 + 1, mask=inside, other=0)
-        part_acc = tl.load(part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0)
-        new_max = tl.maximum(row_max, tl.max(part_max, 0))
-        rescale = tl.exp2(row_max - new_max)
-        weight = tl.exp2(part_max - new_max[None, :])
-        row_sum = row_sum * rescale + tl.sum(part_sum * weight, 0)
-        acc = acc * rescale[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
-        row_max = new_max
-    return acc / row_sum[:, None]
+    for p0 in range(0, pairs, BP):
+        pair = p0 + tl.arange(0, BP)
+        row = (first + s)[None, :] * BR + pair[:, None]  # in this order no warps share a pair
+        accs = tl.load(part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0)
+        lses = tl.load(part_lses + row, mask=inside, other=-1e30)
+        shares = tl.exp2(lses - tl.max(lses, 1)[:, None])
+        shares /= tl.sum(shares, 1)[:, None]
+        store_heads(tl.sum(accs * shares[:, :, None], 1), out, pair, pairs, H, G, E)
 
 
 @jit
 def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, k_scale, v_scale,
-                     out, part_stats, part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
+                     out, part_lses, part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
                      G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
                      WINDOW: constexpr, BH: constexpr,
                      SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
@@ -393,19 +398,18 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
         row_max, row_sum, acc = softmax_tile(queries, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype)
 
     acc = joined(acc, v_scale)
+    out += (b * T * H + kv * G) * E
     if splits == 1:
-        y = acc / row_sum[:, None]
-        i = tl.arange(0, BM)
-        rows = out + (((b * T + i // G) * H + kv * G + i % G) * E)[:, None]
-        tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(i < T * G)[:, None] & (e < E)[None, :])
+        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), T * G, H, G, E)
     if SPLITS > 1:
         if splits > 1:
-            store_part(part_stats, part_accs, group * SPLITS + split, row_max, row_sum, acc, BR, BE)
+            first = group * SPLITS
+            store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
             if last_arriver(semaphore + group, splits):
-                i = tl.arange(0, BR)  # BR <= BM pairs
-                y = combine_parts(part_stats, part_accs, group * SPLITS, splits, i, i < T * G, BE, BS)
-                rows = out + (((b * T + i // G) * H + kv * G + i % G) * E)[:, None]
-                tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(i < T * G)[:, None] & (e < E)[None, :])
+                if splits <= 8:
+                    combine_parts(part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, 8)
+                elif SPLITS > 8:
+                    combine_parts(part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, BS)
 
 
 @jit
@@ -584,9 +588,11 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     BE, BR, BN = head_tile(E), triton.next_power_of_2(T * H // K), triton.next_power_of_2(T)
     of = gpu(qkv.device)
     splits = max(1, min(64, 2 * of.multi_processor_count // (B * K)))
-    part_stats = part_accs = None
+    if splits > 32:
+        splits -= splits % 8  # 33 are no better than 32, and take twice the registers to combine
+    part_lses = part_accs = None
     if splits > 1:
-        part_stats = torch.empty(B * K * splits * BR * 2, device=qkv.device)
+        part_lses = torch.empty(B * K * splits * BR, device=qkv.device)
         part_accs = torch.empty(B * K * splits * BR * BE, device=qkv.device)
     out = qkv.new_empty(B, T, H, E)
     whole_norm = q_norm is not None and len(q_norm) > E
@@ -594,9 +600,9 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     int8 = k_scale is not None and v_scale is not None
     attention_kernel[(B * K, splits)](
         qkv.contiguous(), positions, cos, sin, offset, q_norm, k_norm, sinks, as_words(k_cache), as_words(v_cache),
-        k_scale, v_scale, out, part_stats, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
+        k_scale, v_scale, out, part_lses, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
         growth, original, eps, G=H // K, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE, WINDOW=window,
-        BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BS=max(1, 8192 // (BR * BE)),
+        BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BS=triton.next_power_of_2(splits),
         PDL=bool(pdl), **decode_sizes(E, BR, BN, int8, B * K, L, of), **pdl)
     return out
 
