@@ -12,7 +12,7 @@ a GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-d
         |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
               program 0           program 1           program 2 also turns the new keys by rope, stores new keys and
                   |                   |                   |     values in the cache, and attends to them
-               part 0              part 1              part 2   a split's row_max, row_sum [T x G] and acc [T x G, E]
+               part 0              part 1              part 2   a split's attention [T x G, E] and log sum [T x G]
                   '-------------------+-------------------'
              the program that finishes last combines the parts, in the order of the splits
 
@@ -327,11 +327,11 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
 
     # Positions were there before the first layer, and old slots before this step: loading them need not wait.
     positions += b * position_stride
-    position = tl.load(positions + t)
-    end = tl.load(positions)
+    position = tl.load(positions + t).to(tl.int32)
+    end = tl.load(positions).to(tl.int32)
     n = tl.arange(0, NEW)
     new_mask = (n < T)[:, None] & (e < E)[None, :]
-    new_position = tl.load(positions + n, mask=n < T, other=0)
+    new_position = tl.load(positions + n, mask=n < T, other=0).to(tl.int32)
     new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
     if offset is not None:  # where the sequence's table begins
         cos += tl.load(offset + b) * E
@@ -341,7 +341,7 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
     splits = tl.minimum(tl.cdiv(end - begin, SPLIT_SLOTS), SPLITS)  # those that have work
-    # To combine two parts takes longer than a second tile: 6.1 us for 5.0, 8B's 200 slots.
+    # To combine two parts of 7B's 250 slots takes longer than a second tile: 5.6 us for 5.2.
     splits = tl.where(end - begin <= 2 * SPLIT_SLOTS, 1, splits)
     if split >= splits:
         return
@@ -509,25 +509,39 @@ def as_words(cache: Tensor) -> Tensor:
 def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) -> dict:
     """For `groups` (B x K) of BR pairs and BN new tokens, both powers of two; of: what gpu() says.
 
-    tl.dot() takes 16 rows or more. Where many groups have a few pairs each, what comes before it has ROWS, no more, and
-    two warps: several programs then share a multiprocessor, where 16 rows took 250 registers. A few groups, with a
-    multiprocessor each, want many bytes on the way. us, H200, of BL, STAGES, warps:
+    A few groups, with multiprocessors of their own, want many bytes on the way, and the fewer there are, the sooner
+    they are split. Where there are many, several programs share a multiprocessor: with few pairs each they have two
+    warps, and no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps:
 
-                                     128, 2, 4    64, 3, 4    128, 3, 4    64, 2, 2 of few rows
-        512 groups of 100 slots           14.3        14.6         20.9                    10.1
-        512 groups of 230 slots           24.3        21.7         34.1                    19.6
-        32 groups of 230 slots             6.0         6.0          5.2                     8.6
-        32 groups of 4,000 slots          23.0        21.2         27.2
-        8B's 32,768 slots in int8         35.4        37.5         33.0                    40.1"""
-    slots, processors, large = 128, of.multi_processor_count, E > 128 or BR > 32  # large tiles want many registers
-    rows, new = max(16, BR), max(16, BN)
-    sizes = dict(SPLIT_SLOTS=slots, BM=rows, BR=BR, BT=new)
-    many = groups > processors and not int8
-    if many and BR <= 4 and not large:
-        return sizes | dict(ROWS=BR, NEW=BN, BL=64, STAGES=2, num_warps=2)
-    deep = of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, slots) <= processors
-    stages = 3 if not large and (many or int8 or deep) else 2
-    return sizes | dict(ROWS=rows, NEW=new, BL=64 if many or large else 128, STAGES=stages, num_warps=4)
+                                           128, 2, 4    128, 3, 4    64, 3, 4    two warps
+        512 groups of 100 / 230 slots    14.3 / 24.3  20.9 / 34.1  14.6 / 21.7  10.1 / 19.6
+        512 groups of 300, in int8                           26.0                      17.7
+        128 groups of 8,192, in int8                         77.2                      73.7
+        32 groups of 250 / 4,000          6.1 / 20.7   5.2 / 25.7    - / 20.3     - / 23.8
+        8 groups of 250 / 32,768          5.6 / 36.5                4.4 / 35.7     - / 48.7
+        8 groups of 32,768, in int8             27.5         25.2        31.3         31.8"""
+    processors, many, programs = of.multi_processor_count, groups > of.multi_processor_count, 2
+    sizes = dict(SPLIT_SLOTS=128, BM=max(16, BR), BR=BR, BT=max(16, BN), ROWS=max(16, BR), NEW=max(16, BN), BL=128,
+                 STAGES=2, num_warps=4)
+    if E > 128 or BR > 32:  # large tiles want many registers
+        sizes |= dict(BL=64)
+    elif int8 and BR <= 16:
+        sizes |= dict(STAGES=3)
+        if 2 * groups > processors:
+            programs = 4
+            sizes |= dict(BL=64, num_warps=2)
+    elif many and BR <= 4 and not int8:
+        sizes |= dict(ROWS=BR, NEW=BN, BL=64, num_warps=2)
+    elif many and not int8:
+        sizes |= dict(BL=64, STAGES=3)
+    elif 8 * groups <= processors and not int8:
+        sizes |= dict(SPLIT_SLOTS=64, BL=64, STAGES=3)
+    elif of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, 128) <= processors:
+        sizes |= dict(STAGES=3)
+    splits = max(1, min(64, programs * processors // groups))
+    if splits > 32:
+        splits -= splits % 8  # 33 are no better than 32, and to combine them takes twice the registers
+    return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 
 def row_stride(positions: Tensor) -> int:
@@ -586,10 +600,9 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
     BE, BR, BN = head_tile(E), triton.next_power_of_2(T * H // K), triton.next_power_of_2(T)
-    of = gpu(qkv.device)
-    splits = max(1, min(64, 2 * of.multi_processor_count // (B * K)))
-    if splits > 32:
-        splits -= splits % 8  # 33 are no better than 32, and take twice the registers to combine
+    int8 = k_scale is not None and v_scale is not None
+    sizes = decode_sizes(E, BR, BN, int8, B * K, L, gpu(qkv.device))
+    splits = sizes["SPLITS"]
     part_lses = part_accs = None
     if splits > 1:
         part_lses = torch.empty(B * K * splits * BR, device=qkv.device)
@@ -597,13 +610,11 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     out = qkv.new_empty(B, T, H, E)
     whole_norm = q_norm is not None and len(q_norm) > E
     pdl = pdl_options(qkv.device)
-    int8 = k_scale is not None and v_scale is not None
     attention_kernel[(B * K, splits)](
         qkv.contiguous(), positions, cos, sin, offset, q_norm, k_norm, sinks, as_words(k_cache), as_words(v_cache),
         k_scale, v_scale, out, part_lses, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
         growth, original, eps, G=H // K, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE, WINDOW=window,
-        BH=triton.next_power_of_2(H * E) if whole_norm else 0, SPLITS=splits, BS=triton.next_power_of_2(splits),
-        PDL=bool(pdl), **decode_sizes(E, BR, BN, int8, B * K, L, of), **pdl)
+        BH=triton.next_power_of_2(H * E) if whole_norm else 0, PDL=bool(pdl), **sizes, **pdl)
     return out
 
 

@@ -64,9 +64,9 @@ CASES = [  # B, T, H, K, E, L, and where they are not DEFAULTS: window, qk_norm,
     (70, 1, 4, 2, 128, 300, None, None, "part"), (70, 2, 6, 2, 96, 300, None, None, "long"),
     (2, 60, 4, 2, 64, 300, None, None, "long"), (2, 3, 8, 2, 128, 300, None, None, "grows"),
     (35, 1, 4, 4, 64, 300, 50, "whole"), (2, 4, 4, 1, 256, 300, 100, "head", "none"),
-    (70, 1, 16, 2, 64, 900, 128, None, "sinks"), (3, 5, 6, 2, 48, 700, None, "head", "int8"),
-    (2, 3, 8, 8, 64, 3000, 777, None, "int8"), (2, 60, 4, 2, 64, 300, 20, None, "int8"),
-    (1, 1, 32, 8, 128, 900, None, None, "int8-values"), (1, 3, 8, 8, 64, 9000, None, None, "sinks"),
+    (70, 1, 16, 2, 64, 900, 128, None, "sinks"), (70, 1, 6, 2, 48, 700, None, "head", "int8"),
+    (2, 5, 16, 4, 64, 3000, 777, None, "int8"), (1, 5, 32, 8, 128, 2955, 777), (2, 60, 4, 2, 64, 300, 20, None, "int8"),
+    (1, 1, 32, 8, 128, 900, None, None, "int8-values"), (1, 5, 32, 8, 128, 9000, None, None, "sinks"),
     (2, 50, 4, 2, 64, 200, 20, "head", "sinks", True), (2, 90, 2, 1, 256, 300, 40, "head", "none"),
     (2, 200, 4, 1, 128, 700, 130, None, "sinks"), (2, 200, 8, 4, 128, 700, None, None, "int8")]
 DEFAULTS = (None, None, "", False)
