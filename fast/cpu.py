@@ -17,6 +17,7 @@ from quantize import INT4, QuantizedLinear, pack, parameter, replace_layers, unp
 
 FEW_ROWS = 4  # with 8, 4096 x 4096 weights take 4.3 ms in one pass, oneDNN 3.1; with 4, 2.9 each (2 cores)
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
+AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"  # and no AVX-512
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -90,7 +91,8 @@ class CpuQuantizedLinear(nn.Module):
     it is off by 0.3%, where int4's rounding is off by 10%. Other codes are gone over as CpuLinear's weights are, in
     fp32; a group's scale and zero point come to its sum. One row and 4096 x 4096 weights take 1.5 ms in int8, whose
     product by PyTorch made SmolLM2 8% slower, and 1.6 ms in e4m3, whose conversion by PyTorch's own type would make
-    it 2.9 (2 cores). Many rows: the weights are dequantized first."""
+    it 2.9 (2 cores). Without AVX-512 Inductor converts bytes one by one: int8 takes 8.2 ms, PyTorch's product, also in
+    bf16, 1.1, fp32 2.6. Many rows: the weights are dequantized first."""
 
     def __init__(self, layer: QuantizedLinear):
         super().__init__()
@@ -110,6 +112,9 @@ class CpuQuantizedLinear(nn.Module):
         hold = parameter if self.packed is None else buffer
         self.codes, self.scales = hold(codes), hold(scales)
         self.offsets = None if offsets is None else hold(offsets)
+        whole_rows = codes.dtype == torch.int8 and scales.shape[1] == 1 and offsets is None
+        # In place of the scales, which are better in fp32. The product knows whole blocks of K.
+        self.ones = buffer(torch.ones(self.N).bfloat16()) if AVX2 and whole_rows and self.K % 32 == 0 else None
         self.register_buffer("perm", perm, persistent=False)
 
     def numbers(self) -> Tensor:
@@ -136,6 +141,8 @@ class CpuQuantizedLinear(nn.Module):
         """x [M, K] -> [M, N], without the bias, in bf16 or fp32."""
         if self.packed is not None:
             return int4_product(x.bfloat16(), self.packed, self.group, self.pairs)[:, :self.N]
+        if self.ones is not None:
+            return int8_product(x.bfloat16(), self.codes, self.ones) * self.scales[:, 0]
         numbers, C = self.numbers(), self.scales.shape[1]
         # as_strided() has Inductor write x to memory. Otherwise what makes x, a norm for example, is fused into the
         # loop and computed anew for each output: 960 x 576 weights in int8 then take 161 us, not 103 (2 Xeon cores).
@@ -148,9 +155,14 @@ class CpuQuantizedLinear(nn.Module):
         return (sums if self.offsets is None else sums - self.offsets * inputs).sum(-1)
 
 
-# int4_product(x bf16 [M, K], packed, group, pairs) -> bf16 [M, N]: PyTorch's, under a name of ours, as Inductor's own
-# lowering loses the group size where layers share code (torch 2.11 to 2.13). library.custom_op would cost 10 us a call.
+# int4_product(x bf16 [M, K], packed, group, pairs) and int8_product(x bf16 [M, K], codes [N, K], scales bf16 [N]) ->
+# bf16 [M, N]: PyTorch's, under names of ours, as Inductor's own lowering of int4 loses the group size where layers
+# share code (torch 2.11 to 2.13). library.custom_op would cost 10 us a call.
 OPERATORS = library.Library("llama_fast", "FRAGMENT")
+OPERATORS.define("cpu_int8(Tensor x, Tensor codes, Tensor scales) -> Tensor")
+OPERATORS.impl("cpu_int8", torch.ops.aten._weight_int8pack_mm, "CPU")
+OPERATORS.impl("cpu_int8", lambda x, codes, scales: x.new_empty(len(x), len(codes)), "Meta")
+int8_product = torch.ops.llama_fast.cpu_int8
 OPERATORS.define("cpu_int4(Tensor x, Tensor packed, int group, Tensor pairs) -> Tensor")
 OPERATORS.impl("cpu_int4", torch.ops.aten._weight_int4pack_mm_for_cpu, "CPU")
 OPERATORS.impl("cpu_int4", lambda x, packed, group, pairs: x.new_empty(len(x), pairs.shape[1]), "Meta")

@@ -13,11 +13,10 @@ from fast.packed_few import few_arguments, few_sizes
 from fast.packed_gemv import OUT, Experts, arguments_for, in_c, macros_for, sizes_for, source_of
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-FLAGS = "-std=c++20 -O1 -fPIC -pthread -w".split()
 
 
 def build(*args: str | Path) -> None:
-    built = subprocess.run(["g++", *FLAGS, *args], capture_output=True, text=True)
+    built = subprocess.run([*"g++ -std=c++20 -O1 -fPIC -pthread -w".split(), *args], capture_output=True, text=True)
     assert not built.returncode, built.stderr
 
 

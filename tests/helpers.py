@@ -42,8 +42,7 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 CHATS = ROOT / "tests" / "chats"
 ENVIRONMENT = dict(os.environ)  # which tests change
 CPU, F32 = torch.device("cpu"), torch.float32
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 of_each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = Sampling(temperature=0)
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's

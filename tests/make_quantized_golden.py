@@ -288,7 +288,6 @@ def mxfp4(model: nn.Module):
 INT4, INT8, FP8 = dict(num_bits=4), dict(num_bits=8), dict(num_bits=8, type="float")
 DYNAMIC = dict(num_bits=8, strategy="token", dynamic=True)
 CHANNEL, TENSOR = dict(strategy="channel"), dict(strategy="tensor")
-BLOCK = dict(strategy="block", block_structure=[128, 128])
 G32, ASYMMETRIC = dict(strategy="group", group_size=32), dict(symmetric=False)
 BF16 = dict(dtype=torch.bfloat16)
 
@@ -330,7 +329,7 @@ SETTINGS = {
                                       kv_cache_scheme=FP8 | TENSOR),
     "fp8 a channel": packed("llama", FP8 | CHANNEL, DYNAMIC | FP8),
     "fp8 a channel, bf16": packed("llama", FP8 | CHANNEL, DYNAMIC | FP8, **BF16),
-    "fp8 naive in blocks": packed("288", FP8 | BLOCK),
+    "fp8 naive in blocks": packed("288", FP8 | dict(strategy="block", block_structure=[128, 128])),
     "several groups": of(
         "two", compressed_tensors, scheme(INT8 | G32, targets=["re:.*self_attn.*"]),
         scheme(FP8 | CHANNEL, targets=["re:.*down_proj", "model.layers.0.mlp.up_proj"]), scheme(INT4 | G32),

@@ -11,7 +11,6 @@ from scripts import chart
 RESULTS = ROOT / "assets" / "results.jsonl"
 LINES = chart.read(RESULTS)
 OURS = [line for line in LINES if line["engine"] == "llama-fast"]
-OTHERS = [line for line in LINES if line not in OURS]
 OPTIONS = dict(ranks=1, quantize=None, group_size=None, batch=1, context=0, kernels=True)  # in BENCHMARKS.md's order
 
 
@@ -51,7 +50,8 @@ def test_our_figures_stand_in_the_row_of_their_command(line):
     assert set(figures(line)) <= set(cells(line))
 
 
-@pytest.mark.parametrize("line", OTHERS, ids=lambda line: f"{line['engine']} {chart.rate(line)}")
+@pytest.mark.parametrize("line", [line for line in LINES if line not in OURS],
+                         ids=lambda line: f"{line['engine']} {chart.rate(line)}")
 def test_other_engines_figures_stand_in_their_section_beside_their_names(line):
     name = " ".join(filter(None, [line["engine"], line["version"]]))
     assert any(name in row and f" {chart.rate(line)} " in row for row in section(line).splitlines())

@@ -20,14 +20,13 @@ from sampling import Sampling
 from speculative import Speculator
 
 HEADS = ROOT / "tests" / "eagle"
-TARGET = dict(hidden_size=32, vocab_size=96, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Checkpoint:
     """A model that the heads of tests/eagle fit."""
     directory = tmp_path_factory.mktemp("target") / "model"
-    make(directory, **TARGET)
+    make(directory, hidden_size=32, vocab_size=96, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)
     return Checkpoint(directory)
 
 
@@ -105,11 +104,10 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
 
 
 TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
-LONG = [TEXTS[0] * 7 + [5, 6], TEXTS[2] * 10]
 
 
-@pytest.mark.parametrize("policy, texts, samples", [("4", TEXTS, 1), ("bass", TEXTS[:1], 1), ("3", LONG, 2),
-                                                    ("1", TEXTS[1:2], 2)])
+@pytest.mark.parametrize("policy, texts, samples", [
+    ("4", TEXTS, 1), ("bass", TEXTS[:1], 1), ("3", [TEXTS[0] * 7 + [5, 6], TEXTS[2] * 10], 2), ("1", TEXTS[1:2], 2)])
 def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
     """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long prompt is read in
     pieces, by the target 16 tokens at a time, by the head 32."""

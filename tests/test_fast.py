@@ -36,12 +36,10 @@ def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias, N):
         assert (out.shape, out.dtype) == (ref.shape, dtype) and error(out, ref) < tolerance
 
 
-INPUTS = [torch.randn(577), torch.randn(2, 9, 577), torch.randn(0, 577), torch.randn(300, 577),  # of any strides, too:
-          torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(1, 577).expand(6, 577)]
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("x", INPUTS)
+@pytest.mark.parametrize("x", [
+    torch.randn(577), torch.randn(2, 9, 577), torch.randn(0, 577), torch.randn(300, 577),  # of any strides, too:
+    torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(1, 577).expand(6, 577)])
 @pytest.mark.parametrize("w", [torch.randn(131, 577), torch.randn(577, 131).T])
 def test_a_cpus_product_is_linears(x, w, dtype, tolerance):
     for bias in torch.randn(131), None:

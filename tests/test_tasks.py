@@ -13,7 +13,6 @@ from helpers import DRAFT, TINY, logits_of
 from scripts import evaluate
 
 OPENINGS = ["One day", "Tom and Sue went to the park and", "A dog", "Once upon a time there was a big red ball"]
-ENDINGS = [" a boy", " ran away from the little dog.", " the", " happy"]
 
 
 def windows(tokens: list[int], prefix: int, max_seq_len: int, context_len: int):
@@ -50,7 +49,8 @@ def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_
     """Ragged contexts and choices, 1 to 4 of them, in any order; a context of one token; one that is cut."""
     harness.batch_tokens, encode = batch_tokens, harness.tok_encode
     requests = [(None, encode(opening), encode(ending, add_special_tokens=False))
-                for i, opening in enumerate(OPENINGS) for ending in ENDINGS[i:]]
+                for i, opening in enumerate(OPENINGS)
+                for ending in [" a boy", " ran away from the little dog.", " the", " happy"][i:]]
     greedy = harness.llm("One day", temperature=0, max_new_tokens=5)
     requests += [(None, [1], encode("One day")), (None, [*range(600)], [7, 8, 9])]
     requests = [*requests[::2], *requests[1::2], (None, greedy.prompt_tokens, greedy.tokens)]

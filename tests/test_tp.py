@@ -47,8 +47,8 @@ GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
         for bits in (4, 8) for group in (32, -1) for act in (False, True)}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-WRITTEN = "awq", "experts-awq", "experts-gptq", "mxfp4"
-LOGITS_CASES = {name: dict(checkpoint=name) for name in (*MADE, *GPTQ, *WRITTEN)} | {
+LOGITS_CASES = {name: dict(checkpoint=name)
+                for name in (*MADE, *GPTQ, "awq", "experts-awq", "experts-gptq", "mxfp4")} | {
     "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
     "bias, int8": dict(checkpoint="bias", quantize="int8"),
