@@ -269,7 +269,7 @@ def store_part(part_lses, part_accs, part, row_max, row_sum, acc, BR: constexpr)
     i = tl.arange(0, acc.shape[0])
     e = tl.arange(0, acc.shape[1])
     row = part * BR + i
-    row_sum = tl.maximum(row_sum, 1e-30)  # a window may hide the whole split
+    row_sum = tl.maximum(row_sum, 1e-30)  # a split may be empty, or hidden by a window
     tl.store(part_accs + row[:, None] * acc.shape[1] + e[None, :], acc / row_sum[:, None], mask=(i < BR)[:, None])
     tl.store(part_lses + row, row_max + tl.log2(row_sum), mask=i < BR)
 
@@ -287,7 +287,7 @@ def combine_parts(part_lses, part_accs, first, splits, out, pairs, BR: constexpr
     e = tl.arange(0, BE)
     for p0 in range(0, pairs, BP):
         pair = p0 + tl.arange(0, BP)
-        row = (first + s)[None, :] * BR + pair[:, None]  # in this order no warps share a pair
+        row = (first + s)[None, :] * BR + pair[:, None]  # in this order warps share no pair if they can
         accs = tl.load(part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0)
         lses = tl.load(part_lses + row, mask=inside, other=-1e30)
         shares = tl.exp2(lses - tl.max(lses, 1)[:, None])
@@ -509,9 +509,9 @@ def as_words(cache: Tensor) -> Tensor:
 def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) -> dict:
     """For `groups` (B x K) of BR pairs and BN new tokens, both powers of two; of: what gpu() says.
 
-    A few groups, with multiprocessors of their own, want many bytes on the way, and the fewer there are, the sooner
-    they are split. Where there are many, several programs share a multiprocessor: with few pairs each they have two
-    warps, and no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps:
+    A few groups, with multiprocessors of their own, want many bytes on the way; the fewest, in 16 bits, are split the
+    soonest. Where there are many, several programs share a multiprocessor: with few pairs each they have two warps and,
+    in 16 bits, no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps:
 
                                            128, 2, 4    128, 3, 4    64, 3, 4    two warps
         512 groups of 100 / 230 slots    14.3 / 24.3  20.9 / 34.1  14.6 / 21.7  10.1 / 19.6
@@ -519,12 +519,14 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         128 groups of 8,192, in int8                         77.2                      73.7
         32 groups of 250 / 4,000          6.1 / 20.7   5.2 / 25.7    - / 20.3     - / 23.8
         8 groups of 250 / 32,768          5.6 / 36.5                4.4 / 35.7     - / 48.7
-        8 groups of 32,768, in int8             27.5         25.2        31.3         31.8"""
-    processors, many, programs = of.multi_processor_count, groups > of.multi_processor_count, 2
+        8 groups of 32,768, in int8             27.5         25.2        31.3         31.8
+        the same of 20 pairs each               48.0                     50.1"""
+    processors, memory = of.multi_processor_count, of.shared_memory_per_block_optin
+    many, programs = groups > processors, 2  # programs of a multiprocessor
     sizes = dict(SPLIT_SLOTS=128, BM=max(16, BR), BR=BR, BT=max(16, BN), ROWS=max(16, BR), NEW=max(16, BN), BL=128,
                  STAGES=2, num_warps=4)
-    if E > 128 or BR > 32:  # large tiles want many registers
-        sizes |= dict(BL=64)
+    if E > 128 or BR > 32:  # large tiles want many registers, and these 112 KB of shared memory
+        sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
         sizes |= dict(STAGES=3)
         if 2 * groups > processors:
@@ -536,11 +538,11 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         sizes |= dict(BL=64, STAGES=3)
     elif 8 * groups <= processors and not int8:
         sizes |= dict(SPLIT_SLOTS=64, BL=64, STAGES=3)
-    elif of.shared_memory_per_block_optin >= 160_000 and groups * triton.cdiv(L, 128) <= processors:
+    elif memory >= 160_000 and groups * triton.cdiv(L, 128) <= processors:
         sizes |= dict(STAGES=3)
     splits = max(1, min(64, programs * processors // groups))
     if splits > 32:
-        splits -= splits % 8  # 33 are no better than 32, and to combine them takes twice the registers
+        splits -= splits % 8  # 33, 132 multiprocessors' for 8 groups, want twice the registers of 32 when combined
     return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 
