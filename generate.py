@@ -109,8 +109,10 @@ class Engine:
                        forward             decode              sampler    one CUDA graph is
         eager          model               decode_one_token    PLAIN      -
         compile        compiled_decoder    decode_one_token    PLAIN      the forward
-        fast           as compile, but where its kernels run (`kernels`) and know all values of Sampling (`captures`):
-                       decoder             captured_decode     fast/'s    the whole step
+        fast           decoder             captured_decode     fast/'s    the whole step
+
+    That last row is of an engine whose `kernels` and `captures` are true: fast/'s kernels run on the device, and know
+    all values of Sampling. Otherwise it is the row above, of the model with fast/'s modules.
     """
 
     def __init__(
@@ -519,7 +521,7 @@ class LLM:
         )
 
     def _engine_length(self, length: int) -> int:
-        """An Engine's max_seq_len for texts of so many tokens."""
+        """An Engine's max_seq_len for texts of so many tokens. With a draft also for those that it drafts too many."""
         return length + SLACK if self.options.draft else length
 
     def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:

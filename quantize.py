@@ -44,7 +44,7 @@ def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
 
     A code is a sign, an exponent and bits of mantissa. They go where fp32 has its sign and the low bits of its
     exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2 ** (bias - 127) times the
-    number."""
+    number. e4m3's 0x3c is 0 0111 100: 2 ** (7 - 7) * (1 + 4 / 8) = 1.5."""
     codes = codes.int()
     sign = 1 << (bits - 1)
     placed = (codes & sign) << (32 - bits) | (codes & (sign - 1)) << (23 - mantissa)

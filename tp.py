@@ -97,6 +97,8 @@ class Shard:
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
         H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, outputs or config.vocab_size
+        # The rank has query heads q .. q_end - 1, kv heads kv .. kv_end - 1, and of the feed-forward parts the rows
+        # ffn .. ffn_end - 1 or, of each expert, first .. end - 1.
         o_unit, ffn_unit = units(config, group, ranks)
         q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
         kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
