@@ -521,7 +521,7 @@ class LLM:
         )
 
     def _engine_length(self, length: int) -> int:
-        """An Engine's max_seq_len for texts of so many tokens. With a draft also for those that it drafts too many."""
+        """An Engine's max_seq_len for texts of so many tokens. With a draft also for drafted ones that are refused."""
         return length + SLACK if self.options.draft else length
 
     def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:

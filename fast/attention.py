@@ -279,7 +279,7 @@ def combine_parts(part_lses, part_accs, first, splits, out, pairs, BR: constexpr
                   E: constexpr, BE: constexpr, BS: constexpr):
     """Adds up the `splits` <= BS parts from part `first` on, and stores the attention of pairs < `pairs`.
 
-    As many pairs at once as registers hold: what is loaded in turns takes 2 us a turn. The order of the splits is the
+    It takes as many pairs at once as registers hold, as each turn takes 2 us. The order of the splits is the
     same each time, and so are the bits."""
     BP: constexpr = min(BR, max(1, 16384 // (BS * BE)))
     s = tl.arange(0, BS)
@@ -511,7 +511,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
 
     A few groups, with multiprocessors of their own, want many bytes on the way; the fewest, in 16 bits, are split the
     soonest. Where there are many, several programs share a multiprocessor: with few pairs each they have two warps and,
-    in 16 bits, no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps:
+    in 16 bits, no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps; what is not
+    taken was timed in part before the last changes of the kernel:
 
                                            128, 2, 4    128, 3, 4    64, 3, 4    two warps
         512 groups of 100 / 230 slots    14.3 / 24.3  20.9 / 34.1  14.6 / 21.7  10.1 / 19.6
@@ -525,24 +526,22 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
     many, programs = groups > processors, 2  # programs of a multiprocessor
     sizes = dict(SPLIT_SLOTS=128, BM=max(16, BR), BR=BR, BT=max(16, BN), ROWS=max(16, BR), NEW=max(16, BN), BL=128,
                  STAGES=2, num_warps=4)
-    if E > 128 or BR > 32:  # large tiles want many registers, and these 112 KB of shared memory
+    if E > 128 or BR > 32:  # large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory
         sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
         sizes |= dict(STAGES=3)
         if 2 * groups > processors:
             programs = 4
             sizes |= dict(BL=64, num_warps=2)
-    elif many and BR <= 4 and not int8:
-        sizes |= dict(ROWS=BR, NEW=BN, BL=64, num_warps=2)
     elif many and not int8:
-        sizes |= dict(BL=64, STAGES=3)
+        sizes |= dict(ROWS=BR, NEW=BN, BL=64, num_warps=2) if BR <= 4 else dict(BL=64, STAGES=3)
     elif 8 * groups <= processors and not int8:
         sizes |= dict(SPLIT_SLOTS=64, BL=64, STAGES=3)
     elif memory >= 160_000 and groups * triton.cdiv(L, 128) <= processors:
         sizes |= dict(STAGES=3)
     splits = max(1, min(64, programs * processors // groups))
     if splits > 32:
-        splits -= splits % 8  # 33, 132 multiprocessors' for 8 groups, want twice the registers of 32 when combined
+        splits -= splits % 8  # combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32
     return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 

@@ -115,7 +115,7 @@ class CpuQuantizedLinear(nn.Module):
         self.codes, self.scales = hold(codes), hold(scales)
         self.offsets = None if offsets is None else hold(offsets)
         whole_rows = codes.dtype == torch.int8 and scales.shape[1] == 1 and offsets is None
-        # In place of the scales, which are better in fp32. A K that is no multiple of 8 goes wrong: 97 gave NaN.
+        # The product's own scales are bf16: it gets ones, and ours come in fp32. A K of 97 gave NaN.
         self.ones = buffer(torch.ones(self.N).bfloat16()) if AVX2 and whole_rows and self.K % 32 == 0 else None
         self.register_buffer("perm", perm, persistent=False)
 
