@@ -52,8 +52,9 @@ def one_line(text: str) -> str:
 
 
 class Checkpoint:
-    """A directory, each JSON file of which is read once. weights: weights_of() its config. An EAGLE head's,
-    eagle.HeadCheckpoint, has methods of its own in the place of those that read the config and know the weights."""
+    """A directory, each JSON file of which is read once. weights: weights_of() its config.
+
+    An EAGLE head's, eagle.HeadCheckpoint, has its own make_model, settings(), weights_of() and counted()."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
 
@@ -117,11 +118,12 @@ class Place(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Where a tensor of Hugging Face's goes: into our parameter, from a row on.
+    """Where a tensor of Hugging Face's goes: into our parameter, from a row on. Llama-3-8B's k_proj.weight, behind the
+    4,096 rows of q_proj.weight: Weight("attn.wqkv.weight", 4096, (1024, 4096), "kv", quantized=True).
 
-    rows, columns: by what ranks share our parameter's outputs, and its inputs: a key of tp.Shard.shares. None: each
-    rank has all of them. quantized: whether quantization replaces this matrix. norm: it is a norm's. expert: whose it
-    is. experts: it is all experts' at once, as gpt-oss has it:
+    rows, columns: how ranks share our parameter's outputs, and its inputs: the name of a share in tp.Shard.shares.
+    None: each rank has all of them. quantized: whether quantization replaces this matrix. norm: it is a norm's.
+    expert: the number of the one whose tensor it is. experts: it holds all experts', as in gpt-oss:
 
         ours               the file's         rows
         [X, N, K]          [X, K, N]          None
@@ -168,7 +170,7 @@ def hf_weights(config: Config) -> dict[str, Weight]:
 
 
 # A layer's tensors: Hugging Face's name, ours, what its rows and columns are (D and E: each rank has all of them), and
-# the values of Config's fields with which it is there. What is of one tensor of ours stands in its order.
+# what fields of Config must be, if it depends on them. Those that fill one of ours stand in the order of its rows.
 LAYER = """
 self_attn.q_proj.weight             attn.wqkv.weight       q,D        fused_files=False
 self_attn.k_proj.weight             attn.wqkv.weight       kv,D       fused_files=False

@@ -51,10 +51,11 @@ PLAIN = SimpleNamespace(choose=choose, choose_draft=choose_draft, accept=accept)
 def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
     """Reads P prompts, which may differ in length, after `start` cached tokens -> the logits after each [P, V]."""
     logits, end = None, start
-    for tokens, positions, last, ends in chunks(prompts, start, engine.columns(), engine.device):
+    for tokens, positions, last, is_last in chunks(prompts, start, engine.columns(), engine.device):
         end += tokens.shape[1]
         found = engine.model(tokens, positions, engine.slots(end), last)
-        logits = found if logits is None else torch.where(ends[:, None], found, logits)
+        # A prompt's logits are those of the piece that has its last token.
+        logits = found if logits is None else torch.where(is_last[:, None], found, logits)
     return logits
 
 
@@ -63,7 +64,7 @@ def chunks(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Cuts P prompts, padded on the right, into pieces of about PREFILL_TOKENS tokens, multiples of `columns` wide.
 
-    Yields tokens [P, T], positions [1, T], the column of each prompt's last token [P], and whether it is in this piece
+    Yields tokens [P, T], positions [1, T], a column of each prompt [P], and whether that is the prompt's last token
     [P]. Padding needs no mask: see model.py."""
     width = round_up(max(map(len, prompts)), columns)
     size = max(columns, PREFILL_TOKENS // len(prompts) // columns * columns)
@@ -86,7 +87,8 @@ def decode_one_token(
     choose: Callable,
     sampling: Sampling | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]; tokens and positions move on."""
+    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]. In place, tokens become the next
+    ones, and positions go up by one."""
     logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)  # [B, V]
     chosen, logprobs = choose(logits, sampling)
     tokens.copy_(chosen)
@@ -104,15 +106,16 @@ class Engine:
     of the model's modules. features, cache: see Transformer.setup().
 
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
-    [B, T, V] decodes and verifies. What does a step, by mode:
+    [B, T, V] decodes and verifies. What a step runs, by mode:
 
                        forward             decode              sampler    one CUDA graph is
         eager          model               decode_one_token    PLAIN      -
         compile        compiled_decoder    decode_one_token    PLAIN      the forward
         fast           decoder             captured_decode     fast/'s    the whole step
 
-    That last row is of an engine whose `kernels` and `captures` are true: fast/'s kernels run on the device, and know
-    all values of Sampling. Otherwise it is the row above, of the model with fast/'s modules.
+    decoder: a second module over the same weights and caches, fast/'s, or without fast/ the model itself. The last row
+    is of an engine whose `kernels` and `captures` are true: fast/'s kernels run on the device, and know all values of
+    Sampling. Otherwise it is the row above, with fast/'s modules in the model and the decoder.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Engine:
 
     def compile(self, use_fast: bool) -> None:
         """Every switch of the compiler, and the swap for what fast/ has."""
-        # A seed draws the same with and without --compile.
+        # A seed draws the same with and without --compile, if all rows are in use.
         torch._inductor.config.fallback_random = True
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
@@ -277,7 +280,7 @@ class Engine:
         """Compiles what a batch of so many prompts needs: prefill, then decode, which captures its graph.
 
         alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
-        if speculator:  # its steps are ready
+        if speculator:  # whose prepare() has made its steps
             speculator.begin([[0, 0]] * prompts, 1, 0, 1)
             speculator.draft.catch_up(speculator.text, speculator.last, speculator.n_slots())
             return
@@ -338,8 +341,8 @@ def generate(
 
 
 def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
-    """Begins to copy tensors of a GPU's step to the host, where a captured one writes its own, and returns the function
-    that waits for them."""
+    """Begins to copy the tensors of a GPU's step to the host, and returns the function that waits for them. A captured
+    step's are on the host already, where the graph writes them (fast/graph.py), and need the wait alone."""
     copies = [t.to("cpu", non_blocking=True) for t in tensors]
     event = torch.cuda.current_stream().record_event()
 
@@ -599,7 +602,7 @@ class LLM:
     # Generation
 
     def _steps(self, completions: list[Completion], options) -> Iterator[None]:
-        """complete() for a call: what it needs is made first."""
+        """What complete() yields for a call, once room for it is made."""
         if self._running:
             self._running.close()  # a stream that goes on ends here
         rows, most = len(completions), self.options.max_batch_size
@@ -610,7 +613,7 @@ class LLM:
         length = (
             max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
         )
-        # The limits that were given, else no less than is there.
+        # max_batch_size and max_seq_length if given, else what is needed, and never less than there is.
         least = min(2048, self.context) if self.options.compile else 1
         there = self.engine.batch_size if self.engine else 1
         self.prepare(

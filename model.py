@@ -7,11 +7,12 @@ the slots up to its own position. A slot is written before it becomes visible. S
 no clean-up and no mask of their own: what they left in the cache is overwritten before any token attends to it.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
-V vocabulary; in a mixture of experts X experts, n of which a token takes, and M rows.
+V vocabulary. In a mixture of experts: X experts, n of which a token takes; M rows, which are tokens or, n times as
+many, tokens at an expert of theirs; matrices [N, K], of N outputs and K inputs.
 
-A new family of models is a field of Config or, where its layers differ, of LayerConfig. families.config_from_hf()
-reads it, and checkpoint.hf_weights() names its weights. fast/ leaves it to this file where a field that it does not
-know, also of Rope or MoEConfig, has another value than its default.
+What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
+families.config_from_hf() reads it, and checkpoint.hf_weights() names the weights. fast/ leaves a model to this file
+where a field that it does not know, also of Rope or MoEConfig, has another value than its default.
 """
 
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ class Config:
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
-    # What a mixture is called in files, its router and, if each expert has tensors of its own, their gate, up and down.
+    # Names in files: a layer's mixture, its router and, if each expert has tensors of its own, their gate, up and down,
+    # such as "mlp gate gate_proj up_proj down_proj".
     expert_files: str = ""
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
@@ -109,7 +111,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # from_pretrained() draws no random numbers. On the meta device these would import torch._dynamo, 0.7 s a start.
+        # nn.Embedding() would draw normal numbers, for which the meta device imports torch._dynamo, 0.7 s a start.
         self.embed = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.dim), freeze=False
         )
@@ -128,8 +130,9 @@ class Transformer(nn.Module):
     ):
         """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size, K, max_seq_len, E].
 
-        Call it once the weights are in place: it takes their device and dtype. Without a batch_size there is no cache,
-        and the tokens of a forward attend to each other alone (training).
+        The weights are in place by then: it takes their device and dtype. Another call makes all anew. Without a
+        batch_size there is no cache, and the tokens of a forward, at positions 0 to T - 1, attend to each other alone
+        (training).
 
         features: the places whose hidden states are kept in self.features [batch_size, max_seq_len, n D], by position:
         place i is before layer i, place n_layer after the last one. A draft head reads them. They need a batch_size.
@@ -140,8 +143,7 @@ class Transformer(nn.Module):
         self.ropes = nn.ModuleList(
             RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes
         )
-        if not batch_size:
-            self.begin_rows([max_seq_len])
+        self.begin_rows([max_seq_len] * max(1, batch_size))
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.slots = buffer(torch.arange(max_seq_len, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
@@ -153,8 +155,8 @@ class Transformer(nn.Module):
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
 
     def begin_rows(self, lengths: list[int]):
-        """The first rows are for texts that will have so many tokens at most. With LongRoPE (Phi) a row that will
-        outgrow Rope.original reads the second half of the table from its first token on."""
+        """Row b's text will have lengths[b] tokens at most; setup() says max_seq_len for all. LongRoPE (Phi) alone
+        asks, before a text's first token: if it will outgrow Rope.original, all of it reads the table's second half."""
         for table in self.ropes:
             if table.rope.long:
                 far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
@@ -172,7 +174,8 @@ class Transformer(nn.Module):
     def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
 
-        slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache."""
+        slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache. fast/'s
+        kernels need none: they go by the positions."""
         rows = self.rows[: len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
             slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
@@ -212,7 +215,8 @@ class Transformer(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compiled_once(layer, *inputs):
-    """Under torch.compile all layers share the code of one: SmolLM2 is ready in 15 s, not 61 s, on 2 CPU cores."""
+    """Where torch.compile has the whole forward (decode), all layers share the code of one: SmolLM2 is ready in 15 s,
+    not 61 s, on 2 CPU cores. Elsewhere it is a call."""
     return layer(*inputs)
 
 
@@ -283,7 +287,7 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True
         )
-        return y.transpose(1, 2)[..., : self.head_dim].flatten(2)
+        return y.transpose(1, 2)[..., : self.head_dim].flatten(2)  # without what with_sinks() added to a head
 
     def with_sinks(self, q, k, v, mask):
         """One more slot, whose value is 0 and whose score is a head's sink.
@@ -321,7 +325,8 @@ class KVCache(nn.Module):
     A recurrent layer (Qwen3.5) would keep a state in its place, which nothing overwrites by position. Then a forward
     must know how many columns of a row are no padding, a new text must clear the state, rejected drafts and a chat's
     turn that begins before what was read need the state of then, the step that generate() launches ahead and rows that
-    have ended must not change it, arrange_rows() copies all of it, and bytes_per_token() counts layers that differ."""
+    have ended must not change it, nor steps that are timed or compiled; a draft reads the slot before its last one
+    again (speculative.DraftModel); arrange_rows() copies all of it, and bytes_per_token() counts layers that differ."""
 
     def __init__(
         self,
@@ -348,8 +353,9 @@ class KVCache(nn.Module):
         return config.n_layer * config.n_kv_head * head
 
     def write(self, k, v, rows, positions):
-        """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T]. Indices with a slice between
-        them put K behind B and T, which is x's order."""
+        """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T].
+
+        cache[rows, :, positions] is [B, T, K, E], as x is: two indices with a slice between them come first."""
         for cache, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scales is not None:
                 x, scales[rows, :, positions] = to_int8(x)
@@ -451,7 +457,7 @@ def grouped_linear(x, weight, experts):
 
     torch.compile does not look inside: it takes F.grouped_mm() in bf16 alone, and one compiled code serves few rows
     and many."""
-    product = operator if torch.compiler.is_compiling() else plain_product
+    product = opaque_product if torch.compiler.is_compiling() else plain_product
     return product(x, weight, experts)
 
 
@@ -459,15 +465,15 @@ def plain_product(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     if len(x) <= len(weight):
         chosen = weight[experts]  # [M, N, K]
         return (chosen @ x[:, :, None]).squeeze(2)
-    slots = torch.arange(len(weight), device=x.device)
-    ends = torch.searchsorted(experts, slots, right=True, out_int32=True)
+    numbers = torch.arange(len(weight), device=x.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     return F.grouped_mm(x, weight.mT, offs=ends)
 
 
-operator = torch.library.custom_op("llama_fast::grouped_linear", plain_product, mutates_args=())
+opaque_product = torch.library.custom_op("llama_fast::grouped_linear", plain_product, mutates_args=())
 
 
-@operator.register_fake
+@opaque_product.register_fake
 def _(x, weight, experts):
     return x.new_empty(x.shape[0], weight.shape[1])  # len() would fix the number of rows
 
@@ -487,7 +493,7 @@ class RMSNorm(nn.Module):
         y = y * torch.rsqrt(self.mean(y.pow(2)) + self.eps)
         return (y.type_as(self.weight) * self.weight).type_as(x).flatten(-2)
 
-    def mean(self, squares):
+    def mean(self, squares):  # over all heads, in tp.ParallelRMSNorm
         return squares.mean(-1, keepdim=True)
 
 

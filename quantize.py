@@ -6,8 +6,8 @@ files of quantized checkpoints is formats.py; the command that makes them:
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
     python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
 
-A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero. What is called codes
-is a kind of them where it is of the type Codes, such as INT4, and the numbers where it is a Tensor.
+A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero. `codes: Tensor` are
+the codes of weights; `codes: Codes`, such as INT4, says how a weight is written as one.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
@@ -56,7 +56,8 @@ from_e2m1 = partial(from_float, bits=4, mantissa=1, bias=1)
 
 
 def from_e8m0(scales: Tensor):
-    """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. 2 ** -127 is below fp32's normal numbers."""
+    """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. Of 0 it is 2 ** -127, below fp32's normal numbers: its bits are
+    1 << 22."""
     bits = scales.int() << 23
     return bits.clamp(min=1 << 22).view(torch.float32)
 
@@ -298,11 +299,12 @@ def round_model(
     from tqdm import tqdm
 
     group_size = default_group(quantize, group_size)
-    how = CODES[quantize], group_size, quantize == "int8" if sym is None else sym
+    sym = quantize == "int8" if sym is None else sym
     names = find_layers(model, head)
     for name in tqdm(names, "quantizing", unit="layer", disable=None if progress else True):
         widest = partial(shard.widest, name) if shard and group_size == -1 else None
-        model.set_submodule(name, rounded(model.get_submodule(name), *how, widest))
+        layer = model.get_submodule(name)
+        model.set_submodule(name, rounded(layer, CODES[quantize], group_size, sym, widest))
 
 
 def round_head(model: Transformer, quantize: str):

@@ -1,8 +1,8 @@
 """
 Sampling in plain PyTorch: temperature, top-k, top-p and min-p.
 
-A rule of your own is a field of Sampling and a few lines in probabilities(). Where the field has another value than its
-default, this file samples, with fast/ too.
+A rule of your own is a field of Sampling and a few lines in probabilities(). fast/ does not know the field: where it
+has another value than its default, this file samples.
 
 Shapes: B rows, V vocabulary.
 """
@@ -45,7 +45,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [..., V] -> the distribution [..., V] that tokens are drawn from.
 
     Temperature comes first, then top-k, top-p and min-p, as in transformers. Greedy, the likeliest token has
-    probability 1. Of equally likely tokens all stay or none."""
+    probability 1, the first one of several. Top-k, top-p and min-p keep all of equally likely tokens, or none."""
     if sampling.greedy:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = logits / sampling.temperature
@@ -56,7 +56,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     probs = logits.softmax(-1)
     if sampling.top_p < 1:
         ordered = probs.sort(dim=-1, descending=True).values
-        # The likelier tokens already make up top_p.
+        # Cut are the tokens before which the likelier ones make up top_p.
         cut = ordered.cumsum(-1) - ordered >= sampling.top_p
         probs = probs.masked_fill(probs < ordered.masked_fill(cut, 1).amin(-1, keepdim=True), 0)
     if sampling.min_p > 0:

@@ -95,7 +95,7 @@ class Drafter:
     before any begin(), by Speculator.prepare().
 
     vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens before the last one the
-    draft has not read. A step without drafts adds one, see Speculator.step()."""
+    draft has not read, a new text's prompt apart. A step without drafts adds one, see Speculator.step()."""
 
     vocab_size: int
     max_seq_len: int
@@ -134,8 +134,8 @@ def lookup(text: Tensor, last: Tensor, k: int):
     """-> drafted tokens [B, k], proposed: 0 or k.
 
     The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
-    fewer. Where the text ends before the draft is k tokens long, the draft starts over at the match. After 5 6 7 5 6,
-    where 5 6 was found at 1, a draft of four is 7 5 6 7."""
+    fewer. Where the text ends before the draft is k tokens long, the draft starts over behind the match. In 5 6 7 5 6
+    the earlier 5 6 ends at place 1, so a draft of four is 7 5 6 7."""
     L = text.shape[1]
     at = torch.arange(L, device=text.device)
     same = at < last[:, None]  # [B, L]; after n rounds, whether the text's last n tokens end at this place, too
@@ -145,7 +145,7 @@ def lookup(text: Tensor, last: Tensor, k: int):
         same &= F.pad(text, (n, 0), value=-1)[:, :L] == token
         # The n-gram's length is the high digit, the place the low one: the maximum is the longest, then the latest.
         best = torch.maximum(best, torch.where(same, n * L + at, -1).amax(1))
-    place = best % L
+    place = best % L  # of the match's last token
     following = torch.arange(k, device=text.device) % (last - place).clamp(min=1)[:, None]
     return text.gather(1, (place[:, None] + 1 + following) % L), torch.where(best < 0, 0, k)
 
@@ -153,8 +153,9 @@ def lookup(text: Tensor, last: Tensor, k: int):
 class DraftModel(Drafter):
     """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text.
 
-    Between steps it holds slots 0 to last - 1 - unread or, after a step that kept all its drafts, one slot less: the
-    last draft is never read in its own step. With k = 2, last = 10 and nothing unread:
+    A new text's prompt waits in self.prompts until something is drafted. From then on the cache holds, between steps,
+    slots 0 to last - 1 - unread or, after a step that kept all its drafts, one slot less: the last draft is never read
+    in its own step. With k = 2, last = 10 and nothing unread:
 
         start() reads slots 9 and 10, which gives token 11; slot 11 is read, which gives token 12
         if both are kept, the target adds token 13, so last is 13; slot 12 has not been read
@@ -346,7 +347,7 @@ class Speculator:
             tokens, logprobs, accepted = target.sampler.accept(
                 logits, tokens, q, proposed, target.sampling
             )
-            # What is no text is overwritten before it is read.
+            # What is no text is overwritten before it is read. Of rows that are done nothing is read any more.
             self.text.scatter_(1, at + 1, tokens)
             self.draft.follow(self.text, last, accepted, k, n_slots)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
@@ -393,7 +394,8 @@ class Speculator:
 
     @torch.no_grad()
     def prepare(self):
-        """Captures, compiles and times the steps that the policy may use: step_of[k]()."""
+        """Captures, compiles and times the steps that the policy, and step() where a draft's cache is full, may use:
+        step_of[k]()."""
         target = self.target
         self.captures = target.captures and self.draft.captures
         pool = torch.cuda.graph_pool_handle() if self.captures else None

@@ -1,5 +1,5 @@
 """
-Tensor parallelism: torchrun starts a process, a rank, for each GPU, and each computes with a part of every matrix.
+Tensor parallelism: torchrun starts a process, a rank, for each GPU, and each has a part of each layer's matrices.
 
 As in Megatron-LM (arXiv 1909.08053, section 3), a rank has some of the heads and of the feed-forward rows. Its q, k, v,
 gate and up are column-parallel: some of their outputs, which stay on the rank. Its o and down are row-parallel: some of
@@ -50,7 +50,7 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     head, or of so many kv heads that o's groups, and the words of k's and v's outputs, are whole:
 
         Llama-3-8B, H = 32, K = 8, E = 128, groups of 128     4 q heads, 512 inputs
-        H = 32, K = 8, E = 80, groups of 128                  2 kv heads, 8 q heads, 640 inputs
+        H = 32, K = 8, E = 80, groups of 128                  lcm(4 x 80, 128) = 640 inputs: 2 kv heads, 8 q heads
 
     Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill groups and words:
 
@@ -145,6 +145,7 @@ class Shard:
         """The rows and columns to read of one of Hugging Face's tensors."""
         part = self.shares[weight.rows], self.shares[weight.columns]
         if weight.experts:
+            # Files have [X, K, N].
             part = slice(None), *(part[::-1] if len(weight.shape) == 3 else part)
         return part
 
@@ -169,11 +170,11 @@ class Shard:
 
     def parallelize(self, model: Transformer):
         """Puts in what talks to the other ranks, once the model's layers are in place."""
-        # The first one takes seconds.
+        # The first sum takes seconds.
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
         for name in self.row_parallel:
             layer = model.get_submodule(name)
-            if layer.bias is not None and self.rank:  # which is added once
+            if layer.bias is not None and self.rank:  # the sum has rank 0's
                 layer.bias.data.zero_()
             parent = name.rpartition(".")[0]
             module = model.get_submodule(parent)
@@ -224,13 +225,13 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelExperts(RowParallelLinear):
-    """A MoE, of each expert of which each rank has some units."""
+    """A MoE of whose every expert each rank has some of the F units. fast/ knows it by this type."""
 
 
 class ParallelRMSNorm(RMSNorm):
     """RMSNorm over the heads of all ranks, of which each has some: x [..., N / R] -> [..., N / R].
 
-    Where ranks share kv heads, all heads count as often."""
+    Where several ranks hold the same kv head, they hold each one equally often, so that the mean is right."""
 
     def __init__(self, norm: RMSNorm):
         nn.Module.__init__(self)

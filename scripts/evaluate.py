@@ -96,7 +96,6 @@ def score(model: Transformer, ids: Tensor, first: int, context: int, stride: int
     positions = torch.arange(T, device=ids.device)[None]
     B = max(1, GIB // 4 // (4 * T * V))  # logits of 256 MiB in fp32: 1 GiB is slower on a CPU
     model.setup(T, min(B, W) if cache else 0, cache=cache or "16-bit")
-    model.begin_rows([T] * min(B, W))
     nats, choices = 0.0, []
     for at in range(0, W, B):
         batch = rows[at:at + B]
