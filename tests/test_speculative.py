@@ -1,6 +1,5 @@
 """Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch._dynamo.utils import counters
 from generate import Engine, generate
 from helpers import (DRAFT, GOLDEN, GREEDY, TINY, check_logprobs, golden, is_golden, load_checkpoint, of_each_family,
                      on_each_device, open_tokenizer, random_head, random_model, read, run, same_but_for_ties,
-                     speculator, tiny, tiny_head)
+                     speculator, tiny, tiny_head, traced)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Heuristic, interpolate
 from sampling import Sampling, probabilities
@@ -97,10 +96,9 @@ def test_greedy_speculation_is_greedy_decoding(prompts, name, policy):
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of(name), policy))
 
 
-def test_compiled_greedy_speculation_is_greedy_decoding(prompts, monkeypatch):
-    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in the tests below. Here
-    what is traced runs as PyTorch runs it: 26 s, where Inductor takes 75."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+@traced()
+def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
+    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in the tests below."""
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of("tiny-eagle"), "2", mode="fast"))
 
 

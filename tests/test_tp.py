@@ -24,7 +24,7 @@ import tp_worker
 from checkpoint import hf_weights
 from families import config_from_hf
 from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, interrupted, make,
-                     make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, write)
+                     make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, traced, write)
 from model import Config
 from test_formats import unfold
 from tp import Shard, Team, draft_splitter, join
@@ -107,6 +107,7 @@ def of_each(ranks: list[dict], name: str) -> list:
     return [rank[name] for rank in ranks]
 
 
+@traced()
 def alone(case: tuple[str, dict]):
     """What one rank gives, in this process."""
     function, args = case

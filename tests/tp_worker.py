@@ -14,7 +14,7 @@ from torch import Tensor
 from cli.errors import run as run_rank
 from generate import Engine
 from guard import find_device
-from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, read_json, run, speculator, tiny_head
+from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, read_json, run, speculator, tiny_head, traced
 from model import Transformer
 from sampling import Sampling
 from tp import Team, all_gather, all_reduce, join, part_of, splitter
@@ -174,6 +174,8 @@ def graph(team: Team, device: torch.device) -> tuple[Tensor, ...]:
 def main() -> None:
     kind, cases, out = sys.argv[1:]
     (name, team), cases = join(kind), read_json(Path(cases))
+    if kind == "cpu":
+        traced().start()
     device, results = find_device(name), dict(cases=cases)
     for name, (function, args) in cases.items():
         torch._dynamo.reset()
