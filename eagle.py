@@ -43,6 +43,11 @@ class HeadConfig:
     fc_norm: bool = False  # a norm for each place
     norm_output: bool = False  # the state that it hands on to itself is normed: EAGLE 3.1
 
+    @property
+    def width(self) -> int:
+        """Of a feature: n target_dim."""
+        return len(self.places) * self.target_dim
+
 
 class FirstBlock(Block):
     """The head's first layer: q, k and v read 2 D inputs, the normed embedding and, beside it, the normed state."""
@@ -67,20 +72,20 @@ class Head(Transformer):
 
     def __init__(self, config: Config, options: HeadConfig, vocabulary: Tensor | None = None):
         super().__init__(config)
-        self.vocabulary = vocabulary
-        D, n, width = config.dim, len(options.places), options.target_dim
         self.options = options
+        self.vocabulary = vocabulary
         self.layers[0] = FirstBlock(config, options)
-        self.fc = nn.Linear(n * width, D, bias=False)
-        self.fc_norms = nn.ModuleList(RMSNorm(width, config) for _ in range(n * options.fc_norm))
-        self.input_norm = RMSNorm(n * width, config) if options.norm_before_fc else nn.Identity()
-        self.head = nn.Linear(D, options.vocab_size, bias=False)
+        self.fc = nn.Linear(options.width, config.dim, bias=False)
+        normed = options.places if options.fc_norm else ()
+        self.fc_norm = nn.ModuleList(RMSNorm(options.target_dim, config) for _ in normed)
+        self.input_norm = (
+            RMSNorm(options.width, config) if options.norm_before_fc else nn.Identity()
+        )
+        self.head = nn.Linear(config.dim, options.vocab_size, bias=False)
 
-    def setup(self, max_seq_len: int, batch_size: int = 0, *how, **more):
-        super().setup(max_seq_len, batch_size, *how, **more)
-        weight = self.fc.weight
-        shape = batch_size, max_seq_len, self.config.dim
-        self.states = buffer(torch.zeros(shape, device=weight.device, dtype=weight.dtype))
+    def setup(self, max_seq_len: int, batch_size: int = 0, *how):
+        super().setup(max_seq_len, batch_size, *how)
+        self.states = buffer(self.fc.weight.new_zeros(batch_size, max_seq_len, self.config.dim))
         self.places = (len(self.layers),)
 
     def share_embedding(self, target: Transformer):
@@ -91,9 +96,9 @@ class Head(Transformer):
     def project(self, features):
         """features [..., n target_dim] -> states [..., D]"""
         x = self.input_norm(features)
-        if self.fc_norms:
-            parts = x.chunk(len(self.fc_norms), dim=-1)
-            x = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
+        if self.fc_norm:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(x)
 
     def embed_tokens(self, tokens, rows, positions):
@@ -140,7 +145,6 @@ SUPPORTED = {  # as families.SUPPORTED
     **dict.fromkeys(NORMS, (False, True)),
 }
 EMBEDDING = "embed_tokens.weight"
-INTEGERS = "I64 I32"  # safetensors' names of types
 # Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t does.
 UNUSED = "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"
 
@@ -176,7 +180,7 @@ def find_places(ids: list[int] | None, n_layer: int) -> tuple[int, ...]:
         places = 2, n_layer // 2, n_layer - 3
     else:
         places = tuple(i + (ids[0] == 1) for i in ids)
-    if len(set(places)) < len(places) or not all(0 <= place <= n_layer for place in places):
+    if len(set(places).intersection(range(n_layer + 1))) < len(places):
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids={ids} stands for the hidden states at {places}: want "
             f"distinct ones, from 0 to {n_layer}, as the target has {n_layer} layers"
@@ -214,15 +218,14 @@ class HeadCheckpoint(Checkpoint):
 
     def check_sizes(self, files: dict[str, Place], target: Config) -> None:
         config, options = self.config, self.options
-        n, width = len(options.places), options.target_dim
         if "fc.weight" not in files:
             raise UserError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
         path, name = files["fc.weight"]
-        found = tuple(open_shard(path).get_slice(name).get_shape())
-        if found != (config.dim, n * width):
+        found, want = open_shard(path).get_slice(name).get_shape(), [config.dim, options.width]
+        if found != want:
             raise UserError(
-                f"{self.directory}: fc.weight is {list(found)}, want {[config.dim, n * width]} for {n} "
-                f"places and the checkpoint's {width} dimensions: the head is of another model"
+                f"{self.directory}: fc.weight is {found}, want {want} for {len(options.places)} places and "
+                f"the checkpoint's {target.dim} dimensions: the head is of another model"
             )
         if config.vocab_size != target.vocab_size:
             raise UserError(
@@ -245,10 +248,9 @@ class HeadCheckpoint(Checkpoint):
         n = self.options.vocab_size
         if "d2t" not in files and n == vocab_size:
             return None
-        vocabulary = torch.arange(n) + read_tensor(files, "d2t", [(n,)], INTEGERS)
-        known = vocabulary[(0 <= vocabulary) & (vocabulary < vocab_size)]
-        if len(known) < n or len(known.unique()) < n:
-            low, high = vocabulary.min(), vocabulary.max()
+        vocabulary = torch.arange(n) + read_tensor(files, "d2t", [(n,)], dtypes="I64 I32")
+        low, high = vocabulary.aminmax()
+        if low < 0 or high >= vocab_size or len(vocabulary.unique()) < n:
             raise UserError(
                 f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones from 0 "
                 f"to {vocab_size - 1}, the checkpoint's"
@@ -257,12 +259,11 @@ class HeadCheckpoint(Checkpoint):
 
     def files(self) -> dict[str, Place]:
         """By the speculators package's names."""
-        found = {}
-        for name, place in super().files().items():
-            name = name.replace("midlayer.", "layers.0.")
-            if name not in UNUSED:
-                found[name] = place
-        return found
+        return {
+            name.replace("midlayer.", "layers.0."): place
+            for name, place in super().files().items()
+            if name not in UNUSED
+        }
 
     def counted(self) -> Config:
         """Its output has rows for fewer tokens; its embedding, as a rule, is the target's."""
@@ -277,24 +278,25 @@ class HeadCheckpoint(Checkpoint):
 
 def head_weights(config: Config, options: HeadConfig, embedding=True) -> dict[str, Weight]:
     """As checkpoint.hf_weights()."""
-    D, width = config.dim, len(options.places) * options.target_dim
-    table = {name.removeprefix("model."): weight for name, weight in hf_weights(config).items()}
+    D = config.dim
+    table = {}
+    for name, weight in hf_weights(config).items():
+        if weight.ours == "layers.0.attn.wqkv.weight":  # see FirstBlock
+            weight = weight._replace(shape=(weight.shape[0], 2 * D))
+        table[name.removeprefix("model.")] = weight
     if not embedding:
         del table[EMBEDDING]
-    for name in ("q", "k", "v"):
-        name = f"layers.0.self_attn.{name}_proj.weight"
-        table[name] = table[name]._replace(shape=(table[name].shape[0], 2 * D))
     table |= {
         "lm_head.weight": Weight("head.weight", 0, (options.vocab_size, D), "vocab"),
-        "fc.weight": Weight("fc.weight", 0, (D, width)),
+        "fc.weight": Weight("fc.weight", 0, (D, options.width)),
         "layers.0.hidden_norm.weight": Weight("layers.0.state_norm.weight", 0, (D,), norm=True),
     }
     if options.norm_before_fc:
-        table["input_norm.weight"] = Weight("input_norm.weight", 0, (width,), norm=True)
+        table["input_norm.weight"] = Weight("input_norm.weight", 0, (options.width,), norm=True)
     if options.fc_norm:
         for i in range(len(options.places)):
-            name, shape = f"fc_norms.{i}.weight", (options.target_dim,)
-            table[f"fc_norm.{i}.weight"] = Weight(name, 0, shape, norm=True)
+            name = f"fc_norm.{i}.weight"
+            table[name] = Weight(name, 0, (options.target_dim,), norm=True)
     return table
 
 
@@ -314,10 +316,9 @@ class EagleDraft(DraftModel):
     def __init__(self, engine, target):
         head = engine.model
         super().__init__(engine, target.model.config.vocab_size)
-        self.target = target
+        self.features = target.model.features
         # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be made.
-        with torch.no_grad():
-            self.logits = torch.zeros_like(head.head(head.states[:, :1]))
+        self.logits = head.states.new_zeros(engine.batch_size, 1, head.options.vocab_size)
         self.vocabulary = head.vocabulary
         if self.vocabulary is not None:
             self.vocabulary = self.vocabulary.to(engine.device)
@@ -331,31 +332,30 @@ class EagleDraft(DraftModel):
         pairs = max(map(len, self.prompts)) - 1
         width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
         at = torch.arange(width, device=text.device).expand(P, -1)
-        end = at.new_full((P,), width)
         size = max(32, self.READ_TOKENS // P // 32 * 32)
         for chunk in at.split(size, dim=1) if width else ():
-            tokens = self.pair(text[::samples], self.target.model.features[::samples], chunk, end)
-            model(tokens, chunk, slots, torch.zeros_like(end))
+            tokens = self.pair(text, chunk, width, samples)
+            model(tokens, chunk, slots, last=at[:, 0])  # which is 0: nobody reads the logits
         if samples > 1:
             model.arrange_rows([row for row in range(P) for _ in range(samples)], width)
 
     def read(self, text, last, at, slots):
-        tokens = self.pair(text, self.target.model.features, at, last)
+        tokens = self.pair(text, at, last[:, None])
         wanted = last - 1 - at[:, 0]  # the column of slot last - 1
         column = wanted.clamp(0, at.shape[1] - 1)
-        here = column == wanted
         logits = self.engine.model(tokens, at, slots, column)[:, None]
-        self.logits.copy_(torch.where(here[:, None, None], logits, self.logits))
+        here = (column == wanted)[:, None, None]
+        self.logits.copy_(torch.where(here, logits, self.logits))
 
-    def pair(self, text, features, at, end):
-        """Makes the pairs of slots at [B, T]: puts the features of those before end [B] into the head's states, and
-        returns the tokens [B, T]."""
+    def pair(self, text, at, end, samples=1):
+        """Makes the pairs of slots at [B, T]: puts the features of those before end, [B, 1] or one for all, into the
+        head's states, and returns the tokens [B, T]. Row b is of the text's row b * samples."""
         head = self.engine.model
         rows = head.rows[: len(at)]
-        states = head.project(features[rows, at])
-        before = (at < end[:, None])[:, :, None]
+        states = head.project(self.features[::samples][rows, at])
+        before = (at < end)[:, :, None]
         head.states[rows, at] = torch.where(before, states, head.states[rows, at])
-        return text.gather(1, at + 1)
+        return text[::samples].gather(1, at + 1)
 
     def start(self, text, last, k, slots):
         """Nothing is left to read: follow() or catch_up() has read the last pair."""
@@ -369,12 +369,10 @@ class EagleDraft(DraftModel):
         token, q = super().choose(logits[..., :n])
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 
-    def follow(self, text, last, accepted, k, n_slots):
-        at = last[:, None] + torch.arange(k + 1, device=last.device)
-        tokens = self.pair(text, self.target.model.features, at, last + accepted + 1)
+    def follow(self, text, at, accepted, n_slots):
+        tokens = self.pair(text, at, at[:, :1] + accepted[:, None] + 1)
         logits = self.engine.forward(tokens, at, self.engine.slots(n_slots))  # [B, T, draft's V]
-        column = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
-        self.logits.copy_(logits.gather(1, column))
+        self.logits.copy_(logits.take_along_dim(accepted[:, None, None], dim=1))
 
 
 def make_draft(target, model: Transformer | None, make_engine: Callable, slots: int) -> Drafter:

@@ -518,7 +518,7 @@ class LLM:
         where = self.device, self.dtype, self.team.ranks
         loaded = self.model is not None
         kind = self.options.kv_cache or "16-bit"
-        features = len(self.eagle.places) * self.eagle.target_dim if self.eagle else 0
+        features = self.eagle.width if self.eagle else 0
         return guard.check_memory(
             self._sizes, rows, self._engine_length(length), *where, loaded, kind, features
         )

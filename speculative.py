@@ -117,9 +117,9 @@ class Drafter:
         """-> drafted tokens [B, k], q, proposed."""
         raise NotImplementedError
 
-    def follow(self, text: Tensor, last: Tensor, accepted: Tensor, k: int, n_slots: int):
-        """The end of the step. `last` is as it was for propose(); behind it now stand the tokens that were accepted and
-        one more."""
+    def follow(self, text: Tensor, at: Tensor, accepted: Tensor, n_slots: int):
+        """The end of the step. at [B, T]: the indices of the token that was last for propose(), and of the drafted ones
+        behind it, in whose place now stand those that were accepted and one more."""
 
 
 class PromptLookup(Drafter):
@@ -349,7 +349,7 @@ class Speculator:
             )
             # What is no text is overwritten before it is read. Of rows that are done nothing is read any more.
             self.text.scatter_(1, at + 1, tokens)
-            self.draft.follow(self.text, last, accepted, k, n_slots)
+            self.draft.follow(self.text, at, accepted, n_slots)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
             logits = target.forward(tokens, at, target.slots(n_slots))
             chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
