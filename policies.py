@@ -5,7 +5,6 @@ policy.k is what the next step may draft. The Speculator takes the largest k tha
 """
 
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 
 import numpy
@@ -72,9 +71,8 @@ class Auto(Fixed):
 
     def choose(self):
         rate = min(0.999, self.accepted / self.tried)
-        # 1 + rate + rate ** 2 + ...
-        tokens = {k: (1 - rate ** (k + 1)) / (1 - rate) for k in self.seconds}
-        self.k = max(tokens, key=lambda k: tokens[k] / self.seconds[k])
+        # Of (1 - rate ** (k + 1)) / (1 - rate) = 1 + rate + ... + rate ** k tokens, the divisor is the same for all k.
+        self.k = max(self.seconds, key=lambda k: (1 - rate ** (k + 1)) / self.seconds[k])
 
     def update(self, accepted, k, seconds):
         usual = self.seconds[k]
@@ -95,8 +93,14 @@ class Auto(Fixed):
 
 def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
     """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
-    kinds = dict(auto=partial(Auto, seconds), hf=Heuristic, bass=Bass)
-    return kinds[name]() if name in kinds else Fixed(int(name))
+    match name:
+        case "auto":
+            return Auto(seconds)
+        case "hf":
+            return Heuristic()
+        case "bass":
+            return Bass()
+    return Fixed(int(name))
 
 
 def draft_lengths(name: str, few: bool) -> tuple[int, ...]:
@@ -110,4 +114,4 @@ def interpolate(seconds: dict[int, float], lengths: list[int]) -> dict[int, floa
     """The seconds of a step of each length, from those of some. {} without any."""
     if not seconds:
         return {}
-    return dict(zip(lengths, numpy.interp(lengths, list(seconds), list(seconds.values()))))
+    return dict(zip(lengths, numpy.interp(lengths, *zip(*seconds.items()))))
