@@ -16,7 +16,7 @@ class Completion:
     prompt_tokens: list[int]
     tokenizer: Tokenizer = field(repr=False)
     limit: int  # new tokens at most
-    stop_texts: list[str] = field(default_factory=list)
+    stop_texts: list[str] = ()
     tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
@@ -57,10 +57,9 @@ class Completion:
 
     def begin_part(self, mark: str):
         """mark: one of tokenizer.PARTS."""
-        final = self.header.startswith("final")
         self.writes = "header"
         if mark == "<|message|>":
-            self.writes = "text" if final else "thoughts"
+            self.writes = "text" if self.header.startswith("final") else "thoughts"
         self.header, self.pending = "", []
 
     def decode(self, token: int):
@@ -69,8 +68,13 @@ class Completion:
         before = self.tokenizer.decode(self.before)
         after = self.tokenizer.decode(self.before + self.pending)
         if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
-            setattr(self, self.writes, getattr(self, self.writes) + after[len(before):])
+            vars(self)[self.writes] += after[len(before):]
             self.before, self.pending = self.pending, []
+
+    @property
+    def room(self) -> int:
+        """Tokens of the prompt and of what may follow."""
+        return len(self.prompt_tokens) + self.limit
 
     @property
     def mean_logprob(self) -> float | None:
@@ -89,7 +93,7 @@ def make_completions(prompts: list, options, tokenizer: Tokenizer, context: int)
     max_seq_length, has no room for it."""
     if not prompts:
         raise UserError("no prompt: want a text, messages, or a list of these")
-    encoded = [encode(prompt, tokenizer) for prompt in prompts]
+    texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
     if [] in encoded:
         raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
     longest = max(map(len, encoded))
@@ -99,32 +103,32 @@ def make_completions(prompts: list, options, tokenizer: Tokenizer, context: int)
         raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
                         "shorten the prompt or lower `max_new_tokens`")
     stops = [options.stop] if isinstance(options.stop, str) else options.stop
-    completions = []
-    for prompt, tokens in zip(prompts, encoded):
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        for _ in range(options.num_samples):
-            completions.append(Completion(text, tokens, tokenizer, new_tokens, stops))
-    return completions
+    return [
+        Completion(text, tokens, tokenizer, new_tokens, stops)
+        for text, tokens in zip(texts, encoded)
+        for _ in range(options.num_samples)
+    ]
 
 
-def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> list[int]:
+def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """A text, or a chat's last message, and the tokens of all."""
     with guard.user_errors("a prompt"):
         if isinstance(prompt, str):
-            return tokenizer.encode_text(prompt)
+            return prompt, tokenizer.encode_text(prompt)
         guard.check_messages(prompt)
         if not tokenizer.template:
             raise UserError("this checkpoint has no chat template: give a text, which is continued")
-        return tokenizer.encode_chat(prompt)
+        return prompt[-1]["content"], tokenizer.encode_chat(prompt)
 
 
 def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
     """The text that each step adds."""
     shown = 0
     for _ in steps:
-        text = completion.visible()
-        if len(text) > shown:
-            yield text[shown:]
-            shown = len(text)
+        piece = completion.visible()[shown:]
+        if piece:
+            yield piece
+            shown += len(piece)
 
 
 def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:

@@ -610,9 +610,7 @@ class LLM:
             raise UserError(
                 f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer"
             )
-        length = (
-            max(len(completion.prompt_tokens) for completion in completions) + completions[0].limit
-        )
+        length = max(completion.room for completion in completions)
         # max_batch_size and max_seq_length if given, else what is needed, and never less than there is.
         least = min(2048, self.context) if self.options.compile else 1
         there = self.engine.batch_size if self.engine else 1

@@ -42,8 +42,8 @@ def main(description: str):
             print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template",
                   file=sys.stderr)
         completions = make_completions(prompts, args, llm.tokenizer, llm.context)
-        longest = max(len(completion.prompt_tokens) for completion in completions)
-        llm.prepare(len(completions), longest + completions[0].limit, len(prompts))
+        room = max(completion.room for completion in completions)
+        llm.prepare(len(completions), room, len(prompts))
     if llm.team.ranks == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.seed is not None:
