@@ -6,8 +6,9 @@ means, tokenizer.py its texts.
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
     tokenizer = Tokenizer(checkpoint)
 
-Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but who reads a directory of unknown
-origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens as text.
+Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but whoever reads a directory of
+unknown origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens
+as text.
 What a user can get wrong is a UserError of one line.
 
 Shapes: as in model.py.
@@ -18,7 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def one_line(text: str) -> str:
 
 
 class Checkpoint:
-    """A directory, each JSON file of which is read once. weights: weights_of() its config.
+    """A directory, each JSON file of which is read once.
 
     An EAGLE head's, eagle.HeadCheckpoint, has its own make_model, settings(), weights_of() and counted()."""
 
@@ -64,9 +65,12 @@ class Checkpoint:
         self.generation = self.read_json("generation_config.json")
         self.index = self.read_json(INDEX)
         self.config = config_from_hf(self.hf)
-        self.weights = hf_weights(self.config)
 
     settings = staticmethod(text_settings)  # what config.json says
+
+    @cached_property
+    def weights(self):
+        return self.weights_of(self.config)
 
     def weights_of(self, config: Config):
         return hf_weights(config)
@@ -123,7 +127,7 @@ class Weight(NamedTuple):
 
     rows, columns: how ranks share our parameter's outputs, and its inputs: the name of a share in tp.Shard.shares.
     None: each rank has all of them. quantized: whether quantization replaces this matrix. norm: it is a norm's.
-    expert: the number of the one whose tensor it is. experts: it holds all experts', as in gpt-oss:
+    expert: the index of the one whose tensor it is. experts: it holds all experts', as in gpt-oss:
 
         ours               the file's         rows
         [X, N, K]          [X, K, N]          None
@@ -142,15 +146,17 @@ class Weight(NamedTuple):
     experts: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view of our parameter that the tensor fills, in the file's order: rows of a matrix, also of one expert's;
-        or all experts', as above, where of pairs the last dimension, 2F, is [F, 2]."""
+        """The view of our parameter that the tensor fills, once it has the view's shape."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         if not self.experts:
             return parameter[self.row : self.row + self.shape[0]]
         if len(self.shape) == 3:
-            parameter = parameter.mT
-        return parameter.unflatten(-1, (2, -1)).mT if self.rows == "pairs" else parameter
+            parameter = parameter.mT  # [X, N, K] -> the file's [X, K, N]
+        if self.rows == "pairs":
+            # [..., 2F], all gates first -> [..., F, 2]
+            parameter = parameter.unflatten(-1, (2, -1)).mT
+        return parameter
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
@@ -213,7 +219,7 @@ def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
         if there and not (moe and ours.startswith("ffn.")):
             axes = axes.split(",")
             shape = tuple(sizes[axis] for axis in axes)
-            shared = [None if axis in "DE" else axis for axis in axes]
+            shared = [None if axis in ("D", "E") else axis for axis in axes]
             row = sum(weight.shape[0] for weight in table.values() if weight.ours == ours)
             is_matrix, is_norm = len(axes) == 2, "norm" in name
             table[name] = Weight(ours, row, shape, *shared, quantized=is_matrix, norm=is_norm)
@@ -224,7 +230,7 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     """hf_layer() of a mixture of experts."""
     D, F, X = config.dim, moe.ffn_dim, moe.n_expert
     part, router, *names = config.expert_files.split()
-    up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
+    gate_up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
     down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
     table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
     if names:
@@ -232,14 +238,14 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
         for x in range(X):
             expert = f"experts.{x}"
             table |= {
-                f"{expert}.{gate_name}.weight": up(0, (F, D), "expert", expert=x),
-                f"{expert}.{up_name}.weight": up(F, (F, D), "expert", expert=x),
+                f"{expert}.{gate_name}.weight": gate_up(0, (F, D), "expert", expert=x),
+                f"{expert}.{up_name}.weight": gate_up(F, (F, D), "expert", expert=x),
                 f"{expert}.{down_name}.weight": down((D, F), expert=x),
             }
     else:  # gpt-oss's, all experts in one tensor
         table |= {
             f"{router}.bias": Weight("ffn.router.bias", 0, (X,)),
-            "experts.gate_up_proj": up(0, (X, D, 2 * F), "pairs", experts=True),
+            "experts.gate_up_proj": gate_up(0, (X, D, 2 * F), "pairs", experts=True),
             "experts.gate_up_proj_bias": Weight(
                 "ffn.w_gate_up.bias", 0, (X, 2 * F), "pairs", experts=True
             ),
@@ -267,7 +273,8 @@ def read_tensor(
     dtypes: str = FLOATS,
     part: tuple[slice | Tensor, ...] = (),
 ) -> Tensor:
-    """The tensor, or tp.Shard's part of it, in the host's memory. UserError unless it has one of the shapes.
+    """The tensor, or tp.Shard's part of it, in the host's memory. UserError if it is missing, or has another type or
+    shape than one of these.
 
     Its name is removed from `files`: a name that is still there at the end has no place in the model."""
     if name not in files:
@@ -307,24 +314,24 @@ def load_model(
     if read_layers:
         read_layers(model, files)
     table = checkpoint.weights_of(model.config)
-    held = {
+    dtypes = {
         weight.ours: torch.float32 if weight.norm and model.config.norm_fp32 else dtype
         for weight in table.values()
     }
     parameters = {
-        name: torch.empty_like(parameter, device=device, dtype=held[name])
+        name: torch.empty_like(parameter, device=device, dtype=dtypes[name])
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and name in held  # not what read_layers() has put in
+        if parameter.is_meta and name in dtypes  # not what read_layers() has put in
     }
     names = [name for name, weight in table.items() if weight.ours in parameters]
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
-        whole, weight = checkpoint.weights[name], table[name]
+        whole, weight = checkpoint.weights[name], table[name]  # of all ranks, and of this one
         tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
         if weight.norm:
             tensor = tensor.float() + model.config.norm_offset
-        there = weight.of(parameters[weight.ours])
-        there.copy_(tensor.reshape(there.shape))
+        view = weight.of(parameters[weight.ours])
+        view.copy_(tensor.reshape(view.shape))
     refuse_surplus(files, checkpoint)
     open_shard.cache_clear()
     model.load_state_dict(parameters, strict=False, assign=True)
@@ -334,13 +341,14 @@ def load_model(
 
 
 def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
-    """UserError for a tensor that the model has no place for, unless it would change nothing, as a bias of zeros."""
+    """UserError for a tensor that the model has no place for. Not wanted are rope's frequencies, a tied model's head,
+    and biases of zeros."""
     sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
     for name, (path, _) in list(files.items()):
-        unused = (
+        unwanted = (
             name.endswith("rotary_emb.inv_freq")
-            or checkpoint.config.tied
-            and name == "lm_head.weight"
+            or (name == "lm_head.weight" and checkpoint.config.tied)
+            or (name.endswith(".bias") and not read_tensor(files, name, sizes).any())
         )
-        if not unused and (not name.endswith(".bias") or read_tensor(files, name, sizes).any()):
+        if not unwanted:
             raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")

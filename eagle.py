@@ -212,7 +212,6 @@ class HeadCheckpoint(Checkpoint):
         )
         files = super().files()
         self.has_embedding = EMBEDDING in files
-        self.weights = self.weights_of(self.config)
         self.check_sizes(files, whole)
         self.vocabulary = self.read_vocabulary(files, whole.vocab_size)
 

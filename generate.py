@@ -106,16 +106,15 @@ class Engine:
     of the model's modules. features, cache: see Transformer.setup().
 
     model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
-    [B, T, V] decodes and verifies. What a step runs, by mode:
+    [B, T, V] decodes and verifies. What a step runs:
 
                        forward             decode              sampler    one CUDA graph is
         eager          model               decode_one_token    PLAIN      -
-        compile        compiled_decoder    decode_one_token    PLAIN      the forward
-        fast           decoder             captured_decode     fast/'s    the whole step
+        compiled       compiled_decoder    decode_one_token    PLAIN      the forward
+        captured       decoder             captured_decode     fast/'s    the whole step
 
-    decoder: a second module over the same weights and caches, fast/'s, or without fast/ the model itself. The last row
-    is of an engine whose `kernels` and `captures` are true: fast/'s kernels run on the device, and know all values of
-    Sampling. Otherwise it is the row above, with fast/'s modules in the model and the decoder.
+    compiled: any mode but "eager". captured: mode "fast", where kernels run on the device and know all values of
+    Sampling. decoder: in mode "fast" a second module over the same weights and caches, else the model itself.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Engine:
         cache: str = "16-bit",
     ):
         self.model = model
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = max_seq_len  # LLM's length and, with a draft, SLACK more; the cache has 23 or more on top
         self.batch_size = batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out.
@@ -152,15 +151,14 @@ class Engine:
         # A seed draws the same with and without --compile, if all rows are in use.
         torch._inductor.config.fallback_random = True
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
-            1000
-        )
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1000
         # Do not unify dynamic sizes that happen to coincide.
         torch.fx.experimental._config.use_duck_shape = False
         # A float is a constant: dynamic=True would trace each layer twice, first with numbers such as eps as inputs.
-        torch._dynamo.config.specialize_float = True
+        dynamo.specialize_float = True
         # Do not make a size dynamic when it first changes.
-        torch._dynamo.config.automatic_dynamic_shapes = False
+        dynamo.automatic_dynamic_shapes = False
         # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of one serves all
         # lengths and layers. Decode's forward is compiled once more, below.
         for layer in self.model.layers:
@@ -260,9 +258,9 @@ class Engine:
     def captured_decode(self, *step):
         """decode_one_token() as a CUDA graph. The first call runs it as it is, which compiles the kernels.
 
-        torch.compile would trace all layers to record the same launches. Llama-2-7B was then ready in 17 s with empty
-        caches and in 6 with full ones, and is in 8.5 and 2.6 (H200). The graph has no arguments: it reads tokens,
-        positions and settings where they are, and changes the first two there."""
+        torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready in 17 s with empty
+        caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The graph has no arguments: it reads
+        tokens, positions and settings where they are, and changes the first two there."""
         if self.graph:
             return self.graph()
         chosen = decode_one_token(*step)
@@ -367,9 +365,9 @@ class LLM:
 
     The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first call sets what is
     not given, and a larger call lets it grow. With compile=True the first call takes 2,048 tokens at least if the model
-    has them, and when the cache grows the model is loaded and compiled again, and so are other LLMs of the process.
-    Calls of any size and sampling within these limits compile nothing again. Compiled, a step costs what max_batch_size
-    rows cost, and draws random numbers for as many.
+    has them, and when the cache grows the model is loaded and compiled again; other LLMs of the process are compiled
+    again, too. Calls of any size and sampling within these limits compile nothing again. Compiled, a step costs what
+    max_batch_size rows cost, and draws random numbers for as many.
 
     ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One call at a time:
     another one ends a stream() that goes on. Under torchrun each rank makes the same calls."""
@@ -405,9 +403,7 @@ class LLM:
         time_budget: float | None = None,
     ):
         """template_options: variables of the chat template, such as {"enable_thinking": False}. load: False puts off
-        reading the weights to the first call. quiet: no progress on stderr.
-
-        It is long because help(LLM) is to show every option with its default: half of it is the signature."""
+        reading the weights to the first call. quiet: no progress on stderr."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)
@@ -449,11 +445,11 @@ class LLM:
         batch. options: the constructor's, from max_new_tokens on.
 
         Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of the samples or, with
-        a time budget, of their rank."""
+        a time budget, by rank_completions()."""
         options = self._options(options)
         if not isinstance(prompts, (str, list, tuple)):
             raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
-        single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], dict)
+        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict))
         prompts = [prompts] if single else prompts
         completions = make_completions(prompts, options, self.tokenizer, self.context)
         for _ in self._steps(completions, options):
@@ -556,7 +552,7 @@ class LLM:
         self.room = length
 
     def _free_cache(self, rows: int, length: int) -> None:
-        """The old one, before one of so many rows and tokens is made."""
+        """Frees the old one, before one of so many rows and tokens is made."""
         if not self.engine:
             return
         if self.options.compile:  # compiled code and kernels hold it

@@ -56,7 +56,7 @@ class MoEConfig:
     # The weights are a softmax over a token's experts alone, or over all.
     normalize: bool = True
     bias: bool = False  # of the router and the experts: gpt-oss
-    # gpt-oss: gate and up end at +- clamp[0], and the gate is gate * sigmoid(clamp[1] * gate) * (up + 1).
+    # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] * gate) * (up + 1).
     clamp: tuple[float, float] | None = None
 
 
@@ -100,7 +100,7 @@ class Config:
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
     embedding_scale: float = 1.0  # Granite, Gemma 3
     residual_scale: float = 1.0  # of what attention and the feed-forward part add: Granite
-    logits_scale: float = 1.0  # Granite
+    logits_scale: float = 1.0  # of what goes into the output head: Granite
 
     @property
     def n_layer(self) -> int:
@@ -144,6 +144,7 @@ class Transformer(nn.Module):
             RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes
         )
         self.begin_rows([max_seq_len] * max(1, batch_size))
+        # Rounded, as Gemma's own code rounds it.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.slots = buffer(torch.arange(max_seq_len, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
@@ -232,7 +233,8 @@ def visible(slots, positions, window: int | None):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
-        self.config, self.scale = layer, config.residual_scale
+        self.config = layer
+        self.scale = config.residual_scale
         norm = partial(RMSNorm, config.dim, config)
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
@@ -244,7 +246,7 @@ class Block(nn.Module):
         self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
 
     def forward(self, x, *where):
-        """x [B, T, D] -> [B, T, D]. where: see Attention.attend()."""
+        """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, as Attention.attend() has them."""
         y = self.attn(self.attn_norm(x), *where)
         x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
         y = self.ffn(self.ffn_norm(x))
@@ -287,7 +289,8 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True
         )
-        return y.transpose(1, 2)[..., : self.head_dim].flatten(2)  # without what with_sinks() added to a head
+        y = y.transpose(1, 2)[..., : self.head_dim]  # without what with_sinks() added to a head
+        return y.flatten(2)
 
     def with_sinks(self, q, k, v, mask):
         """One more slot, whose value is 0 and whose score is a head's sink.
@@ -303,7 +306,9 @@ class Attention(nn.Module):
         return q, k, v, F.pad(mask, (0, 7))
 
     def rotate(self, qkv, positions, cos, sin):
-        """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]."""
+        """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E].
+
+        A norm splits its input by the length of its weight: heads, or the whole."""
         q, k, v = qkv.split(self.sizes, dim=-1)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v)
@@ -322,11 +327,16 @@ class KVCache(nn.Module):
     In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention reads has been int8,
     the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives.
 
-    A recurrent layer (Qwen3.5) would keep a state in its place, which nothing overwrites by position. Then a forward
-    must know how many columns of a row are no padding, a new text must clear the state, rejected drafts and a chat's
-    turn that begins before what was read need the state of then, the step that generate() launches ahead and rows that
-    have ended must not change it, nor steps that are timed or compiled; a draft reads the slot before its last one
-    again (speculative.DraftModel); arrange_rows() copies all of it, and bytes_per_token() counts layers that differ."""
+    There are no recurrent layers (Qwen3.5) yet: nothing that comes later overwrites their state. For these
+
+        forward()           must know which columns are padding
+        begin_rows()        clears the state; arrange_rows() copies all of it
+        bytes_per_token()   counts layers that differ
+        an older state      is wanted after rejected drafts, by a chat's turn that begins before what was read, and
+                            after steps whose results nobody wants: the one that generate() launches ahead, those of
+                            rows that have ended, those that only compile or measure
+        DraftModel          reads the slot before its last one twice
+    """
 
     def __init__(
         self,
@@ -407,7 +417,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts, in FeedForward's place. Memory is taken for the experts that were chosen alone."""
+    """A mixture of experts, in FeedForward's place. A row is computed by its n experts alone."""
 
     def __init__(self, config: Config, moe: MoEConfig):
         super().__init__()
@@ -429,7 +439,7 @@ class MoE(nn.Module):
         return (y * weights[:, :, None]).sum(1).view_as(x)
 
     def route(self, x):
-        """x [M, D] -> the weights of each row's experts and their numbers [M, n]."""
+        """x [M, D] -> the weights of each row's experts and their indices [M, n]."""
         logits = self.router(x).float()  # [M, X]
         top, experts = logits.topk(self.moe.n_chosen)
         among = top if self.moe.normalize else logits
@@ -455,8 +465,8 @@ class Experts(nn.Module):
 def grouped_linear(x, weight, experts):
     """x [M, K] by the matrices [X, N, K] of its experts [M], in order -> [M, N]. Few rows gather theirs.
 
-    torch.compile does not look inside: it takes F.grouped_mm() in bf16 alone, and one compiled code serves few rows
-    and many."""
+    torch.compile does not look inside: it would take F.grouped_mm() in bf16 alone, and make one code for few rows and
+    another for many."""
     product = opaque_product if torch.compiler.is_compiling() else plain_product
     return product(x, weight, experts)
 
@@ -470,7 +480,9 @@ def plain_product(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.mT, offs=ends)
 
 
-opaque_product = torch.library.custom_op("llama_fast::grouped_linear", plain_product, mutates_args=())
+opaque_product = torch.library.custom_op(
+    "llama_fast::grouped_linear", plain_product, mutates_args=()
+)
 
 
 @opaque_product.register_fake
@@ -493,13 +505,14 @@ class RMSNorm(nn.Module):
         y = y * torch.rsqrt(self.mean(y.pow(2)) + self.eps)
         return (y.type_as(self.weight) * self.weight).type_as(x).flatten(-2)
 
-    def mean(self, squares):  # over all heads, in tp.ParallelRMSNorm
+    def mean(self, squares):  # in tp.ParallelRMSNorm over all ranks' heads
         return squares.mean(-1, keepdim=True)
 
 
 class RopeTable(nn.Module):
-    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16 loses 2e-3. Where nothing turns, cos
-    is 1 and sin is 0. With LongRoPE two such tables lie one behind the other; offset [B, 1] is where a row's begins."""
+    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16's error would be 2e-3. Where nothing
+    turns, cos is 1 and sin is 0. With LongRoPE two such tables lie one behind the other; offset [B, 1] is where a row's
+    begins."""
 
     def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
         super().__init__()

@@ -35,7 +35,7 @@ from model import Experts, Transformer, grouped_linear
 
 
 def from_numbers(numbers: Tensor) -> Tensor:
-    """Codes that are integers, or scales of 16 bits -> fp32"""
+    """Codes that are integers, or scales of fp16 or fp32 -> fp32"""
     return numbers.float()
 
 
@@ -66,7 +66,7 @@ def from_e8m0(scales: Tensor):
 class Codes:
     """What the codes of a weight are. A weight is (decode(code) - zero) * scale.
 
-    Another kind is one more of these, and an entry of CODES. The plain layer and a CPU's serve it then. The kernels
+    Another kind is one more of these, and an entry of CODES. The plain layer and fast/cpu.py serve it then. The kernels
     serve the kinds that fast/layout.py has an entry for."""
 
     name: str
@@ -93,7 +93,7 @@ def pack(codes: Tensor, bits: int):
 def unpack(words: Tensor, bits: int):
     """int32 [..., W] -> the codes, uint8 [..., W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
+    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
 
 
 def parameter(tensor: Tensor | None):
@@ -187,7 +187,7 @@ def always(condition) -> bool:
 
 
 def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module], nn.Module]):
-    """Puts build(layer) in the place of each layer of this kind, subclasses apart."""
+    """Puts build(layer) in the place of each layer of this kind, not of its subclasses."""
     # Names, so that each layer is freed once its place is taken.
     for name in [name for name, layer in model.named_modules() if type(layer) is kind]:
         model.set_submodule(name, build(model.get_submodule(name)))
@@ -204,13 +204,13 @@ def say_once(message: str):
 
 
 def find_layers(model: Transformer, head: bool) -> list[str]:
-    """The names in the model of the layers that quantization replaces, the head's only if asked for. What has codes
-    already is left out."""
-    names = []
-    for weight in hf_weights(model.config).values():
-        if weight.quantized or head and weight.ours == "head.weight":
-            names.append(weight.ours.removesuffix(".weight"))
-    names = dict.fromkeys(names)  # q, k and v are one layer
+    """The names in the model of the layers that quantization replaces, the head's only if asked for and not tied. What
+    has codes already is left out."""
+    names = dict.fromkeys(  # q, k and v are one layer
+        weight.ours.removesuffix(".weight")
+        for weight in hf_weights(model.config).values()
+        if weight.quantized or (head and weight.ours == "head.weight")
+    )
     return [name for name in names if not isinstance(model.get_submodule(name), QuantizedLinear)]
 
 
@@ -308,8 +308,9 @@ def round_model(
 
 
 def round_head(model: Transformer, quantize: str):
-    """The output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets codes of its own, and the
-    embedding stays; with several ranks each has rounded its own rows. UserError for a head that cannot be rounded."""
+    """Rounds the output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets codes of its own,
+    and the embedding stays; with several ranks each has rounded its own rows. UserError for a head that cannot be
+    rounded."""
     name = "head.linear" if hasattr(model.head, "linear") else "head"
     head = model.get_submodule(name)
     if isinstance(head, QuantizedLinear):

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-# With a top_p of 0 no token would be left.
 LIMITS = dict(
     temperature=(float, 0, 100),
     top_k=(int, 0, math.inf),
-    top_p=(float, 1e-6, 1),
+    top_p=(float, 1e-6, 1),  # 0 would leave no token
     min_p=(float, 0, 1),
 )
 
@@ -38,7 +37,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5  # a division by less overflows
+        return self.temperature < 1e-5  # it is to within rounding; a division by far less overflows
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -56,7 +55,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     probs = logits.softmax(-1)
     if sampling.top_p < 1:
         ordered = probs.sort(dim=-1, descending=True).values
-        # Cut are the tokens before which the likelier ones make up top_p.
+        # A token is cut if the likelier ones make up top_p already.
         cut = ordered.cumsum(-1) - ordered >= sampling.top_p
         probs = probs.masked_fill(probs < ordered.masked_fill(cut, 1).amin(-1, keepdim=True), 0)
     if sampling.min_p > 0:
@@ -67,7 +66,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs: Tensor, sampling: Sampling) -> Tensor:
-    """probs [..., V], of any sum -> a token [...] with that probability.
+    """probs [..., V], of any sum -> a token [...] with a probability in proportion.
 
     An exponential race: token i arrives after an exponential time of rate p[i], so it is first with probability p[i].
     torch.multinomial() does the same but makes the host wait for the GPU."""

@@ -88,7 +88,7 @@ def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
 @dataclass
 class Drafter:
     """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
-    eagle.make_draft() makes it; what the user calls it stands in generate.LLM and guard.check_options().
+    eagle.make_draft() makes it; its name for --draft is known to generate.LLM and guard.check_options().
 
     begin() starts the texts. A step with drafts calls catch_up(), propose() and, once the target has verified them,
     follow(). propose() and follow() must not wait for the device: the host launches them ahead. They are also called
@@ -154,8 +154,8 @@ class DraftModel(Drafter):
     """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text.
 
     A new text's prompt waits in self.prompts until something is drafted. From then on the cache holds, between steps,
-    slots 0 to last - 1 - unread or, after a step that kept all its drafts, one slot less: the last draft is never read
-    in its own step. With k = 2, last = 10 and nothing unread:
+    slots 0 to last - 1 - unread. After a step that kept all its drafts the last of these is missing, which unread does
+    not count: the last draft is never read in its own step. With k = 2, last = 10 and nothing unread:
 
         start() reads slots 9 and 10, which gives token 11; slot 11 is read, which gives token 12
         if both are kept, the target adds token 13, so last is 13; slot 12 has not been read
@@ -174,9 +174,10 @@ class DraftModel(Drafter):
     def __init__(self, engine, vocab_size: int):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine = engine
-        engine.row_length = engine.max_seq_len  # what a row is to be is not said to drafts
+        engine.row_length = engine.max_seq_len  # a draft is not told how long a row will be
         self.max_token = engine.model.config.vocab_size - 1
-        self.prompts = None  # what new texts begin with, until catch_up() reads it: not where nothing is drafted
+        # What new texts begin with, until catch_up() reads it, if anything is drafted.
+        self.prompts = None
 
     @property
     def captures(self) -> bool:
@@ -222,7 +223,7 @@ class DraftModel(Drafter):
     def read(self, text, last, at, slots):
         """Puts the text's tokens at [B, any] into the cache."""
         tokens = self.readable(text.gather(1, at))
-        # Of the logits, which nobody reads, one column is the least.
+        # Nobody reads the logits: one column is computed.
         self.engine.model(tokens, at, slots, last=torch.zeros_like(last))
 
     def readable(self, tokens: Tensor) -> Tensor:
@@ -309,7 +310,8 @@ class Speculator:
 
     def finish(self, row: int):
         """The host has seen the row's text end."""
-        self.ends[row] = self.host_ends[row] = 0
+        if self.host_ends[row]:
+            self.ends[row] = self.host_ends[row] = 0
 
     def step(self):
         """Launches a step: what speculate() returns, None where all rows are done."""
@@ -343,21 +345,21 @@ class Speculator:
         if k:
             drafted, q, proposed = self.draft.propose(self.text, last, k, n_slots)
             tokens = torch.cat([tokens, drafted], dim=1)
-            logits = target.forward(tokens, at, target.slots(n_slots))
+        logits = target.forward(tokens, at, target.slots(n_slots))
+        if k:
             tokens, logprobs, accepted = target.sampler.accept(
                 logits, tokens, q, proposed, target.sampling
             )
-            # What is no text is overwritten before it is read. Of rows that are done nothing is read any more.
-            self.text.scatter_(1, at + 1, tokens)
-            self.draft.follow(self.text, at, accepted, n_slots)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            logits = target.forward(tokens, at, target.slots(n_slots))
             chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
-            self.text.scatter_(1, at + 1, tokens)
+        # What is no text is overwritten before it is read. Of rows that are done nothing is read any more.
+        self.text.scatter_(1, at + 1, tokens)
+        if k:
+            self.draft.follow(self.text, at, accepted, n_slots)
         new = torch.where(active, accepted + 1, 0)
-        self.last += new
+        self.last += new  # which `last` is a copy of, for this
         return tokens, logprobs, new, proposed
 
     def receive(self, tokens, logprobs, new=None, proposed=None):
@@ -395,7 +397,7 @@ class Speculator:
     @torch.no_grad()
     def prepare(self):
         """Captures, compiles and times the steps that the policy, and step() where a draft's cache is full, may use:
-        step_of[k]()."""
+        step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
         self.captures = target.captures and self.draft.captures
         pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -423,7 +425,7 @@ class Speculator:
         few = self.target.compiled and not self.captures
         lengths = draft_lengths(self.policy_name, few)
         if self.policy_name != "auto" and room >= self.target.max_seq_len:
-            lengths = lengths[1:]  # without the 0
+            lengths = [k for k in lengths if k]
         # The shortest text has two tokens.
         return [k for k in lengths if 2 + k <= room] or [0]
 

@@ -32,13 +32,22 @@ from model import Config, MoE, RMSNorm, Transformer
 # A rank's slices
 
 
-def cut(n: int, unit: int, rank: int, ranks: int):
-    """A rank's share of n: [begin, end). Shares are multiples of unit, and as even as that allows."""
+def share_of(n: int, unit: int, rank: int, ranks: int) -> slice:
+    """A rank's share of n. Shares are multiples of unit, and as even as that allows."""
     each, more = divmod(-(-n // unit), ranks)
-    return [min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1)]
+    return slice(*(min(n, unit * (each * r + min(r, more))) for r in (rank, rank + 1)))
 
 
-def part_of(columns: int, ranks: int) -> int:
+def scaled(share: slice, up: int, down: int = 1) -> slice:
+    """The same share, counted in other units: up of these for `down` of its own. One that it has in part counts."""
+    return slice(share.start * up // down, -(-share.stop * up // down))
+
+
+def size(share: slice) -> int:
+    return share.stop - share.start
+
+
+def logits_per_rank(columns: int, ranks: int) -> int:
     """Logits per rank: a multiple of 8, as the packed kernels need. The last ranks have fewer, or none."""
     return -(-columns // (8 * ranks)) * 8
 
@@ -47,17 +56,18 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     """A rank's inputs of o, and of down, are multiples of these.
 
     o's inputs are the q heads' outputs, E of each. A unit of them is, as a rule, those of the H / K q heads of one kv
-    head, or of so many kv heads that o's groups, and the words of k's and v's outputs, are whole:
+    head, as k and v are cut with them. If need be it is those of several kv heads, so that o's quantized groups are
+    whole, and k's and v's outputs come in eights, whose zero points share an int32 of the file:
 
         Llama-3-8B, H = 32, K = 8, E = 128, groups of 128     4 q heads, 512 inputs
         H = 32, K = 8, E = 80, groups of 128                  lcm(4 x 80, 128) = 640 inputs: 2 kv heads, 8 q heads
 
-    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill groups and words:
+    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill groups and eights:
 
         H = 32, K = 2, E = 128, 4 ranks                       8 q heads, 1,024 inputs, half of a kv head's
     """
     H, K, E = config.n_head, config.n_kv_head, config.head_dim
-    word = 1 if group == 1 else 8  # outputs whose zero points may share an int32 of the file
+    word = 1 if group == 1 else 8
     o_unit = math.lcm(H // K * math.lcm(E, word), group)
     even = H // ranks * E
     if ranks % K == 0 and H % ranks == 0 and even % group == 0 and E % word == 0:
@@ -86,9 +96,10 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
-    outputs: tokens with logits, if not all. group: inputs of a quantized layer that share a scale, -1 for all, 1 where
-    nothing is quantized. The inputs of o and down are cut between groups, so that any number of ranks holds the same
-    quantized weights; formats.QuantizedReader reads the slices. UserError if there are too many ranks."""
+    outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that share a scale, -1 for
+    all, 1 where nothing is quantized. The inputs of o and down are cut between groups, so that any number of ranks
+    holds the same quantized weights; formats.QuantizedReader reads the slices. UserError if there are too many
+    ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int, outputs: int = 0):
         # Packed codes want whole words, kernels multiples of 32.
@@ -96,45 +107,41 @@ class Shard:
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
             raise UserError(f"{reason}; want one of {works}")
-        H, K, E, V = config.n_head, config.n_kv_head, config.head_dim, outputs or config.vocab_size
-        # The rank has query heads q .. q_end - 1, kv heads kv .. kv_end - 1, and of the feed-forward parts the rows
-        # ffn .. ffn_end - 1 or, of each expert, first .. end - 1.
-        o_unit, ffn_unit = units(config, group, ranks)
-        q, q_end = (column // E for column in cut(H * E, o_unit, rank, ranks))
-        kv, kv_end = q * K // H, -(-q_end * K // H)  # those that the q heads look at
-        ffn, ffn_end = cut(config.ffn_dim, ffn_unit, rank, ranks)
-        moes = {layer.moe for layer in config.layers if layer.moe}  # one at most: a model's mixtures are alike
-        first, end = cut(moes.pop().ffn_dim, ffn_unit, rank, ranks) if moes else (0, 0)
-        part = part_of(V, ranks)
-        self.whole, self.outputs = config, V
+        self.whole = config
         self.rank = rank
+        self.outputs = outputs or config.vocab_size
+        H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
+        # Of an expert; a model's mixtures are alike.
+        moe_dim = next((layer.moe.ffn_dim for layer in config.layers if layer.moe), 0)
+        o_unit, ffn_unit = units(config, group, ranks)
+        q = share_of(H * E, o_unit, rank, ranks)
+        heads = scaled(q, 1, E)
+        kv_heads = scaled(heads, K, H)  # those that the q heads look at
+        kv = scaled(kv_heads, E)
+        ffn, expert = (share_of(n, ffn_unit, rank, ranks) for n in (F, moe_dim))
+        each = logits_per_rank(self.outputs, ranks)
+        # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
+        qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
+        gate_up = torch.arange(2 * F).chunk(2)
+        self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
+            "heads": heads,
+            "q": q,
+            "kv": kv,
+            "ffn": ffn,
+            "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (q, kv, kv))]),
+            "gate_up": torch.cat([rows[ffn] for rows in gate_up]),
+            "expert": expert,
+            "pairs": scaled(expert, 2),
+            "vocab": slice(*(min(self.outputs, each * r) for r in (rank, rank + 1))),
+            None: slice(None),
+        }
         layers = tuple(
-            replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=end - first))
+            replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=size(expert)))
             for layer in config.layers
         )
         self.config = replace(
-            config,
-            layers=layers,
-            n_head=q_end - q,
-            n_kv_head=kv_end - kv,
-            ffn_dim=ffn_end - ffn,
+            config, layers=layers, n_head=size(heads), n_kv_head=size(kv_heads), ffn_dim=size(ffn)
         )
-        heads, keys = slice(q * E, q_end * E), slice(kv * E, kv_end * E)
-        # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
-        qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
-        gate_up = torch.arange(2 * config.ffn_dim).chunk(2)
-        self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
-            "heads": slice(q, q_end),
-            "q": heads,
-            "kv": keys,
-            "ffn": slice(ffn, ffn_end),
-            "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (heads, keys, keys))]),
-            "gate_up": torch.cat([rows[ffn:ffn_end] for rows in gate_up]),
-            "expert": slice(first, end),
-            "pairs": slice(2 * first, 2 * end),
-            "vocab": slice(min(V, rank * part), min(V, (rank + 1) * part)),
-            None: slice(None),
-        }
         self.row_parallel = dict.fromkeys(  # the layers of which it has some inputs
             weight.ours.removesuffix(".weight")
             for weight in hf_weights(config).values()
@@ -157,8 +164,7 @@ class Shard:
         return model
 
     def make_head(self) -> nn.Linear:
-        share = self.shares["vocab"]
-        return nn.Linear(self.whole.dim, share.stop - share.start, bias=False, device="meta")
+        return nn.Linear(self.whole.dim, size(self.shares["vocab"]), bias=False, device="meta")
 
     def widest(self, name: str, low: Tensor, high: Tensor):
         """low and high of each row's weights over all ranks. name: the layer's in the model."""
@@ -170,7 +176,7 @@ class Shard:
 
     def parallelize(self, model: Transformer):
         """Puts in what talks to the other ranks, once the model's layers are in place."""
-        # The first sum takes seconds.
+        # The first sum takes seconds: here, not in the first step.
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
         for name in self.row_parallel:
             layer = model.get_submodule(name)
@@ -225,7 +231,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelExperts(RowParallelLinear):
-    """A MoE of whose every expert each rank has some of the F units. fast/ knows it by this type."""
+    """A MoE; of every expert each rank has some of the F rows. fast/ knows it by this type."""
 
 
 class ParallelRMSNorm(RMSNorm):
@@ -272,9 +278,9 @@ def _(x):
 
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [..., part_of(columns, R)] side by side: [..., columns]. The last ranks have fewer, or none."""
+    """All ranks' x [..., logits_per_rank(columns, R)] side by side: [..., columns]. The last have fewer, or none."""
     rows, ranks = x.flatten(0, -2), dist.get_world_size()
-    part = part_of(columns, ranks)
+    part = logits_per_rank(columns, ranks)
     parts = [rows.new_empty(len(rows), part) for _ in range(ranks)]
     dist.all_gather(parts, F.pad(rows, (0, part - rows.shape[1])))
     return torch.cat(parts, dim=1)[:, :columns].reshape(*x.shape[:-1], columns)
@@ -326,7 +332,7 @@ def join(device: str | None):
 
 @cache
 def join_ranks(kind: str, ranks: int):
-    """A process joins once. kind: cuda or cpu."""
+    """Once a process, as its device stays the same. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
         raise UserError(

@@ -108,7 +108,7 @@ def one_shot(x: Tensor, residual: Tensor | None, columns: int, buffer: int) -> T
     side by side [M, columns]. None, on all ranks alike, where the kernel cannot serve."""
     M, D = x.shape
     ranks = dist.get_world_size()
-    part = tp.part_of(columns, ranks) if buffer == LOGITS else D
+    part = tp.logits_per_rank(columns, ranks) if buffer == LOGITS else D
     if not triton or x.itemsize != 2 or M * part > CAPACITY or not communication_buffers(x.device):
         return None
     out = x.new_empty(M, columns)
@@ -142,7 +142,7 @@ def _(x, residual, buffer):
 
 @library.custom_op("llama_fast::fused_all_gather", mutates_args=())
 def fused_all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [M, tp.part_of(columns, R)] side by side -> [M, columns]; the last have fewer columns, or none."""
+    """All ranks' x [M, tp.logits_per_rank(columns, R)] side by side -> [M, columns]; the last have fewer, or none."""
     if x.is_cuda and (out := one_shot(x, None, columns, LOGITS)) is not None:
         return out
     return tp.all_gather(x, columns)

@@ -15,8 +15,8 @@ from fast.layout import group_inputs
 from model import buffer
 from quantize import INT4, QuantizedLinear, pack, parameter, replace_layers, unpack
 
-# 8 rows and 4096 x 4096 weights take 5.2 ms in one pass, by oneDNN 6.1 (2 cores of an EPYC with AVX2), or 4.4 and 8.1 (2
-# of a Xeon with AVX-512); 16 rows 12.6 and 7.2, or 9.7 and 5.0.
+# With 4096 x 4096 weights in fp32, one pass and oneDNN, ms: 8 rows 5.2 and 6.1 on 2 cores of an EPYC with AVX2, 4.4 and
+# 8.1 on 2 of a Xeon with AVX-512; 16 rows 12.6 and 7.2, 9.7 and 5.0.
 FEW_ROWS = 8
 FEW_QUANTIZED_ROWS = 16  # then int8 takes 6.1 ms, and 10.7 dequantized into memory for oneDNN
 AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"  # and no AVX-512

@@ -17,7 +17,7 @@ from guard import find_device
 from helpers import EAGLE, TINY, load_checkpoint, open_tokenizer, read_json, run, speculator, tiny_head, traced
 from model import Transformer
 from sampling import Sampling
-from tp import Team, all_gather, all_reduce, join, part_of, splitter
+from tp import Team, all_gather, all_reduce, join, logits_per_rank, splitter
 
 REPLAYS = 50
 
@@ -136,7 +136,7 @@ def gather_inputs(ranks: int, dtype: str) -> list[Tensor]:
 
 
 def ranks_part(x: Tensor, team: Team) -> Tensor:
-    part = part_of(x.shape[-1], team.ranks)
+    part = logits_per_rank(x.shape[-1], team.ranks)
     return x[..., team.rank * part:(team.rank + 1) * part]
 
 
