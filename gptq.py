@@ -44,10 +44,17 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
 
     L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L, reversed again. So no
-    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it."""
+    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it.
+
+    More damping than K times the largest number makes any matrix positive definite. So a UserError for a damping that
+    is not finite ends this: the inputs' squares overflow, of which the diagonal is a sum."""
     damping = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30)
     failed = True
     while failed:
+        if not damping.isfinite():
+            raise UserError(
+                "the calibration text's activations overflow; `dtype`=float32 holds more"
+            )
         hessian.diagonal().add_(damping)
         L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         damping *= 10
@@ -62,13 +69,13 @@ def find_best_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor):
 
     Without costs, smaller scales made the perplexity worse."""
     widest, zero = find_scales(w, codes, sym)
-    scales = [as_half(widest * shrink) for shrink in SHRINK]
-    errors = []
-    for scale in scales:
+    scales = as_half(widest * widest.new_tensor(SHRINK))  # [N, 8]
+    losses = []
+    for scale in scales.split(1, dim=1):
         error = (encode(w, scale, zero, codes) - zero) * scale - w
-        errors.append((error.square() * costs).sum(-1, keepdim=True))
-    best = torch.cat(errors, dim=1).argmin(1, keepdim=True)
-    return torch.cat(scales, dim=1).gather(1, best).squeeze(1), zero.squeeze(1)
+        losses.append((error.square() * costs).sum(-1))
+    best = torch.stack(losses, dim=1).argmin(1, keepdim=True)
+    return scales.gather(1, best).squeeze(1), zero.squeeze(1)
 
 
 def gptq(
@@ -80,8 +87,8 @@ def gptq(
     act_order: bool,
     drift: Tensor | None = None,
 ):
-    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K] of inputs X -> codes [N, K], uint8, scales [N, C],
-    fp16, zeros [N, C] or None, g_idx [K] or None, loss.
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> codes [N, K], uint8, scales
+    [N, C], fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
     drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The weights are first moved
     so that their outputs for X come nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
@@ -91,15 +98,13 @@ def gptq(
     Hessian; g_idx then names each input's group. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
     K = w.shape[1]
     G = group_of(K, group_size)
-    if not hessian.isfinite().all():
-        raise UserError("the calibration text's activations overflow; `dtype`=float32 holds more")
     perm = torch.arange(K, device=w.device)
     if act_order:
         perm = hessian.diagonal().argsort(descending=True, stable=True)
-    w, hessian = w.float()[:, perm], hessian.float()[perm][:, perm]
+    w, hessian = w.float()[:, perm], hessian[perm][:, perm]
     U = inverse_factor(hessian)
     if drift is not None:
-        w = w + w @ drift.float()[perm][:, perm] @ U.T @ U
+        w = w + w @ drift[perm][:, perm] @ U.T @ U
     diagonal = U.diagonal()
     # [K, N], so that a column is contiguous; column by column it turns into the errors.
     rest = w.T.contiguous()
@@ -140,20 +145,18 @@ class ExpertList(nn.ModuleList):
 
 def split_experts(layer: Experts) -> ExpertList:
     biases = [None] * layer.n_expert if layer.bias is None else layer.bias
-    return ExpertList(plain_layer(*of) for of in zip(layer.weight, biases))
+    return ExpertList(map(plain_layer, layer.weight, biases))
 
 
 def separate_matrices(model: Transformer, head: bool) -> list[str]:
     """The names of the linear layers to quantize. Each expert becomes one, its number at the end of its name."""
-    layers, names = find_layers(model, head), []
     replace_layers(model, Experts, split_experts)
-    for name in layers:
-        layer = model.get_submodule(name)
-        if isinstance(layer, ExpertList):
-            names += [f"{name}.{x}" for x in range(len(layer))]
-        else:
-            names.append(name)
-    return names
+    return [
+        name
+        for layer in find_layers(model, head)
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer)
+        if isinstance(module, nn.Linear)
+    ]
 
 
 @torch.no_grad()
@@ -177,16 +180,16 @@ def gptq_model(
     for name, hessian, drift in bar:
         linear = model.get_submodule(name)
         if hessian is None:
+            layer = rounded(linear, codes, group_size, sym)
             few += 1
-            model.set_submodule(name, rounded(linear, codes, group_size, sym))
-            continue
-        found, scales, zeros, g_idx, loss = gptq(
-            linear.weight, hessian, codes, group_size, sym, act_order, drift
-        )
-        qweight = pack(found, codes.bits)
-        layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
+        else:
+            found, scales, zeros, g_idx, loss = gptq(
+                linear.weight, hessian, codes, group_size, sym, act_order, drift
+            )
+            qweight = pack(found, codes.bits)
+            layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
+            bar.set_postfix({name: f"{loss:.1e}"})
         model.set_submodule(name, layer)
-        bar.set_postfix({name: f"{loss:.1e}"})
     replace_layers(model, ExpertList, join_experts)
     if few:
         say_once(f"rounded: {few} matrices of experts that saw fewer than {FEWEST} tokens")
