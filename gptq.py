@@ -203,39 +203,38 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
     in the original model. Both are None for an expert that few tokens reach."""
     T = tokens.shape[1]
     model.setup(T)
-    # [S, T, D]: the hidden states so far of the quantized model, and of the original; then their chunks.
-    states, original = (model.embed(tokens) * model.embedding_scale for _ in range(2))
-    chunks, exact = (of.split(max(1, CHUNK // T)) for of in (states, original))
+    # [2, S, T, D]: the hidden states so far of the quantized model, and of the original; then chunks of both.
+    states = model.embed(tokens.expand(2, -1, -1)) * model.embedding_scale
+    size = max(1, CHUNK // T)
+    chunks = states.split(size, dim=1)
 
-    def add(outputs: Iterable[Tensor], post_norm: nn.Module):
-        for x, y in zip((*chunks, *exact), outputs):
-            x.add_(post_norm(y), alpha=model.config.residual_scale)
+    def add(outputs: Iterable[tuple[Tensor, Tensor]], post_norm: nn.Module):
+        for both, y in zip(chunks, outputs):
+            both.add_(post_norm(torch.stack(y)), alpha=model.config.residual_scale)
 
     positions = torch.arange(T, device=tokens.device)[None]
     turns = {table.rope: table(positions, 1) for table in model.ropes}
     for i, layer in enumerate(model.layers):
         name = f"layers.{i}"
-        mask = visible(model.slots[:T], positions, layer.config.window)
+        mask = visible(model.slots, positions, layer.config.window)
         where = positions, *turns[layer.config.rope], mask, model.rows
 
         def attend(qkv: Tensor):
             return layer.attn.attend(qkv, *where)
 
         names = f"{name}.attn.wqkv", f"{name}.attn.wo"
-        outputs = yield from calibrate_pair(model, names, attend, layer.attn_norm, chunks, exact)
+        outputs = yield from calibrate_pair(model, names, attend, layer.attn_norm, chunks)
         add(outputs, layer.attn_post_norm)
+        ffn, norm = layer.ffn, layer.ffn_norm
         if layer.config.moe:
-            total = yield from calibrate_experts(
-                model, f"{name}.ffn", layer.ffn_norm, states, original
-            )
-            outputs = [layer.ffn(layer.ffn_norm(x)) for x in chunks] + [*total.split(len(exact[0]))]
+            total = yield from calibrate_experts(model, f"{name}.ffn", norm, states)
+            outputs = zip((ffn(norm(x)) for x, _ in chunks), total.split(size))
         else:
             names = f"{name}.ffn.w_gate_up", f"{name}.ffn.w_down"
-            gate, norm = layer.ffn.gate, layer.ffn_norm
-            outputs = yield from calibrate_pair(model, names, gate, norm, chunks, exact)
+            outputs = yield from calibrate_pair(model, names, ffn.gate, norm, chunks)
         add(outputs, layer.ffn_post_norm)
     if head:
-        yield "head", *correlations(map(model.norm, chunks), map(model.norm, exact))
+        yield "head", *correlations(map(model.norm, chunks))
 
 
 def calibrate_pair(
@@ -243,51 +242,45 @@ def calibrate_pair(
     names: tuple[str, str],
     between: Callable,
     norm: nn.Module,
-    states: Sequence[Tensor],
-    original: Sequence[Tensor],
-    fewest: int = 0,
+    chunks: Sequence[Tensor],
+    few: bool = False,
 ):
-    """Two matrices, one behind the other, and the function between them. Returns what they give for the normed states
-    and, with the original matrices, for the original states."""
+    """Two matrices, one behind the other, and the function between them. Returns what they give for each of chunks
+    [2, ..., D], normed: for the states and, with the original matrices, for the original states."""
     first, second = names
-    known = sum(x.shape[:-1].numel() for x in original) >= fewest
     layer = model.get_submodule  # the caller puts quantized ones into the model
-    wanted = [between(layer(first)(norm(x))) for x in original]
-    outputs = [layer(second)(x) for x in wanted]
-
-    def found(inputs: Iterable[Tensor], exact: Iterable[Tensor]):
-        return correlations(inputs, exact) if known else (None, None)
-
-    yield first, *found(map(norm, states), map(norm, original))
-    inputs = [between(layer(first)(norm(x))) for x in states]
-    yield second, *found(inputs, wanted)
-    return [layer(second)(x) for x in inputs] + outputs
+    wanted = [between(layer(first)(norm(y))) for _, y in chunks]
+    outputs = [layer(second)(y) for y in wanted]
+    yield first, *correlations(map(norm, chunks), few)
+    inputs = [between(layer(first)(norm(x))) for x, _ in chunks]
+    yield second, *correlations(zip(inputs, wanted), few)
+    return zip(map(layer(second), inputs), outputs)
 
 
-def calibrate_experts(
-    model: Transformer, name: str, norm: nn.Module, states: Tensor, original: Tensor
-):
+def calibrate_experts(model: Transformer, name: str, norm: nn.Module, states: Tensor):
     """The pairs of a mixture of experts, each for the rows that the original routes there. Returns what the original
-    gives for its states [S, T, D]."""
+    gives for its states, of states [2, S, T, D]."""
     moe = model.get_submodule(name)
-    rows, exact = states.flatten(0, 1), original.flatten(0, 1)
-    weights, experts = moe.route(norm(exact))
-    total = torch.zeros_like(exact)
+    rows = states.flatten(1, 2)
+    weights, experts = moe.route(norm(rows[1]))
+    total = torch.zeros_like(rows[1])
     for x in range(moe.moe.n_expert):
-        own = (experts == x).any(1).nonzero()[:, 0]
+        chosen = experts == x
+        own = chosen.any(1).nonzero()[:, 0]
         names = f"{name}.w_gate_up.{x}", f"{name}.w_down.{x}"
-        _, output = yield from calibrate_pair(
-            model, names, moe.gate, norm, [rows[own]], [exact[own]], FEWEST
-        )
-        total[own] += (weights * (experts == x)).sum(1, keepdim=True)[own] * output
-    return total.view_as(original)
+        few = len(own) < FEWEST
+        [(_, output)] = yield from calibrate_pair(model, names, moe.gate, norm, [rows[:, own]], few)
+        total[own] += (weights * chosen).sum(1, keepdim=True)[own] * output
+    return total.view_as(states[1])
 
 
-def correlations(chunks: Iterable[Tensor], exact: Iterable[Tensor]):
-    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]."""
+def correlations(pairs: Iterable[Iterable[Tensor]], few: bool = False):
+    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]. few: None for both."""
+    if few:
+        return None, None
     hessian = drift = 0
-    for x, y in zip(chunks, exact):
-        x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
-        hessian = hessian + x.T @ x
-        drift = drift + (y - x).T @ x
+    for pair in pairs:
+        x, y = (of.flatten(0, -2).float() for of in pair)
+        hessian += x.T @ x
+        drift += (y - x).T @ x
     return hessian, drift
