@@ -119,8 +119,7 @@ def text_settings(hf: dict) -> dict:
     kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     # gpt-oss has the biases that are in no other family.
-    biases = dict(attention_bias=(True,)) if kind == "gpt_oss" else {}
-    check_supported(settings, SUPPORTED | biases)
+    check_supported(settings, SUPPORTED | dict(attention_bias=(kind == "gpt_oss",)))
     return settings
 
 
@@ -164,7 +163,8 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
     kind, n, window = hf["model_type"], hf["num_hidden_layers"], hf.get("sliding_window") or None
     numbers = range(1, n + 1)
-    full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
+    windowed = kind in ("mistral", "ministral3", "phi3", "mixtral")
+    full = LayerConfig(window if windowed else None, rope_from_hf(hf), moe_from_hf(hf))
     if kind == "smollm3":
         turned = hf.get("no_rope_layers") or [i % hf["no_rope_layer_interval"] for i in numbers]
         return tuple(full if turn else LayerConfig() for turn in turned[:n])
@@ -178,8 +178,6 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
         without = replace(full, moe=None)
         return tuple(without if i - 1 in dense or i % step else full for i in numbers)
-    if kind in ("mistral", "ministral3", "phi3", "mixtral"):
-        full = replace(full, window=window)
     return (full,) * n
 
 
@@ -214,14 +212,12 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
         found = found.get("sliding_attention" if sliding else "full_attention") or {}
     elif sliding:
         found = {}
-    rope = (
-        dict(
-            rope_theta=theta,
-            partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
-            original_max_position_embeddings=hf["max_position_embeddings"],
-        )
-        | found
+    rope = dict(
+        rope_theta=theta,
+        partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
+        original_max_position_embeddings=hf["max_position_embeddings"],
     )
+    rope |= found
     if "original_max_position_embeddings" in hf:  # Phi has it beside the other settings
         rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -289,8 +285,7 @@ def longrope(plain: Tensor, rope: dict) -> tuple:
     scale = rope.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    short, long = (plain / torch.tensor(rope[key]) for key in ("short_factor", "long_factor"))
-    return scale, short, long
+    return scale, *(plain / torch.tensor(rope[key]) for key in ("short_factor", "long_factor"))
 
 
 STRETCH = dict(
