@@ -45,9 +45,8 @@ def render_plainly(template: str, values: dict) -> str:
     )
     # Jinja2's own filter escapes for HTML.
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    env.globals.update(
-        raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
-    )
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = datetime.now().strftime
     return env.from_string(template).render(values)
 
 
@@ -58,23 +57,24 @@ class Tokenizer:
 
     def __init__(self, checkpoint: Checkpoint):
         settings = checkpoint.read_json("tokenizer_config.json")
+        directory = checkpoint.directory
         self.special_tokens = read_special(settings)
-        self.template = read_template(checkpoint.directory, settings)
+        self.template = read_template(directory, settings)
         self.template_options = {}  # variables of the template, such as enable_thinking
         self.bos = checkpoint.hf.get("bos_token_id")
-        path = checkpoint.directory / "tokenizer.json"
+        path = directory / "tokenizer.json"
         if path.exists():
             self.backend = TokenizerJson(path)
             self.add_bos = settings.get("add_bos_token")  # None: the file's post-processor decides
-            if self.special_tokens.get("bos_token"):
-                self.bos = self.backend.id(self.special_tokens["bos_token"])
+            if bos := self.special_tokens.get("bos_token"):
+                self.bos = self.backend.id(bos)
         else:
-            self.backend = SentencePiece(checkpoint.directory / "tokenizer.model", settings)
+            self.backend = SentencePiece(directory / "tokenizer.model", settings)
             self.add_bos = True
         ends = *CHAT_ENDS, self.special_tokens.get("eos_token")
-        self.stops = {self.backend.id(text) for text in ends if text}
-        self.stops.update(read_ends(checkpoint.hf), read_ends(checkpoint.generation))
-        self.stops.discard(None)
+        ids = [self.backend.id(text) for text in ends if text]
+        ids += read_ends(checkpoint.hf) + read_ends(checkpoint.generation)
+        self.stops = {*ids} - {None}
         parts = {self.backend.id(text): text for text in PARTS}
         self.parts = {} if None in parts else parts  # those tokens, of a model that has them all
 
@@ -111,7 +111,8 @@ class Tokenizer:
 
 def any_of(texts: Iterable[str]) -> str:
     """A regular expression. Of texts that begin alike it finds the longest; of no texts, nothing."""
-    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or "(?!)"
 
 
 def read_ends(settings: dict) -> list[int | None]:
@@ -136,7 +137,8 @@ def read_template(directory: Path, settings: dict) -> str | None:
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {of.get("name"): of.get("template") for of in template}.get("default")
+        named = {of.get("name"): of.get("template") for of in template}
+        return named.get("default")
     return template
 
 
@@ -146,13 +148,14 @@ class TokenizerJson:
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_file(str(path))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        added = self.tokenizer.get_added_tokens_decoder()
+        self.tokenizer = tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        self.id, self.token = self.tokenizer.token_to_id, self.tokenizer.id_to_token
-        self.decode = self.tokenizer.decode  # leaves special tokens out
+        self.id = tokenizer.token_to_id
+        self.token = tokenizer.id_to_token
+        self.decode = tokenizer.decode  # leaves special tokens out
 
     def encode(self, text: str, post_process: bool = False, plain: bool = False) -> list[int]:
         """plain: special tokens that are written in the text are text."""
@@ -166,13 +169,10 @@ class SentencePiece:
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor
 
-        self.processor = SentencePieceProcessor(model_file=str(path))
-        self.size = self.processor.vocab_size()
-        self.special = {
-            self.processor.id_to_piece(i): i
-            for i in range(self.size)
-            if self.processor.is_control(i)
-        }
+        self.processor = processor = SentencePieceProcessor(model_file=str(path))
+        self.size = processor.vocab_size()
+        control = filter(processor.is_control, range(self.size))
+        self.special = {processor.id_to_piece(i): i for i in control}
         added = settings.get("added_tokens_decoder") or {}
         self.special |= {token["content"]: int(i) for i, token in added.items()}
 
@@ -187,7 +187,10 @@ class SentencePiece:
         special = {} if plain else self.special
         ids = []
         for part in re.split(f"({any_of(special)})", text):
-            ids += [special[part]] if part in special else self.processor.encode(part)
+            if part in special:
+                ids.append(special[part])
+            else:
+                ids += self.processor.encode(part)
         return ids
 
     def decode(self, ids: list[int]) -> str:
