@@ -69,13 +69,13 @@ def find_best_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor):
 
     Without costs, smaller scales made the perplexity worse."""
     widest, zero = find_scales(w, codes, sym)
-    scales = as_half(widest * widest.new_tensor(SHRINK))  # [N, 8]
+    scales = as_half(widest * widest.new_tensor(SHRINK)[:, None, None])  # [8, N, 1]
     losses = []
-    for scale in scales.split(1, dim=1):
+    for scale in scales:
         error = (encode(w, scale, zero, codes) - zero) * scale - w
-        losses.append((error.square() * costs).sum(-1))
-    best = torch.stack(losses, dim=1).argmin(1, keepdim=True)
-    return scales.gather(1, best).squeeze(1), zero.squeeze(1)
+        losses.append((error.square() * costs).sum(-1, keepdim=True))
+    best = torch.stack(losses).argmin(0, keepdim=True)  # [1, N, 1]
+    return scales.gather(0, best).flatten(), zero.flatten()
 
 
 def gptq(
