@@ -39,7 +39,7 @@ SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a comm
 # As many tokens as there are, so that none is added before some go: before the families of test_families.py the
 # reference had 19,541, the core 36,740 and the tests 85,243. The design asks for 16,500, 33,000 and 75,000 then. Before
 # mixtures of experts with MXFP4, EAGLE heads and int8 caches there were 22,400, 40,200 and 90,850.
-REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 18_720, 46_970, 76_500
+REFERENCE_TOKENS, CORE_TOKENS, TEST_TOKENS = 18_690, 46_550, 76_500
 TOKENS_PER_LINE = 10.5  # of the reference, at most
 
 
