@@ -147,8 +147,9 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
     return SeparateLinears(linears)
 
 
-def join_experts(linears: list[nn.Module] | nn.ModuleList) -> QuantizedExperts:
+def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
     """UserError for layers that differ in their codes or their number of groups."""
+    linears = [*linears]
     if not alike(linears):
         raise UserError("the experts of a layer are quantized in several ways; want one for all")
     g_idx = None
