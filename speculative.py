@@ -359,7 +359,7 @@ class Speculator:
         if k:
             self.draft.follow(self.text, at, accepted, n_slots)
         new = torch.where(active, accepted + 1, 0)
-        self.last += new  # which `last` is a copy of, for this
+        self.last += new  # in place, so `last` is a copy
         return tokens, logprobs, new, proposed
 
     def receive(self, tokens, logprobs, new=None, proposed=None):
