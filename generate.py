@@ -403,7 +403,9 @@ class LLM:
         time_budget: float | None = None,
     ):
         """template_options: variables of the chat template, such as {"enable_thinking": False}. load: False puts off
-        reading the weights to the first call. quiet: no progress on stderr."""
+        reading the weights to the first call. quiet: no progress on stderr.
+
+        Half of these lines are the signature, so that help(LLM) shows every option with its default."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)
