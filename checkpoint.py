@@ -1,15 +1,15 @@
 """
-Reads a checkpoint in Hugging Face layout: its files, and its weights by their names. families.py knows what its config
-means, tokenizer.py its texts.
+Reads a checkpoint in Hugging Face layout: its files, and its weights by their names. families.py
+knows what its config means, tokenizer.py its texts.
 
     checkpoint = Checkpoint(Path("checkpoints/tiny"))
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
     tokenizer = Tokenizer(checkpoint)
 
-Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but whoever reads a directory of
-unknown origin calls guard.open_checkpoint(), which vets it first and gives a tokenizer that takes typed special tokens
-as text.
-What a user can get wrong is a UserError of one line.
+Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but whoever
+reads a directory of unknown origin calls guard.open_checkpoint(), which vets it first and gives a
+tokenizer that takes typed special tokens as text. What a user can get wrong is a UserError of one
+line.
 
 Shapes: as in model.py.
 """
@@ -36,10 +36,11 @@ VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 
 
 class UserError(ValueError):
-    """A user's mistake: what was wrong, the limit and the remedy, in one line of at most 1,000 characters.
+    """A user's mistake: what was wrong, the limit and the remedy, in one line of at most 1,000
+    characters.
 
-    The message has keywords in backticks, "`top_k`=-1: want 0 or more". str() writes them as Python does, top_k=-1, and
-    cli.errors.message_of() as the command line does, --top-k -1."""
+    The message has keywords in backticks, "`top_k`=-1: want 0 or more". str() writes them as Python
+    does, top_k=-1, and cli.errors.message_of() as the command line does, --top-k -1."""
 
     def __init__(self, message: str):
         self.message = message
@@ -47,7 +48,8 @@ class UserError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """What a file holds may be part of the text, so control characters, which a terminal would obey, are escaped."""
+    """What a file holds may be part of the text, so control characters, which a terminal would
+    obey, are escaped."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return line if len(line) <= 1000 else f"{line[:700]} ... {line[-295:]}"
 
@@ -55,7 +57,8 @@ def one_line(text: str) -> str:
 class Checkpoint:
     """A directory, each JSON file of which is read once.
 
-    An EAGLE head's, eagle.HeadCheckpoint, has its own make_model, settings(), weights_of() and counted()."""
+    An EAGLE head's, eagle.HeadCheckpoint, has its own make_model, settings(), weights_of() and
+    counted()."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
 
@@ -76,8 +79,9 @@ class Checkpoint:
         return hf_weights(config)
 
     def counted(self) -> Config:
-        """The Config by which memory is counted and the output head shared. Of an EAGLE head: its vocabulary is what it
-        may draft, and its embedding, as a rule the target's, does not count."""
+        """The Config by which memory is counted and the output head shared. Of an EAGLE head: its
+        vocabulary is what it may draft, and its embedding, as a rule the target's, does not
+        count."""
         return self.config
 
     def read_json(self, name: str) -> dict:
@@ -86,7 +90,8 @@ class Checkpoint:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def files(self) -> dict[str, "Place"]:
-        """Where each tensor of the language model is. Of a model that also sees, the rest is left out."""
+        """Where each tensor of the language model is. Of a model that also sees, the rest is left
+        out."""
         open_shard.cache_clear()  # a file of this name may be another one by now
         paths = {
             name: self.directory / file
@@ -101,8 +106,11 @@ class Checkpoint:
             paths = dict.fromkeys(open_shard(whole).keys(), whole)
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
-            print(f"{self.directory}: text only: {len(seeing)} tensors of its vision part are left out",
-                  file=sys.stderr)
+            print(
+                f"{self.directory}: text only: {len(seeing)} tensors of its vision part are left "
+                f"out",
+                file=sys.stderr,
+            )
             for name in seeing:
                 del paths[name]
         return {
@@ -122,12 +130,14 @@ class Place(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Where a tensor of Hugging Face's goes: into our parameter, from a row on. Llama-3-8B's k_proj.weight, behind the
-    4,096 rows of q_proj.weight: Weight("attn.wqkv.weight", 4096, (1024, 4096), "kv", quantized=True).
+    """Where a tensor of Hugging Face's goes: into our parameter, from a row on. Llama-3-8B's
+    k_proj.weight, behind the 4,096 rows of q_proj.weight: Weight("attn.wqkv.weight", 4096, (1024,
+    4096), "kv", quantized=True).
 
-    rows, columns: how ranks share our parameter's outputs, and its inputs: the name of a share in tp.Shard.shares.
-    None: each rank has all of them. quantized: whether quantization replaces this matrix. norm: it is a norm's.
-    expert: the index of the one whose tensor it is. experts: it holds all experts', as in gpt-oss:
+    rows, columns: how ranks share our parameter's outputs, and its inputs: the name of a share in
+    tp.Shard.shares. None: each rank has all of them. quantized: whether quantization replaces this
+    matrix. norm: it is a norm's. expert: the index of the one whose tensor it is. experts: it holds
+    all experts', as in gpt-oss:
 
         ours               the file's         rows
         [X, N, K]          [X, K, N]          None
@@ -160,8 +170,8 @@ class Weight(NamedTuple):
 
 
 def hf_weights(config: Config) -> dict[str, Weight]:
-    """Hugging Face's name of each tensor -> its Weight: the one table of all names. Reading, quantizing and sharing
-    among ranks go by it."""
+    """Hugging Face's name of each tensor -> its Weight: the one table of all names. Reading,
+    quantizing and sharing among ranks go by it."""
     V, D = config.vocab_size, config.dim
     table = {
         "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
@@ -175,8 +185,9 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     return table
 
 
-# A layer's tensors: Hugging Face's name, ours, what its rows and columns are (D and E: each rank has all of them), and
-# what fields of Config must be, if it depends on them. Those that fill one of ours stand in the order of its rows.
+# A layer's tensors: Hugging Face's name, ours, what its rows and columns are (D and E: each rank
+# has all of them), and what fields of Config must be, if it depends on them. Those that fill one of
+# ours stand in the order of its rows.
 LAYER = """
 self_attn.q_proj.weight             attn.wqkv.weight       q,D        fused_files=False
 self_attn.k_proj.weight             attn.wqkv.weight       kv,D       fused_files=False
@@ -261,8 +272,9 @@ def count_parameters(config: Config) -> int:
 
 @lru_cache(maxsize=1)
 def open_shard(path: Path):
-    """A safetensors file, which stays open for its next tensor: with its header read anew for each of 740 tensors
-    Llama-2-7B in 4 bits took 1.36 s to load in place of 0.95 (H200, the file in the page cache)."""
+    """A safetensors file, which stays open for its next tensor: with its header read anew for each
+    of 740 tensors Llama-2-7B in 4 bits took 1.36 s to load in place of 0.95 (H200, the file in the
+    page cache)."""
     return safe_open(path, framework="pt")
 
 
@@ -273,13 +285,15 @@ def read_tensor(
     dtypes: str = FLOATS,
     part: tuple[slice | Tensor, ...] = (),
 ) -> Tensor:
-    """The tensor, or tp.Shard's part of it, in the host's memory. UserError if it is missing, or has another type or
-    shape than one of these.
+    """The tensor, or tp.Shard's part of it, in the host's memory. UserError if it is missing, or
+    has another type or shape than one of these.
 
-    Its name is removed from `files`: a name that is still there at the end has no place in the model."""
+    Its name is removed from `files`: a name that is still there at the end has no place in the
+    model."""
     if name not in files:
         raise UserError(
-            f"the tensor {name} is missing from the safetensors files: config.json is of another model, or "
+            f"the tensor {name} is missing from the safetensors files: config.json is of another "
+            f"model, or "
             "the weights are quantized (formats.load reads these)"
         )
     path, stored = files.pop(name)
@@ -303,8 +317,8 @@ def load_model(
 ) -> Transformer:
     """The model, ready for setup(). Its weights go tensor by tensor from the files to the device.
 
-    read_layers(model, files): puts in layers that read their weights from files by themselves, such as quantized
-    ones. shard: this rank's part of the model, a tp.Shard."""
+    read_layers(model, files): puts in layers that read their weights from files by themselves, such
+    as quantized ones. shard: this rank's part of the model, a tp.Shard."""
     from tqdm import tqdm
 
     files = checkpoint.files()
@@ -341,8 +355,8 @@ def load_model(
 
 
 def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
-    """UserError for a tensor that the model has no place for. Not wanted are rope's frequencies, a tied model's head,
-    and biases of zeros."""
+    """UserError for a tensor that the model has no place for. Not wanted are rope's frequencies, a
+    tied model's head, and biases of zeros."""
     sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
     for name, (path, _) in list(files.items()):
         unwanted = (

@@ -1,6 +1,7 @@
 """
 A completion: the tokens that follow a prompt, as they come, and the text that they make.
 """
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,9 @@ from tokenizer import Tokenizer
 
 @dataclass
 class Completion:
-    """One row of the batch: the tokens that follow its prompt, their text so far, and why they ended."""
+    """One row of the batch: the tokens that follow its prompt, their text so far, and why they
+    ended."""
+
     prompt: str
     prompt_tokens: list[int]
     tokenizer: Tokenizer = field(repr=False)
@@ -21,7 +24,8 @@ class Completion:
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
     heading: str = ""  # what the command line prints before the text
-    # What gpt-oss writes in other channels than "final", and how the part begins that is being written.
+    # What gpt-oss writes in other channels than "final", and how the part begins that is being
+    # written.
     thoughts: str = ""
     header: str = ""
     finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
@@ -37,7 +41,9 @@ class Completion:
 
     def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
-            raise UserError("the logits are not finite: the weights are broken, or `dtype`=float32 helps")
+            raise UserError(
+                "the logits are not finite: the weights are broken, or `dtype`=float32 helps"
+            )
         self.steps += 1
         self.first_s, self.seconds = self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
@@ -51,7 +57,7 @@ class Completion:
             self.decode(token)
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
-            self.text, self.finish_reason = self.text[:min(ends)], "stop"
+            self.text, self.finish_reason = self.text[: min(ends)], "stop"
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
 
@@ -67,8 +73,10 @@ class Completion:
         self.pending.append(token)
         before = self.tokenizer.decode(self.before)
         after = self.tokenizer.decode(self.before + self.pending)
-        if len(after) > len(before) and not after.endswith("\ufffd"):  # else the last character is incomplete
-            vars(self)[self.writes] += after[len(before):]
+        if len(after) > len(before) and not after.endswith(
+            "\ufffd"
+        ):  # else the last character is incomplete
+            vars(self)[self.writes] += after[len(before) :]
             self.before, self.pending = self.pending, []
 
     @property
@@ -84,24 +92,33 @@ class Completion:
     def visible(self) -> str:
         """The text, without an end that may yet turn out to begin a stop text."""
         stops = [] if self.finish_reason else self.stop_texts
-        held = max((n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
-        return self.text[:len(self.text) - held]
+        held = max(
+            (n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])),
+            default=0,
+        )
+        return self.text[: len(self.text) - held]
 
 
-def make_completions(prompts: list, options, tokenizer: Tokenizer, context: int) -> list[Completion]:
-    """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError where the context, or
-    max_seq_length, has no room for it."""
+def make_completions(
+    prompts: list, options, tokenizer: Tokenizer, context: int
+) -> list[Completion]:
+    """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError
+    where the context, or max_seq_length, has no room for it."""
     if not prompts:
         raise UserError("no prompt: want a text, messages, or a list of these")
     texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
     if [] in encoded:
-        raise UserError("the prompt is empty, and this tokenizer adds no beginning of sequence; give some text")
+        raise UserError(
+            "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
+        )
     longest = max(map(len, encoded))
     new_tokens = options.max_new_tokens or max(1, min(256, context - longest))
     if longest + new_tokens > context:
         limit = "`max_seq_length`" if options.max_seq_length else "the model's context"
-        raise UserError(f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
-                        "shorten the prompt or lower `max_new_tokens`")
+        raise UserError(
+            f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
+            "shorten the prompt or lower `max_new_tokens`"
+        )
     stops = [options.stop] if isinstance(options.stop, str) else options.stop
     return [
         Completion(text, tokens, tokenizer, new_tokens, stops)
@@ -132,11 +149,17 @@ def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
 
 
 def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
-    """After a time budget: for each prompt the finished ones first, and the likeliest first among these."""
+    """After a time budget: for each prompt the finished ones first, and the likeliest first among
+    these."""
+
     def place(completion: Completion):
-        return completion.finish_reason == "time", not completion.tokens, -(completion.mean_logprob or 0)
+        return (
+            completion.finish_reason == "time",
+            not completion.tokens,
+            -(completion.mean_logprob or 0),
+        )
 
     ranked = []
     for at in range(0, len(completions), samples):
-        ranked += sorted(completions[at:at + samples], key=place)
+        ranked += sorted(completions[at : at + samples], key=place)
     return ranked

@@ -1,17 +1,20 @@
 """
-EAGLE-3 heads (arXiv 2503.01840): the small draft that is trained for one model, the target, and reads its features.
+EAGLE-3 heads (arXiv 2503.01840): the small draft that is trained for one model, the target, and
+reads its features.
 
-A feature is what the target's hidden states at a few places make, side by side: see Transformer.setup(). The head reads
-pairs: the embedding of token t + 1 with the feature of token t. From the pair in slot t it predicts token t + 2. For
-the tokens that it drafts itself there is no feature yet: the head's own hidden state takes the feature's place.
+A feature is what the target's hidden states at a few places make, side by side: see
+Transformer.setup(). The head reads pairs: the embedding of token t + 1 with the feature of token t.
+From the pair in slot t it predicts token t + 2. For the tokens that it drafts itself there is no
+feature yet: the head's own hidden state takes the feature's place.
 
-A head is a Transformer with another way in (embed_tokens()) and out (keep()). Between the two lies `states`, which
-holds what goes beside the token t + 1 in slot t: the feature, once the target has read token t, else the head's own
-hidden state.
+A head is a Transformer with another way in (embed_tokens()) and out (keep()). Between the two lies
+`states`, which holds what goes beside the token t + 1 in slot t: the feature, once the target has
+read token t, else the head's own hidden state.
 
 Contents: the head, its files in both published layouts, the Drafter.
 
-Shapes: as in model.py and speculative.py; n places, D the head's dim, which may differ from the target's.
+Shapes: as in model.py and speculative.py; n places, D the head's dim, which may differ from the
+target's.
 """
 
 from collections.abc import Callable
@@ -33,7 +36,8 @@ from speculative import Drafter, DraftModel, PromptLookup
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head has beyond its decoder's Config. The norms are options that published heads use."""
+    """What a head has beyond its decoder's Config. The norms are options that published heads
+    use."""
 
     places: tuple[int, ...]  # whose hidden states make a feature: see Transformer.setup()
     target_dim: int
@@ -50,7 +54,8 @@ class HeadConfig:
 
 
 class FirstBlock(Block):
-    """The head's first layer: q, k and v read 2 D inputs, the normed embedding and, beside it, the normed state."""
+    """The head's first layer: q, k and v read 2 D inputs, the normed embedding and, beside it, the
+    normed state."""
 
     def __init__(self, config: Config, options: HeadConfig):
         super().__init__(config, config.layers[0])
@@ -59,7 +64,8 @@ class FirstBlock(Block):
         self.attn.wqkv = nn.Linear(2 * config.dim, sum(self.attn.sizes), bias=config.qkv_bias)
 
     def forward(self, x, *where):
-        """x [B, T, 2 D], embeddings and states side by side -> [B, T, D]. where: see Attention.attend()."""
+        """x [B, T, 2 D], embeddings and states side by side -> [B, T, D]. where: see
+        Attention.attend()."""
         embedded, state = x.chunk(2, dim=-1)
         normed = self.state_norm(state)
         y = self.attn(torch.cat((self.attn_norm(embedded), normed), dim=-1), *where)
@@ -106,7 +112,8 @@ class Head(Transformer):
         return torch.cat((self.embed(tokens), self.states[rows, positions]), dim=-1)
 
     def keep(self, place: int, x, rows, positions):
-        """The last layer's output x [B, T, D] is the state of the next slot, until its feature comes."""
+        """The last layer's output x [B, T, D] is the state of the next slot, until its feature
+        comes."""
         if place in self.places:
             self.states[rows, positions + 1] = self.norm(x) if self.options.norm_output else x
 
@@ -145,7 +152,8 @@ SUPPORTED = {  # as families.SUPPORTED
     **dict.fromkeys(NORMS, (False, True)),
 }
 EMBEDDING = "embed_tokens.weight"
-# Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t does.
+# Tensors without a place in the model: of training, and the vocabulary's. t2d says no more than d2t
+# does.
 UNUSED = "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"
 
 
@@ -156,10 +164,11 @@ def is_head(hf: dict) -> bool:
 
 
 def head_settings(hf: dict) -> dict:
-    """config.json of either layout as one dictionary: the keys of a model of one or a few layers, and the head's own.
+    """config.json of either layout as one dictionary: the keys of a model of one or a few layers,
+    and the head's own.
 
-    The authors' layout is flat. The speculators package's has the layers' keys in transformer_layer_config. NVIDIA's
-    heads have some of the head's in eagle_config."""
+    The authors' layout is flat. The speculators package's has the layers' keys in
+    transformer_layer_config. NVIDIA's heads have some of the head's in eagle_config."""
     nested = hf.get("transformer_layer_config")
     kind = "llama" if nested is None else "qwen3"
     hf = dict(model_type=kind) | hf | (nested or {}) | (hf.get("eagle_config") or {})
@@ -171,25 +180,29 @@ def head_settings(hf: dict) -> dict:
 
 
 def find_places(ids: list[int] | None, n_layer: int) -> tuple[int, ...]:
-    """eagle_aux_hidden_state_layer_ids of a head for a target of n_layer layers -> the places of Transformer.setup().
+    """eagle_aux_hidden_state_layer_ids of a head for a target of n_layer layers -> the places of
+    Transformer.setup().
 
-    Heads are published with two meanings of an id. If the first id is 1, an id names the layer whose output it is, so
-    the place is one more. Else an id is the place: that before the layer, or n_layer, behind the last one. SGLang tells
-    them apart so (sgl-project/sglang, pull request 25454); heads without ids use what vLLM and SGLang use."""
+    Heads are published with two meanings of an id. If the first id is 1, an id names the layer
+    whose output it is, so the place is one more. Else an id is the place: that before the layer, or
+    n_layer, behind the last one. SGLang tells them apart so (sgl-project/sglang, pull request
+    25454); heads without ids use what vLLM and SGLang use."""
     if ids is None:
         places = 2, n_layer // 2, n_layer - 3
     else:
         places = tuple(i + (ids[0] == 1) for i in ids)
     if len(set(places).intersection(range(n_layer + 1))) < len(places):
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids} stands for the hidden states at {places}: want "
+            f"eagle_aux_hidden_state_layer_ids={ids} stands for the hidden states at {places}: "
+            f"want "
             f"distinct ones, from 0 to {n_layer}, as the target has {n_layer} layers"
         )
     return places
 
 
 class HeadCheckpoint(Checkpoint):
-    """A head's directory. target: its target's Checkpoint. UserError for a head of another target."""
+    """A head's directory. target: its target's Checkpoint. UserError for a head of another
+    target."""
 
     @staticmethod
     def settings(hf: dict) -> dict:
@@ -223,7 +236,8 @@ class HeadCheckpoint(Checkpoint):
         found, want = open_shard(path).get_slice(name).get_shape(), [config.dim, options.width]
         if found != want:
             raise UserError(
-                f"{self.directory}: fc.weight is {found}, want {want} for {len(options.places)} places and "
+                f"{self.directory}: fc.weight is {found}, want {want} for {len(options.places)} "
+                f"places and "
                 f"the checkpoint's {target.dim} dimensions: the head is of another model"
             )
         if config.vocab_size != target.vocab_size:
@@ -233,12 +247,14 @@ class HeadCheckpoint(Checkpoint):
             )
         if options.vocab_size > target.vocab_size:
             raise UserError(
-                f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the checkpoint's "
+                f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the "
+                f"checkpoint's "
                 f"{target.vocab_size} tokens: the head is of another model"
             )
         if not self.has_embedding and config.dim != target.dim:
             raise UserError(
-                f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has {target.dim} "
+                f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has "
+                f"{target.dim} "
                 f"dimensions, not the head's {config.dim}: want a file that has it"
             )
 
@@ -251,7 +267,8 @@ class HeadCheckpoint(Checkpoint):
         low, high = vocabulary.aminmax()
         if low < 0 or high >= vocab_size or len(vocabulary.unique()) < n:
             raise UserError(
-                f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones from 0 "
+                f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones "
+                f"from 0 "
                 f"to {vocab_size - 1}, the checkpoint's"
             )
         return vocabulary
@@ -303,11 +320,13 @@ def head_weights(config: Config, options: HeadConfig, embedding=True) -> dict[st
 
 
 class EagleDraft(DraftModel):
-    """Drafts with a head. Slot t of its cache is of the pair of token t's feature and token t + 1, so that the cache
-    holds slots 0 to last - 1 - unread after every step: follow() reads the pairs of all tokens that were kept.
+    """Drafts with a head. Slot t of its cache is of the pair of token t's feature and token t + 1,
+    so that the cache holds slots 0 to last - 1 - unread after every step: follow() reads the pairs
+    of all tokens that were kept.
 
-    engine: the head's generate.Engine; target: the target's, which keeps the features of all slots. So pairs can be
-    read late, and again: what was read of drafted tokens gives way to what the target made of those that were kept."""
+    engine: the head's generate.Engine; target: the target's, which keeps the features of all slots.
+    So pairs can be read late, and again: what was read of drafted tokens gives way to what the
+    target made of those that were kept."""
 
     OFFSET = 1
     READ_TOKENS = 4096
@@ -316,7 +335,8 @@ class EagleDraft(DraftModel):
         head = engine.model
         super().__init__(engine, target.model.config.vocab_size)
         self.features = target.model.features
-        # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be made.
+        # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be
+        # made.
         self.logits = head.states.new_zeros(engine.batch_size, 1, head.options.vocab_size)
         self.vocabulary = head.vocabulary
         if self.vocabulary is not None:
@@ -326,7 +346,8 @@ class EagleDraft(DraftModel):
         return tokens  # its embedding is the target's
 
     def read_prompts(self, text, slots):
-        """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before it is seen."""
+        """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before
+        it is seen."""
         model, P, samples = self.engine.model, len(self.prompts), self.samples
         pairs = max(map(len, self.prompts)) - 1
         width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
@@ -347,8 +368,9 @@ class EagleDraft(DraftModel):
         self.logits.copy_(torch.where(here, logits, self.logits))
 
     def pair(self, text, at, end, samples=1):
-        """Makes the pairs of slots at [B, T]: puts the features of those before end, [B, 1] or one for all, into the
-        head's states, and returns the tokens [B, T]. Row b is of the text's row b * samples."""
+        """Makes the pairs of slots at [B, T]: puts the features of those before end, [B, 1] or one
+        for all, into the head's states, and returns the tokens [B, T]. Row b is of the text's row b
+        * samples."""
         head = self.engine.model
         rows = head.rows[: len(at)]
         states = head.project(self.features[::samples][rows, at])
@@ -375,8 +397,8 @@ class EagleDraft(DraftModel):
 
 
 def make_draft(target, model: Transformer | None, make_engine: Callable, slots: int) -> Drafter:
-    """For the generate.Engine `target`. model: a head or a smaller model, which make_engine(model, slots) runs; None:
-    prompt lookup."""
+    """For the generate.Engine `target`. model: a head or a smaller model, which make_engine(model,
+    slots) runs; None: prompt lookup."""
     if isinstance(model, Head):
         return EagleDraft(make_engine(model, slots), target)
     vocab_size = target.model.config.vocab_size

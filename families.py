@@ -1,6 +1,7 @@
 """
-What config.json says of a model, for each family: model.Config. A new family is an entry of FAMILIES, of DEFAULTS where
-keys may be missing, and, where its layers differ, a case of layers_from_hf(); its names are checkpoint.LAYER's.
+What config.json says of a model, for each family: model.Config. A new family is an entry of
+FAMILIES, of DEFAULTS where keys may be missing, and, where its layers differ, a case of
+layers_from_hf(); its names are checkpoint.LAYER's.
 
 hf: the content of config.json, or text_settings() of it.
 """
@@ -93,8 +94,7 @@ LACKING = {  # model_type -> what it has that is not here
     "qwen3_next": "recurrent layers",
     "granitemoehybrid": "recurrent layers",
     **dict.fromkeys(
-        ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"),
-        "kind of experts",
+        ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"), "kind of experts"
     ),
 }
 
@@ -113,7 +113,8 @@ def check_supported(settings: dict, supported: dict) -> None:
 
 
 def text_settings(hf: dict) -> dict:
-    """Those of the language model, where config.json is of a model that also sees, and what missing keys stand for."""
+    """Those of the language model, where config.json is of a model that also sees, and what missing
+    keys stand for."""
     settings = hf | (hf.get("text_config") or {})
     kind = settings.get("model_type")
     kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
@@ -200,10 +201,12 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
 
 
 def rope_settings(hf: dict, sliding: bool = False) -> dict:
-    """rope_theta, rope_type and what the type needs, of the layers with or without a window. hf: text_settings()'s.
+    """rope_theta, rope_type and what the type needs, of the layers with or without a window. hf:
+    text_settings()'s.
 
-    Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of layer. Older files
-    have rope_theta and rope_scaling, which in these two families is not for layers with a window."""
+    Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of
+    layer. Older files have rope_theta and rope_scaling, which in these two families is not for
+    layers with a window."""
     found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = hf.get("rope_theta", 10000.0)
     if sliding:
@@ -240,8 +243,8 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
     )
 
 
-# Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the frequencies; LongRoPE's
-# are two sets.
+# Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the
+# frequencies; LongRoPE's are two sets.
 
 
 def llama3_rope(plain: Tensor, rope: dict) -> tuple:
@@ -254,8 +257,9 @@ def llama3_rope(plain: Tensor, rope: dict) -> tuple:
 
 
 def yarn_rope(plain: Tensor, rope: dict) -> tuple:
-    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): frequencies that make beta_fast turns within the original context
-    stay, those that make beta_slow are stretched, and a ramp lies between. The scale sharpens attention."""
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): frequencies that make beta_fast turns within
+    the original context stay, those that make beta_slow are stretched, and a ramp lies between. The
+    scale sharpens attention."""
     original, pairs = rope["original_max_position_embeddings"], len(plain)
     factor = rope["stretch"]
 
@@ -280,7 +284,8 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
 
 
 def longrope(plain: Tensor, rope: dict) -> tuple:
-    """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the original context."""
+    """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the
+    original context."""
     factor, original = rope["stretch"], rope["original_max_position_embeddings"]
     scale = rope.get("attention_factor")
     if scale is None:

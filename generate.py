@@ -49,7 +49,8 @@ PLAIN = SimpleNamespace(choose=choose, choose_draft=choose_draft, accept=accept)
 
 
 def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
-    """Reads P prompts, which may differ in length, after `start` cached tokens -> the logits after each [P, V]."""
+    """Reads P prompts, which may differ in length, after `start` cached tokens -> the logits after
+    each [P, V]."""
     logits, end = None, start
     for tokens, positions, last, is_last in chunks(prompts, start, engine.columns(), engine.device):
         end += tokens.shape[1]
@@ -62,10 +63,11 @@ def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
 def chunks(
     prompts: list[list[int]], start: int, columns: int, device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts P prompts, padded on the right, into pieces of about PREFILL_TOKENS tokens, multiples of `columns` wide.
+    """Cuts P prompts, padded on the right, into pieces of about PREFILL_TOKENS tokens, multiples of
+    `columns` wide.
 
-    Yields tokens [P, T], positions [1, T], a column of each prompt [P], and whether that is the prompt's last token
-    [P]. Padding needs no mask: see model.py."""
+    Yields tokens [P, T], positions [1, T], a column of each prompt [P], and whether that is the
+    prompt's last token [P]. Padding needs no mask: see model.py."""
     width = round_up(max(map(len, prompts)), columns)
     size = max(columns, PREFILL_TOKENS // len(prompts) // columns * columns)
     tokens = torch.tensor(
@@ -87,8 +89,8 @@ def decode_one_token(
     choose: Callable,
     sampling: Sampling | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]. In place, tokens become the next
-    ones, and positions go up by one."""
+    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]. In place,
+    tokens become the next ones, and positions go up by one."""
     logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)  # [B, V]
     chosen, logprobs = choose(logits, sampling)
     tokens.copy_(chosen)
@@ -100,21 +102,23 @@ def decode_one_token(
 
 
 class Engine:
-    """A model with a KV cache of batch_size rows of max_seq_len tokens, and the functions that run it.
+    """A model with a KV cache of batch_size rows of max_seq_len tokens, and the functions that run
+    it.
 
-    mode: "eager"; "compile", torch.compile and nothing else; or "fast", torch.compile and what fast/ puts in the place
-    of the model's modules. features, cache: see Transformer.setup().
+    mode: "eager"; "compile", torch.compile and nothing else; or "fast", torch.compile and what
+    fast/ puts in the place of the model's modules. features, cache: see Transformer.setup().
 
-    model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T], slots) -> logits
-    [B, T, V] decodes and verifies. What a step runs:
+    model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T],
+    slots) -> logits [B, T, V] decodes and verifies. What a step runs:
 
                        forward             decode              sampler    one CUDA graph is
         eager          model               decode_one_token    PLAIN      -
         compiled       compiled_decoder    decode_one_token    PLAIN      the forward
         captured       decoder             captured_decode     fast/'s    the whole step
 
-    compiled: any mode but "eager". captured: mode "fast", where kernels run on the device and know all values of
-    Sampling. decoder: in mode "fast" a second module over the same weights and caches, else the model itself.
+    compiled: any mode but "eager". captured: mode "fast", where kernels run on the device and know
+    all values of Sampling. decoder: in mode "fast" a second module over the same weights and
+    caches, else the model itself.
     """
 
     def __init__(
@@ -128,14 +132,16 @@ class Engine:
         cache: str = "16-bit",
     ):
         self.model = model
-        self.max_seq_len = max_seq_len  # LLM's length and, with a draft, SLACK more; the cache has 23 or more on top
+        # LLM's length and, with a draft, SLACK more; the cache has 23 or more on top
+        self.max_seq_len = max_seq_len
         self.batch_size = batch_size
         self.device = model.embed.weight.device
-        # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that slots() leaves out.
-        # SDPA's masks want a multiple of 8.
+        # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that
+        # slots() leaves out. SDPA's masks want a multiple of 8.
         model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features, cache)
-        # The length that each row may reach (Transformer.begin_rows()), where its prompt and new tokens do not say it:
-        # a draft is not told how many these are, and a chat's turns share one rope.
+        # The length that each row may reach (Transformer.begin_rows()), where its prompt and new
+        # tokens do not say it: a draft is not told how many these are, and a chat's turns share one
+        # rope.
         self.row_length = None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
@@ -155,12 +161,13 @@ class Engine:
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1000
         # Do not unify dynamic sizes that happen to coincide.
         torch.fx.experimental._config.use_duck_shape = False
-        # A float is a constant: dynamic=True would trace each layer twice, first with numbers such as eps as inputs.
+        # A float is a constant: dynamic=True would trace each layer twice, first with numbers such
+        # as eps as inputs.
         dynamo.specialize_float = True
         # Do not make a size dynamic when it first changes.
         dynamo.automatic_dynamic_shapes = False
-        # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of one serves all
-        # lengths and layers. Decode's forward is compiled once more, below.
+        # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of
+        # one serves all lengths and layers. Decode's forward is compiled once more, below.
         for layer in self.model.layers:
             layer.compile(dynamic=True, fullgraph=True)
         self.decoder = self.model
@@ -172,11 +179,11 @@ class Engine:
         self.settings = torch.zeros(4, device=self.device)  # fast/'s values of Sampling
 
     def set_sampling(self, sampling: Sampling) -> None:
-        """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled code, and kernels
-        read the values on the device.
+        """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled
+        code, and kernels read the values on the device.
 
-        sampler: PLAIN, or fast/'s functions of the same names; all take `sampling` as their last argument.
-        captures: kernels do all of a step, so that one CUDA graph holds it."""
+        sampler: PLAIN, or fast/'s functions of the same names; all take `sampling` as their last
+        argument. captures: kernels do all of a step, so that one CUDA graph holds it."""
         values = self.fast.settings(sampling) if self.kernels else None
         self.captures = values is not None
         if self.captures:
@@ -192,14 +199,16 @@ class Engine:
             self.decode = decode_one_token
 
     def columns(self) -> int:
-        """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a single column. On a
-        GPU, in plain PyTorch, cuDNN's attention makes a plan of 1.8 MiB for each shape, which PyTorch keeps."""
+        """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a
+        single column. On a GPU, in plain PyTorch, cuDNN's attention makes a plan of 1.8 MiB for
+        each shape, which PyTorch keeps."""
         return 16 if self.device.type == "cuda" and not self.kernels else 2
 
     def slots(self, n: int) -> Tensor:
         """The cache's first slots, at least the n that are in use."""
         if self.kernels:
-            # Kernels find the slots in use by themselves, also those that fast/ put into the model for prefill.
+            # Kernels find the slots in use by themselves, also those that fast/ put into the model
+            # for prefill.
             return self.model.slots[:0]
         length = round_up(n, 8)
         if self.device.type == "cuda":
@@ -214,8 +223,9 @@ class Engine:
     def prefill(
         self, prompts: list[list[int]], start: int = 0, samples: int = 1, new_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The function prefill() for P prompts after `start` cached tokens, and for each prompt's samples the first
-        token and its log-probability [P x samples]. new_tokens: how many will follow."""
+        """The function prefill() for P prompts after `start` cached tokens, and for each prompt's
+        samples the first token and its log-probability [P x samples]. new_tokens: how many will
+        follow."""
         lengths = [self.row_length or start + len(prompt) + new_tokens for prompt in prompts]
         self.model.begin_rows(lengths)
         logits = prefill(self, prompts, start)
@@ -237,7 +247,8 @@ class Engine:
         self.positions[:used] = torch.tensor(
             [start + len(prompt) for prompt in prompts for _ in range(samples)]
         )
-        # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each time.
+        # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each
+        # time.
         rows = slice(None if self.compiled else used)
         self.state = self.tokens[rows], self.positions[rows]
         self.length = start + max(map(len, prompts))
@@ -245,9 +256,9 @@ class Engine:
         return chosen, logprobs
 
     def step(self) -> tuple[Tensor, Tensor] | None:
-        """Launches the next token of each row: what decode_one_token() returns, None at the end. Compiled, the next
-        step overwrites it; captured, it is in the host's memory once the GPU is done (fast/graph.py), and the step
-        after the next overwrites it."""
+        """Launches the next token of each row: what decode_one_token() returns, None at the end.
+        Compiled, the next step overwrites it; captured, it is in the host's memory once the GPU is
+        done (fast/graph.py), and the step after the next overwrites it."""
         if self.length == self.end:
             return None
         self.length += 1
@@ -256,11 +267,13 @@ class Engine:
         )
 
     def captured_decode(self, *step):
-        """decode_one_token() as a CUDA graph. The first call runs it as it is, which compiles the kernels.
+        """decode_one_token() as a CUDA graph. The first call runs it as it is, which compiles the
+        kernels.
 
-        torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready in 17 s with empty
-        caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The graph has no arguments: it reads
-        tokens, positions and settings where they are, and changes the first two there."""
+        torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready
+        in 17 s with empty caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The
+        graph has no arguments: it reads tokens, positions and settings where they are, and changes
+        the first two there."""
         if self.graph:
             return self.graph()
         chosen = decode_one_token(*step)
@@ -268,16 +281,19 @@ class Engine:
         return chosen
 
     def receive(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
-        """A step's tensors, now on the host -> the new tokens of each row and their log-probabilities."""
+        """A step's tensors, now on the host -> the new tokens of each row and their
+        log-probabilities."""
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
     @torch.no_grad()
     def warm_up(
         self, prompts: int, speculator: Speculator | None = None, alone: bool = True
     ) -> None:
-        """Compiles what a batch of so many prompts needs: prefill, then decode, which captures its graph.
+        """Compiles what a batch of so many prompts needs: prefill, then decode, which captures its
+        graph.
 
-        alone: this is the only rank. Ranks that compile and run at once would exchange their sums out of order."""
+        alone: this is the only rank. Ranks that compile and run at once would exchange their sums
+        out of order."""
         if speculator:  # whose prepare() has made its steps
             speculator.begin([[0, 0]] * prompts, 1, 0, 1)
             speculator.draft.catch_up(speculator.text, speculator.last, speculator.n_slots())
@@ -294,7 +310,8 @@ class Engine:
 
 @cache
 def import_fast():
-    """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does not import."""
+    """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does
+    not import."""
     try:
         import fast
 
@@ -322,11 +339,13 @@ def generate(
     start: int = 0,
     samples: int = 1,
 ) -> Iterator[list[list[tuple[int, float]]]]:
-    """Yields for each step and row the new tokens with their log-probabilities, until all rows have new_tokens.
+    """Yields for each step and row the new tokens with their log-probabilities, until all rows have
+    new_tokens.
 
-    Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so many tokens, the
-    same for all prompts, are in the cache already. On a GPU a step is yielded after the next one is launched, so that
-    the GPU never waits; a speculative step may go beyond new_tokens."""
+    Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so
+    many tokens, the same for all prompts, are in the cache already. On a GPU a step is yielded
+    after the next one is launched, so that the GPU never waits; a speculative step may go beyond
+    new_tokens."""
     step = runner.begin(prompts, new_tokens, start, samples)
     while step:
         if runner.device.type == "cuda":
@@ -339,8 +358,9 @@ def generate(
 
 
 def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
-    """Begins to copy the tensors of a GPU's step to the host, and returns the function that waits for them. A captured
-    step's are on the host already, where the graph writes them (fast/graph.py), and need the wait alone."""
+    """Begins to copy the tensors of a GPU's step to the host, and returns the function that waits
+    for them. A captured step's are on the host already, where the graph writes them
+    (fast/graph.py), and need the wait alone."""
     copies = [t.to("cpu", non_blocking=True) for t in tensors]
     event = torch.cuda.current_stream().record_event()
 
@@ -360,17 +380,19 @@ class LLM:
         llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
         print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
 
-    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those from max_new_tokens on may
-    be given here, for all calls, or to a call.
+    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those from
+    max_new_tokens on may be given here, for all calls, or to a call.
 
-    The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first call sets what is
-    not given, and a larger call lets it grow. With compile=True the first call takes 2,048 tokens at least if the model
-    has them, and when the cache grows the model is loaded and compiled again; other LLMs of the process are compiled
-    again, too. Calls of any size and sampling within these limits compile nothing again. Compiled, a step costs what
-    max_batch_size rows cost, and draws random numbers for as many.
+    The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first
+    call sets what is not given, and a larger call lets it grow. With compile=True the first call
+    takes 2,048 tokens at least if the model has them, and when the cache grows the model is loaded
+    and compiled again; other LLMs of the process are compiled again, too. Calls of any size and
+    sampling within these limits compile nothing again. Compiled, a step costs what max_batch_size
+    rows cost, and draws random numbers for as many.
 
-    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One call at a time:
-    another one ends a stream() that goes on. Under torchrun each rank makes the same calls."""
+    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One
+    call at a time: another one ends a stream() that goes on. Under torchrun each rank makes the
+    same calls."""
 
     def __init__(
         self,
@@ -402,10 +424,11 @@ class LLM:
         stop: str | list[str] = (),
         time_budget: float | None = None,
     ):
-        """template_options: variables of the chat template, such as {"enable_thinking": False}. load: False puts off
-        reading the weights to the first call. quiet: no progress on stderr.
+        """template_options: variables of the chat template, such as {"enable_thinking": False}.
+        load: False puts off reading the weights to the first call. quiet: no progress on stderr.
 
-        Half of these lines are the signature, so that help(LLM) shows every option with its default."""
+        Half of these lines are the signature, so that help(LLM) shows every option with its
+        default."""
         keywords = {name: value for name, value in locals().items() if name != "self"}
         guard.check_options(keywords)
         self.options = SimpleNamespace(**keywords)
@@ -443,11 +466,11 @@ class LLM:
         return f"LLM({str(self.checkpoint.directory)!r}, device={str(self.device)!r})"
 
     def __call__(self, prompts: str | list, **options) -> Completion | list[Completion]:
-        """Completes a text, a chat's messages (a list of {"role": ..., "content": ...}), or a list of these as one
-        batch. options: the constructor's, from max_new_tokens on.
+        """Completes a text, a chat's messages (a list of {"role": ..., "content": ...}), or a list
+        of these as one batch. options: the constructor's, from max_new_tokens on.
 
-        Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of the samples or, with
-        a time budget, by rank_completions()."""
+        Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of
+        the samples or, with a time budget, by rank_completions()."""
         options = self._options(options)
         if not isinstance(prompts, (str, list, tuple)):
             raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
@@ -461,7 +484,8 @@ class LLM:
         return completions[0] if single and options.num_samples == 1 else completions
 
     def stream(self, prompt: str | list[dict], **options) -> Iterator[str]:
-        """The completion of one prompt, piece by piece, as it is generated. Another call ends it."""
+        """The completion of one prompt, piece by piece, as it is generated. Another call ends
+        it."""
         options = self._options(options)
         if options.num_samples > 1:
             raise UserError(f"`num_samples`={options.num_samples}: a stream is of one sample")
@@ -469,7 +493,8 @@ class LLM:
         return pieces(completions[0], self._steps(completions, options))
 
     def _options(self, given: dict) -> SimpleNamespace:
-        """The constructor's options with those of a call in their place. None: as if it were not given."""
+        """The constructor's options with those of a call in their place. None: as if it were not
+        given."""
         guard.check_call(given, vars(self.options))
         options = vars(self.options) | {
             name: value for name, value in given.items() if value is not None
@@ -522,14 +547,17 @@ class LLM:
         )
 
     def _engine_length(self, length: int) -> int:
-        """An Engine's max_seq_len for texts of so many tokens. With a draft also for drafted ones that are refused."""
+        """An Engine's max_seq_len for texts of so many tokens. With a draft also for drafted ones
+        that are refused."""
         return length + SLACK if self.options.draft else length
 
     def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
-        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its completion's together. What
-        is not loaded yet is loaded, and what is to be compiled is compiled.
+        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its
+        completion's together. What is not loaded yet is loaded, and what is to be compiled is
+        compiled.
 
-        prompts: how many a call has, where that is known; for other numbers prefill compiles when they come."""
+        prompts: how many a call has, where that is known; for other numbers prefill compiles when
+        they come."""
         if self.engine and rows <= self.engine.batch_size and length <= self.room:
             return
         self._free_cache(rows, length)
@@ -560,7 +588,8 @@ class LLM:
         if self.options.compile:  # compiled code and kernels hold it
             if not self.options.quiet:
                 print(
-                    f"compiling again: the KV cache grows to max_batch_size={rows}, max_seq_length={length}",
+                    f"compiling again: the KV cache grows to max_batch_size={rows}, "
+                    f"max_seq_length={length}",
                     file=sys.stderr,
                 )
             self.model = self.draft_model = None
@@ -609,7 +638,8 @@ class LLM:
                 f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer"
             )
         length = max(completion.room for completion in completions)
-        # max_batch_size and max_seq_length if given, else what is needed, and never less than there is.
+        # max_batch_size and max_seq_length if given, else what is needed, and never less than there
+        # is.
         least = min(2048, self.context) if self.options.compile else 1
         there = self.engine.batch_size if self.engine else 1
         self.prepare(
@@ -628,10 +658,11 @@ class LLM:
         start: int = 0,
         budget: float | None = None,
     ) -> Iterator[None]:
-        """Generates until each completion has ended or `budget` seconds are over, and yields after each step.
+        """Generates until each completion has ended or `budget` seconds are over, and yields after
+        each step.
 
-        Each prompt has `samples` completions, one after the other, all of one limit. `start` tokens of the prompts are
-        in the cache already."""
+        Each prompt has `samples` completions, one after the other, all of one limit. `start` tokens
+        of the prompts are in the cache already."""
         begun, limit = time.perf_counter(), completions[0].limit
         # With a budget all ranks must stop at the same step.
         agree = self.team.agree if budget else float

@@ -1,6 +1,6 @@
 """
-GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that are chosen column by column, for the inputs that a calibration
-text gives. The columns that are not quantized yet make up for each error.
+GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that are chosen column by column, for the inputs
+that a calibration text gives. The columns that are not quantized yet make up for each error.
 
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
 
@@ -43,11 +43,13 @@ FEWEST = 128  # tokens that an expert must have seen; another one is rounded
 def inverse_factor(hessian: Tensor) -> Tensor:
     """The upper triangular U with U^T U the inverse of hessian [K, K], which it damps in place.
 
-    L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L, reversed again. So no
-    inverse has to be factored. An input that is always 0 has a row of zeros; the damping suffices for it.
+    L is the Cholesky factor of the matrix with rows and columns reversed; U is the inverse of L,
+    reversed again. So no inverse has to be factored. An input that is always 0 has a row of zeros;
+    the damping suffices for it.
 
-    More damping than K times the largest number makes any matrix positive definite. So a UserError for a damping that
-    is not finite ends this: the inputs' squares overflow, of which the diagonal is a sum."""
+    More damping than K times the largest number makes any matrix positive definite. So a UserError
+    for a damping that is not finite ends this: the inputs' squares overflow, of which the diagonal
+    is a sum."""
     damping = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30)
     failed = True
     while failed:
@@ -65,7 +67,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def find_best_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor):
-    """w [N, G] -> scale, as fp16 rounds it, and zero [N], with the least sum of squared errors times costs [G].
+    """w [N, G] -> scale, as fp16 rounds it, and zero [N], with the least sum of squared errors
+    times costs [G].
 
     Without costs, smaller scales made the perplexity worse."""
     widest, zero = find_scales(w, codes, sym)
@@ -87,15 +90,17 @@ def gptq(
     act_order: bool,
     drift: Tensor | None = None,
 ):
-    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> codes [N, K], uint8, scales
-    [N, C], fp16, zeros [N, C] or None, g_idx [K] or None, loss.
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> codes [N,
+    K], uint8, scales [N, C], fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
-    drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The weights are first moved
-    so that their outputs for X come nearest to those for Y: by W drift (X X^T)^-1 (after GPTAQ, arXiv 2504.02692).
+    drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The
+    weights are first moved so that their outputs for X come nearest to those for Y: by W drift (X
+    X^T)^-1 (after GPTAQ, arXiv 2504.02692).
 
-    A group's scales are found when the group begins: from weights that make up for the errors so far, and with what an
-    error costs once the columns after it make up for it. Act-order takes the columns by falling diagonal of the
-    Hessian; g_idx then names each input's group. loss: ||(W - Q) X||^2 / ||W X||^2, with the damping."""
+    A group's scales are found when the group begins: from weights that make up for the errors so
+    far, and with what an error costs once the columns after it make up for it. Act-order takes the
+    columns by falling diagonal of the Hessian; g_idx then names each input's group. loss: ||(W - Q)
+    X||^2 / ||W X||^2, with the damping."""
     K = w.shape[1]
     G = group_of(K, group_size)
     perm = torch.arange(K, device=w.device)
@@ -149,7 +154,8 @@ def split_experts(layer: Experts) -> ExpertList:
 
 
 def separate_matrices(model: Transformer, head: bool) -> list[str]:
-    """The names of the linear layers to quantize. Each expert becomes one, its number at the end of its name."""
+    """The names of the linear layers to quantize. Each expert becomes one, its number at the end of
+    its name."""
     replace_layers(model, Experts, split_experts)
     return [
         name
@@ -196,14 +202,16 @@ def gptq_model(
 
 
 def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]:
-    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes the layer before it
-    asks for the next.
+    """tokens [S, T] -> each linear layer's name, hessian and drift, in turn. The caller quantizes
+    the layer before it asks for the next.
 
-    hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these inputs are from those
-    in the original model. Both are None for an expert that few tokens reach."""
+    hessian: of the inputs in the model whose earlier layers are quantized. drift: how far these
+    inputs are from those in the original model. Both are None for an expert that few tokens
+    reach."""
     T = tokens.shape[1]
     model.setup(T)
-    # [2, S, T, D]: the hidden states so far of the quantized model, and of the original; then chunks of both.
+    # [2, S, T, D]: the hidden states so far of the quantized model, and of the original; then
+    # chunks of both.
     states = model.embed(tokens.expand(2, -1, -1)) * model.embedding_scale
     size = max(1, CHUNK // T)
     chunks = states.split(size, dim=1)
@@ -245,8 +253,9 @@ def calibrate_pair(
     chunks: Sequence[Tensor],
     few: bool = False,
 ):
-    """Two matrices, one behind the other, and the function between them. Returns what they give for each of chunks
-    [2, ..., D], normed: for the states and, with the original matrices, for the original states."""
+    """Two matrices, one behind the other, and the function between them. Returns what they give for
+    each of chunks [2, ..., D], normed: for the states and, with the original matrices, for the
+    original states."""
     first, second = names
     layer = model.get_submodule  # the caller puts quantized ones into the model
     wanted = [between(layer(first)(norm(y))) for _, y in chunks]
@@ -258,8 +267,8 @@ def calibrate_pair(
 
 
 def calibrate_experts(model: Transformer, name: str, norm: nn.Module, states: Tensor):
-    """The pairs of a mixture of experts, each for the rows that the original routes there. Returns what the original
-    gives for its states, of states [2, S, T, D]."""
+    """The pairs of a mixture of experts, each for the rows that the original routes there. Returns
+    what the original gives for its states, of states [2, S, T, D]."""
     moe = model.get_submodule(name)
     rows = states.flatten(1, 2)
     weights, experts = moe.route(norm(rows[1]))
@@ -275,7 +284,8 @@ def calibrate_experts(model: Transformer, name: str, norm: nn.Module, states: Te
 
 
 def correlations(pairs: Iterable[Iterable[Tensor]], few: bool = False):
-    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]. few: None for both."""
+    """X X^T and (Y - X) X^T [K, K], fp32, of inputs X and Y that come in chunks [S, T, K]. few:
+    None for both."""
     if few:
         return None, None
     hessian = drift = 0

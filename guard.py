@@ -1,12 +1,15 @@
 """
-What protects from broken and hostile files, and what is checked before work begins: memory, device, options.
+What protects from broken and hostile files, and what is checked before work begins: memory, device,
+options.
 
-A directory is vetted once, before it is read: open_checkpoint() finds it and looks at every file that will be read (its
-kind, size and links, the JSON's types and ranges, the headers of the weights); then checkpoint.py and tokenizer.py read
-it plainly. The tokenizer's files are looked at for those alone who want a tokenizer. No path in a checkpoint leads out
-of its directory. What calls code that a file can steer runs in a process of its own with limits of time and memory:
-chat templates, and patterns of layers' names. Each mistake is a UserError of one line.
+A directory is vetted once, before it is read: open_checkpoint() finds it and looks at every file
+that will be read (its kind, size and links, the JSON's types and ranges, the headers of the
+weights); then checkpoint.py and tokenizer.py read it plainly. The tokenizer's files are looked at
+for those alone who want a tokenizer. No path in a checkpoint leads out of its directory. What calls
+code that a file can steer runs in a process of its own with limits of time and memory: chat
+templates, and patterns of layers' names. Each mistake is a UserError of one line.
 """
+
 import gc
 import inspect
 import json
@@ -32,25 +35,39 @@ from model import Config, KVCache
 from sampling import LIMITS as SAMPLING_LIMITS, Sampling
 from tokenizer import Tokenizer, any_of, read_ends, render_plainly
 
-GIB = 2 ** 30
+GIB = 2**30
 HUB_FILES = f"""
 config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json chat_template.jinja
 {WHOLE} {INDEX} model-*-of-*.safetensors
 """.split()
 LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
 PICKLE = "a pickle, which is never read, as it could run code"
-OTHER_FILES = {".gguf": "a GGUF file, which is not read here", ".bin": PICKLE, ".pt": PICKLE, ".pth": PICKLE}
-CONVERT = ("python -c \"import torch; from safetensors.torch import save_file; save_file({n: t.contiguous() for n, t "
-           "in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\"")
-MOST_JSON, MOST_TOKENIZER = 2 ** 24, 2 ** 28  # bytes of a JSON file or template, and of a tokenizer
-MOST_TEXT = 2 ** 26  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
-MARKS = range(0x102000, 0x10FFFE)  # characters without a meaning: the last of Unicode's private ones
-MOST_WEIGHTS = 10 ** 13  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
+OTHER_FILES = {
+    ".gguf": "a GGUF file, which is not read here",
+    ".bin": PICKLE,
+    ".pt": PICKLE,
+    ".pth": PICKLE,
+}
+CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; save_file({n: t.contiguous() for n, t '
+    "in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+)
+MOST_JSON, MOST_TOKENIZER = 2**24, 2**28  # bytes of a JSON file or template, and of a tokenizer
+MOST_TEXT = (
+    2**26
+)  # bytes of a text: to encode it takes 42 times as many with sentencepiece, 90 with tokenizers
+MARKS = range(
+    0x102000, 0x10FFFE
+)  # characters without a meaning: the last of Unicode's private ones
+MOST_WEIGHTS = (
+    10**13
+)  # of a model: its bytes are far from the 2 ** 63 at which PyTorch's sums overflow
 
 
 @contextmanager
 def user_errors(source: Path | str):
-    """Turns whatever the content of a file makes libraries raise into a UserError that names the source."""
+    """Turns whatever the content of a file makes libraries raise into a UserError that names the
+    source."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -60,7 +77,9 @@ def user_errors(source: Path | str):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-        reason = getattr(error, "strerror", None) or error  # an OSError's own words name the file once more
+        reason = (
+            getattr(error, "strerror", None) or error
+        )  # an OSError's own words name the file once more
         raise UserError(f"{source}: {kind}{reason}") from error
 
 
@@ -81,21 +100,29 @@ def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
     with read_json(directory / "config.json") as hf:
         if is_head(hf):
             if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
-                raise UserError(f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert "
-                                f"it there: {CONVERT}")
+                raise UserError(
+                    f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, "
+                    f"convert "
+                    f"it there: {CONVERT}"
+                )
             vet(directory, head=True)
             return HeadCheckpoint(directory, target[0])
     draft, tokenizer = open_checkpoint(directory)
     check_draft(name, tokenizer, target[1])
     smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
     if smaller > larger:
-        print(f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft costs more than it "
-              "can save", file=sys.stderr)
+        print(
+            f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft "
+            f"costs more than it "
+            "can save",
+            file=sys.stderr,
+        )
     return draft
 
 
 def find_checkpoint(name: str) -> Path:
-    """A directory is taken as it is. A Hub id (owner/name) comes from the Hub's cache and is downloaded if needed."""
+    """A directory is taken as it is. A Hub id (owner/name) comes from the Hub's cache and is
+    downloaded if needed."""
     path = Path(os.path.expanduser(name))
     parent = path.absolute().parent
     if name and os.path.isdir(path):
@@ -110,14 +137,17 @@ def find_checkpoint(name: str) -> Path:
     if near := near_checkpoints(path):
         missing += f" (near it: {', '.join(near)})"
     from huggingface_hub import snapshot_download
+
     try:
         if "/" not in name:  # the Hub would know some of these, of old
             raise ValueError
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except ValueError:
         raise UserError(
-            f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is") from None
-    except Exception as error:  # the client and its transport raise many kinds; each means that there is no checkpoint
+            f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
+        ) from None
+    # the client and its transport raise many kinds; each means that there is no checkpoint
+    except Exception as error:
         raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
 
 
@@ -126,16 +156,22 @@ def hub_answer(error: Exception) -> str:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if status in (401, 403, 404):
             return f"answers {status}; correct the name, or accept its licence on its page and run `hf auth login`"
-    return (f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and HF_HUB_OFFLINE, or "
-            "fetch it on another machine and copy its directory here")
+    return (
+        f"is out of reach ({type(error.__cause__ or error).__name__}); check the network and "
+        f"HF_HUB_OFFLINE, or "
+        "fetch it on another machine and copy its directory here"
+    )
 
 
 def near_checkpoints(path: Path) -> list[str]:
-    """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the nearest first."""
+    """The checkpoints beside `path` and in ./checkpoints whose names are much like its name, the
+    nearest first."""
     found = {}
     for parent in (Path("checkpoints"), path.parent):
         if os.path.isdir(parent):
-            found |= {file.parent.name.lower(): str(file.parent) for file in parent.glob("*/config.json")}
+            found |= {
+                file.parent.name.lower(): str(file.parent) for file in parent.glob("*/config.json")
+            }
     return [found[name] for name in get_close_matches(path.name.lower(), found, cutoff=0.5)]
 
 
@@ -143,26 +179,35 @@ def near_checkpoints(path: Path) -> list[str]:
 
 
 def is_inside(path: Path) -> bool:
-    """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among the blobs beside."""
+    """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among
+    the blobs beside."""
     home, target = path.parent.resolve(), path.resolve()
-    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(
+        home.parent.parent / "blobs"
+    )
     return in_blobs or target.is_relative_to(home)
 
 
 def is_file(path: Path, most: int | None = None, inside=True) -> bool:
     """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
 
-    most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer, which no link may take
-    from elsewhere. Weights, without `most`, may be links, as they may lie on another disk."""
+    most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer,
+    which no link may take from elsewhere. Weights, without `most`, may be links, as they may lie on
+    another disk."""
     if not os.path.lexists(path):
         return False
     with user_errors(path):
         if not path.exists():
-            raise ValueError(f"a link to {os.readlink(path)}, which is not there; copy or download the file again")
+            raise ValueError(
+                f"a link to {os.readlink(path)}, which is not there; copy or download the file "
+                f"again"
+            )
         if not path.is_file():
             raise ValueError("want a regular file, not a directory, a pipe or a device")
         if most and inside and not is_inside(path):
-            raise ValueError(f"a link to {path.resolve()}, out of its directory; copy the file itself there")
+            raise ValueError(
+                f"a link to {path.resolve()}, out of its directory; copy the file itself there"
+            )
         size = path.stat().st_size
         if most and size > most:
             raise ValueError(f"{size} bytes, want {most} at most")
@@ -177,7 +222,8 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 @contextmanager
 def read_json(path: Path):
-    """A JSON object, {} where the file is not there. Errors over what it says, too, are UserErrors that name it."""
+    """A JSON object, {} where the file is not there. Errors over what it says, too, are UserErrors
+    that name it."""
     with user_errors(path):
         content = json.loads(read_text(path)) if is_file(path, MOST_JSON) else {}
         if not isinstance(content, dict):
@@ -189,11 +235,11 @@ def read_json(path: Path):
 # Vetting a directory
 
 
-# Tables of keys of a JSON object: what each must be. Numbers are above 0. An optional key may be missing, or null; one
-# that is nonnull may be missing.
+# Tables of keys of a JSON object: what each must be. Numbers are above 0. An optional key may be
+# missing, or null; one that is nonnull may be missing.
 
-# Of text_settings(). hidden_size and head_dim end at 2 ** 20: for every two elements rope computes a frequency, here
-# still at once.
+# Of text_settings(). hidden_size and head_dim end at 2 ** 20: for every two elements rope computes
+# a frequency, here still at once.
 CONFIG = """
 hidden_size                       needed    int up to 1048576
 num_attention_heads               needed    int up to 1e9
@@ -234,7 +280,7 @@ swiglu_alpha                      nonnull   float up to 1e9
 norm_topk_prob                    optional  true or false
 mlp_only_layers                   optional  numbers of layers
 """
-MOST_EXPERTS = 10 ** 5  # of all layers: each has tensors of its own
+MOST_EXPERTS = 10**5  # of all layers: each has tensors of its own
 # Of an EAGLE head's config.json, before and after head_settings().
 HEAD = """
 transformer_layer_config          optional  an object
@@ -271,7 +317,8 @@ ROPE_OF_TYPE = dict(
     longrope="""
     short_factor                  optional  a list
     long_factor                   optional  a list
-    """)
+    """,
+)
 # Of rope_parameters, where each kind of layer has its own.
 ROPE_OF_LAYERS = """
 full_attention                    optional  an object
@@ -320,7 +367,8 @@ def check_keys(of: dict, table: str):
 
 
 def vet(directory: Path, head=False):
-    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all are left to it.
+    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all
+    are left to it.
 
     head: it is an EAGLE head's directory, which no other may be."""
     path = directory / "config.json"
@@ -329,7 +377,9 @@ def vet(directory: Path, head=False):
     with read_json(path) as hf:
         if is_head(hf):
             if not head:
-                raise ValueError("an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`")
+                raise ValueError(
+                    "an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`"
+                )
             check_keys(hf, HEAD)
             hf = head_settings(hf)
             check_keys(hf, HEAD)  # also those that stood in the objects
@@ -339,7 +389,13 @@ def vet(directory: Path, head=False):
         vet_tokens("eos_token_id", read_ends(hf), vocab_size)
     with read_json(directory / "generation_config.json") as generation:
         vet_tokens("eos_token_id", read_ends(generation), vocab_size)
-        Sampling(**{name: generation[name] for name in SAMPLING_LIMITS if generation.get(name) is not None})
+        Sampling(
+            **{
+                name: generation[name]
+                for name in SAMPLING_LIMITS
+                if generation.get(name) is not None
+            }
+        )
     vet_weights(directory)
 
 
@@ -350,7 +406,10 @@ def vet_config(hf: dict) -> int:
     hf = text_settings(hf)
     check_keys(hf, CONFIG)
     n = hf["num_hidden_layers"]
-    for key, values in (("layer_types", ("full_attention", "sliding_attention")), ("no_rope_layers", (0, 1))):
+    for key, values in (
+        ("layer_types", ("full_attention", "sliding_attention")),
+        ("no_rope_layers", (0, 1)),
+    ):
         found = hf.get(key)
         if found is not None and (len(found) < n or any(value not in values for value in found)):
             raise ValueError(f"{key}={str(found):.60}: want one of {values} for each of {n} layers")
@@ -379,11 +438,17 @@ def vet_experts(hf: dict):
     n = hf.get("num_experts") or hf.get("num_local_experts")
     check_keys(hf | dict(num_experts=n), EXPERTS)
     if hf["num_experts_per_tok"] > n:
-        raise ValueError(f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no more "
-                         "experts")
+        raise ValueError(
+            f"num_experts_per_tok={hf['num_experts_per_tok']}: want {n} at most, as there are no "
+            f"more "
+            "experts"
+        )
     if n * hf["num_hidden_layers"] > MOST_EXPERTS:
-        raise ValueError(f"{n} experts in each of {hf['num_hidden_layers']} layers: want {MOST_EXPERTS} at most; a "
-                         "number is wrong")
+        raise ValueError(
+            f"{n} experts in each of {hf['num_hidden_layers']} layers: want {MOST_EXPERTS} at "
+            f"most; a "
+            "number is wrong"
+        )
 
 
 def vet_rope(rope: dict, head_dim: int):
@@ -392,7 +457,9 @@ def vet_rope(rope: dict, head_dim: int):
     kind = rope["rope_type"]
     check_keys(rope, ROPE_OF_TYPE.get(kind, ""))
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError(f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor")
+        raise ValueError(
+            f"low_freq_factor={rope['low_freq_factor']}: want less than high_freq_factor"
+        )
     if kind == "longrope":
         pairs = int(head_dim * rope["partial_rotary_factor"]) // 2
         for key in ("short_factor", "long_factor"):
@@ -400,15 +467,20 @@ def vet_rope(rope: dict, head_dim: int):
             for factor in factors:
                 check_keys({key: factor}, f"{key} needed float up to 1e9")
             if len(factors) != pairs:
-                raise ValueError(f"{key}={factors!r:.60}: want {pairs} numbers above 0, one for each pair of a head")
+                raise ValueError(
+                    f"{key}={factors!r:.60}: want {pairs} numbers above 0, one for each pair of a "
+                    f"head"
+                )
 
 
 def vet_tokens(key: str, ids: list, vocab_size: int):
     """None is none. An end that is no token would end no text."""
     for i in ids:
         if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
-            raise ValueError(f"{key}={i!r}: want a token, from 0 to {vocab_size - 1}, as config.json has a "
-                             f"vocab_size of {vocab_size}")
+            raise ValueError(
+                f"{key}={i!r}: want a token, from 0 to {vocab_size - 1}, as config.json has a "
+                f"vocab_size of {vocab_size}"
+            )
 
 
 def vet_tokenizer(directory: Path) -> Path:
@@ -443,7 +515,9 @@ def vet_weights(directory: Path):
         check_keys(index, "weight_map optional an object")
         for name, file in (index.get("weight_map") or {}).items():
             if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
-                raise ValueError(f"{name} is in {file!r:.60}: want a file inside of the checkpoint's directory")
+                raise ValueError(
+                    f"{name} is in {file!r:.60}: want a file inside of the checkpoint's directory"
+                )
             places.setdefault(directory / file, set()).add(name)
     if not index and is_file(directory / WHOLE):
         places = {directory / WHOLE: set()}
@@ -464,7 +538,8 @@ def vet_weights(directory: Path):
 
 
 def render(template: str, values: dict) -> str:
-    """The text of a chat template, made in a process of its own. UserError for whatever goes wrong there."""
+    """The text of a chat template, made in a process of its own. UserError for whatever goes wrong
+    there."""
     process = template_process(os.getpid())
     try:
         print(json.dumps([template, values]), file=process.stdin, flush=True)
@@ -475,7 +550,8 @@ def render(template: str, values: dict) -> str:
         if not isinstance(error, (BrokenPipeError, ValueError)):
             raise
         raise UserError(
-            f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB") from None
+            f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB"
+        ) from None
     if kind:
         raise UserError(f"the chat template: {kind}: {text}")
     return text
@@ -483,35 +559,50 @@ def render(template: str, values: dict) -> str:
 
 @cache
 def template_process(pid: int) -> Popen:
-    """The process that renders templates for the process `pid`, for all of its turns. It ends when its stdin does."""
-    program = f"{inspect.getsource(render_plainly)}\n{inspect.getsource(render_lines)}\nrender_lines()"
-    return Popen([sys.executable, "-I", "-c", program, *sys.path], stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True,
-                 start_new_session=True)  # so that a terminal's Ctrl-C does not reach it
+    """The process that renders templates for the process `pid`, for all of its turns. It ends when
+    its stdin does."""
+    program = (
+        f"{inspect.getsource(render_plainly)}\n{inspect.getsource(render_lines)}\nrender_lines()"
+    )
+    return Popen(
+        [sys.executable, "-I", "-c", program, *sys.path],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        text=True,
+        start_new_session=True,
+    )  # so that a terminal's Ctrl-C does not reach it
 
 
 def render_lines():
-    """The program of template_process(): for each line of stdin, a template and its values, it prints a line, the kind
-    of an error or "" and the text."""
+    """The program of template_process(): for each line of stdin, a template and its values, it
+    prints a line, the kind of an error or "" and the text."""
     import json, re, resource, signal, sys, time  # noqa: E401
     from contextlib import suppress
+
     sys.path += sys.argv[1:]
     render_plainly("", {})  # imports what it needs
     with suppress(ValueError, OSError):  # macOS refuses this
-        resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
+        resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
     for line in sys.stdin:
         used = int(time.process_time())
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (used + 3, hard))  # in seconds; past it the process ends
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (used + 3, hard)
+        )  # in seconds; past it the process ends
         signal.alarm(10)  # so it does when as much time went by otherwise
         try:
             template, values = json.loads(line)
             text = render_plainly(template, values)
-            if len(text) > 10 ** 6 + 4 * len(json.dumps(values)):
+            if len(text) > 10**6 + 4 * len(json.dumps(values)):
                 raise ValueError(f"{len(text)} characters are too many for these messages")
             # No address of a function or object, unless a message has it.
-            answer = "", re.sub(" at 0x[0-9a-f]+", lambda found: found[0] if found[0] in line else "", text)
+            answer = (
+                "",
+                re.sub(" at 0x[0-9a-f]+", lambda found: found[0] if found[0] in line else "", text),
+            )
         except Exception as error:
-            answer = type(error).__name__, str(error)[:10 ** 4]
+            answer = type(error).__name__, str(error)[: 10**4]
         print(json.dumps(answer), flush=True)
         signal.alarm(0)
 
@@ -528,14 +619,21 @@ print(json.dumps([next((i for i, pattern in enumerate(compiled) if pattern.match
 def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
     """Which of a file's regular expressions is the first that matches the beginning of each name.
 
-    A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3 s."""
+    A search can take ages, as that of "(a?){99}b" does, so a process makes it, which ends after 3
+    s."""
     if not any(patterns):
         return [0] * len(names)
-    done = subprocess.run([sys.executable, "-I", "-c", FIND_MATCHES], input=json.dumps([patterns, names]),
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", FIND_MATCHES],
+        input=json.dumps([patterns, names]),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         reason = (done.stderr.splitlines() or ["they take more than 3 s"])[-1]
-        raise UserError(f"config.json: quantization_config: its patterns of layers' names: {reason}")
+        raise UserError(
+            f"config.json: quantization_config: its patterns of layers' names: {reason}"
+        )
     return json.loads(done.stdout)
 
 
@@ -544,7 +642,8 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
 
 @contextmanager
 def silenced():
-    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write meanwhile."""
+    """Lines that a library writes to stderr by itself go nowhere, nor does what other threads write
+    meanwhile."""
     with open(os.devnull, "w") as null:
         saved = os.dup(2)
         os.dup2(null.fileno(), 2)
@@ -556,10 +655,13 @@ def silenced():
 
 
 def vetted(encode):
-    """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no token, is refused."""
+    """encode(tokenizer, a text or a chat's messages) -> tokens. What is no text, and what is no
+    token, is refused."""
+
     def call(tokenizer, of):
         with user_errors("the text"):
-            # Raises for what is no JSON, and for half of a character: a command line that is not UTF-8.
+            # Raises for what is no JSON, and for half of a character: a command line that is not
+            # UTF-8.
             json.dumps(of, ensure_ascii=False).encode()
         with user_errors(tokenizer.path), silenced():
             ids = encode(tokenizer, of)
@@ -570,11 +672,12 @@ def vetted(encode):
 
 
 class VettedTokenizer(Tokenizer):
-    """Special tokens that are typed in a chat are text. Whatever a library raises is a UserError, and what it writes to
-    stderr by itself goes nowhere.
+    """Special tokens that are typed in a chat are text. Whatever a library raises is a UserError,
+    and what it writes to stderr by itself goes nowhere.
 
-    In messages each special token that is typed gives way to a mark, a character without a meaning, before the template
-    writes its own. Then a mark is encoded as the text that it stands for."""
+    In messages each special token that is typed gives way to a mark, a character without a meaning,
+    before the template writes its own. Then a mark is encoded as the text that it stands for."""
+
     render_template = staticmethod(render)
     encode_text = vetted(Tokenizer.encode_text)
 
@@ -583,11 +686,15 @@ class VettedTokenizer(Tokenizer):
         self.vocab_size = checkpoint.config.vocab_size
         with user_errors(self.path), silenced():
             super().__init__(checkpoint)
-            # What a user's text must not give. An end may be no special token; one character is what any text has.
+            # What a user's text must not give. An end may be no special token; one character is
+            # what any text has.
             texts = {self.token(i): i for i in self.stops}
-            self.reserved = self.backend.special | {text: i for text, i in texts.items() if len(text or "") > 1}
+            self.reserved = self.backend.special | {
+                text: i for text, i in texts.items() if len(text or "") > 1
+            }
             if self.path.suffix == ".json":
-                # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on two cores).
+                # A decoder that panics does so here, not in the middle of a text (151,000 tokens:
+                # 0.1 s on two cores).
                 tokens = [*range(self.backend.tokenizer.get_vocab_size())]
                 self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
         with user_errors(checkpoint.directory / "tokenizer_config.json"):
@@ -596,7 +703,9 @@ class VettedTokenizer(Tokenizer):
             if self.add_bos:
                 vet_tokens("bos_token_id", [self.bos], self.vocab_size)
             if any(len(token) > 1000 for token in self.reserved):
-                raise ValueError("a special token has more than 1000 characters: this is no such token")
+                raise ValueError(
+                    "a special token has more than 1000 characters: this is no such token"
+                )
         self.marks = dict(zip(self.reserved, map(chr, MARKS)))
         self.meant = {mark: text for text, mark in self.marks.items()}
 
@@ -615,10 +724,12 @@ class VettedTokenizer(Tokenizer):
 
     @vetted
     def encode_chat(self, messages: list[dict]) -> list[int]:
-        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone begins and ends turns.
+        """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template, which alone
+        begins and ends turns.
 
-        In transformers a user can: apply_chat_template() encodes the rendered text as a whole, where <|im_end|> is the
-        token whoever wrote it, unless split_special_tokens=True, and then the template's is none either."""
+        In transformers a user can: apply_chat_template() encodes the rendered text as a whole,
+        where <|im_end|> is the token whoever wrote it, unless split_special_tokens=True, and then
+        the template's is none either."""
         return self.encode_marked(self.render(self.mark(messages)))
 
     def mark(self, value):
@@ -630,11 +741,14 @@ class VettedTokenizer(Tokenizer):
         if not isinstance(value, str):
             return value
         if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
-            raise UserError(f"the private character U+{ord(taken[0]):X} stands for others here; leave it out")
+            raise UserError(
+                f"the private character U+{ord(taken[0]):X} stands for others here; leave it out"
+            )
         return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
 
     def encode_marked(self, text: str) -> list[int]:
-        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for, as plain text."""
+        """The tokens of a text whose reserved texts are tokens, while a mark is what it stands for,
+        as plain text."""
         encode_plainly = partial(self.backend.encode, plain=True)
         parts = re.split(f"({any_of([*self.reserved, *self.meant])})", text)
         # Any text may give the unknown token, special or not. So does the last character of all.
@@ -653,7 +767,9 @@ class VettedTokenizer(Tokenizer):
             found = encode_plainly(plain)
             if part in self.reserved:
                 found = [self.reserved[part]]
-            elif reserved.intersection(found):  # case or width is folded, or merges lead to a reserved text
+            elif reserved.intersection(
+                found
+            ):  # case or width is folded, or merges lead to a reserved text
                 found = [i for character in plain for i in encode_plainly(character)]
             ids += found
         return ids
@@ -662,13 +778,19 @@ class VettedTokenizer(Tokenizer):
 # Device and memory
 
 
-DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, fp32=torch.float32,
-              bf16=torch.bfloat16, fp16=torch.float16)
+DTYPES = dict(
+    float32=torch.float32,
+    bfloat16=torch.bfloat16,
+    float16=torch.float16,
+    fp32=torch.float32,
+    bf16=torch.bfloat16,
+    fp16=torch.float16,
+)
 
 
 def find_device(name: str | torch.device | None, compile: bool = False) -> torch.device:
-    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton launches there.
-    compile: UserError where Inductor would not find a C++ compiler."""
+    """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton
+    launches there. compile: UserError where Inductor would not find a C++ compiler."""
     # Where the driver is unusable, GPUs may be counted and yet not available.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = [f"cuda:{i}" for i in range(gpus)]
@@ -678,21 +800,35 @@ def find_device(name: str | torch.device | None, compile: bool = False) -> torch
     if name is None:
         name = found[0].partition(":")[0]
     if str(name) not in found and f"{name}:0" not in found:
-        raise UserError(f"`device`={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}")
+        raise UserError(
+            f"`device`={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}"
+        )
     device = torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that Inductor runs
+    compiler = os.environ.get(
+        "CXX", "clang++" if sys.platform == "darwin" else "g++"
+    )  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
-        raise UserError(f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name another")
+        raise UserError(
+            f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name "
+            f"another"
+        )
     return device
 
 
 def find_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     default = "float32" if device.type == "cpu" else "bfloat16"
     dtype = DTYPES[str(name or default).removeprefix("torch.")]
-    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
-        raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 runs there")
+    if (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and not torch.cuda.is_bf16_supported(False)
+    ):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 "
+            f"runs there"
+        )
     return dtype
 
 
@@ -701,7 +837,8 @@ def host_memory() -> int:
 
 
 def free_memory(device: torch.device, ranks=1) -> int:
-    """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system does not say more."""
+    """Bytes that a GPU has left, or the host, for each rank: half of its memory, where the system
+    does not say more."""
     if device.type == "cuda":
         gc.collect()  # models that are gone, where they refer to themselves
         torch.cuda.empty_cache()  # what PyTorch holds of them
@@ -717,19 +854,31 @@ def memory_advice(advice: str):
     """Turns running out of memory into a UserError with this advice."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
         if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
             raise UserError(advice) from None
         raise
 
 
-def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache_length: int, device: torch.device,
-                 dtype: torch.dtype, ranks=1, loaded=False, kind="16-bit", features=0) -> str:
+def check_memory(
+    models: list[tuple[Config, int | None]],
+    batch_size: int,
+    cache_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks=1,
+    loaded=False,
+    kind="16-bit",
+    features=0,
+) -> str:
     """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
 
-    models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs share both. loaded:
-    the weights have their memory already. kind: the caches', of model.CACHES. features: numbers that are kept of each
-    token for an EAGLE head."""
+    models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs
+    share both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
+    features: numbers that are kept of each token for an EAGLE head."""
     share, there = 1, host_memory()
     if device.type == "cuda":
         share, there = ranks, free_memory(device)
@@ -742,9 +891,13 @@ def check_memory(models: list[tuple[Config, int | None]], batch_size: int, cache
             weights += size / (share if weight.rows or weight.columns else 1)
         cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
     no_draft = ", or no `draft`" if len(models) > 1 else ""
-    advice = (f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache ({batch_size} rows "
-              f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or tokens, or `dtype`"
-              f"{no_draft}, help")
+    advice = (
+        f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache "
+        f"({batch_size} rows "
+        f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or "
+        f"tokens, or `dtype`"
+        f"{no_draft}, help"
+    )
     if (0 if loaded else weights) + cache > there:
         raise UserError(advice)
     return advice
@@ -755,24 +908,34 @@ def check_draft(name: str, draft: Tokenizer, target: Tokenizer):
     for i in range(min(draft.vocab_size, target.vocab_size)):
         theirs, ours = draft.token(i), target.token(i)
         if theirs != ours and None not in (theirs, ours):
-            raise UserError(f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; want a "
-                            "draft with the same tokenizer, or `draft`=prompt-lookup")
+            raise UserError(
+                f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; "
+                f"want a "
+                "draft with the same tokenizer, or `draft`=prompt-lookup"
+            )
 
 
 # Options
 
 
 LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
-    max_batch_size=(int, 1, math.inf), max_seq_length=(int, 2, math.inf), group_size=(int, -1, math.inf),
-    max_new_tokens=(int, 1, math.inf), num_samples=(int, 1, 10 ** 5), seed=(int, 0, 2 ** 63 - 1),
-    time_budget=(float, 1e-9, math.inf))
+    max_batch_size=(int, 1, math.inf),
+    max_seq_length=(int, 2, math.inf),
+    group_size=(int, -1, math.inf),
+    max_new_tokens=(int, 1, math.inf),
+    num_samples=(int, 1, 10**5),
+    seed=(int, 0, 2**63 - 1),
+    time_budget=(float, 1e-9, math.inf),
+)
 CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(
-    dtype=tuple(DTYPES), kv_cache=("int8", "int8-values"))
+    dtype=tuple(DTYPES), kv_cache=("int8", "int8-values")
+)
 DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
 
 
 def check_options(options: dict):
-    """UserError for a value out of its limits, and for options that contradict each other. None: it is not given."""
+    """UserError for a value out of its limits, and for options that contradict each other. None: it
+    is not given."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name in LIMITS:
@@ -793,14 +956,21 @@ def check_options(options: dict):
         raise UserError("`stop`: an empty text would end everything at once")
     options = given.get("template_options", {})
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
-        raise UserError(f"`template_options`={options!r:.60}: want the template's variables and their values")
+        raise UserError(
+            f"`template_options`={options!r:.60}: want the template's variables and their values"
+        )
     with user_errors("`template_options`"):
         json.dumps(options)
     if "group_size" in given and "quantize" not in given:
-        raise UserError(f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has its own")
+        raise UserError(
+            f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has "
+            f"its own"
+        )
     draft, tokens = given.get("draft"), given.get("draft_tokens")
     if draft == "":
-        raise UserError("`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out")
+        raise UserError(
+            "`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out"
+        )
     if not draft and (tokens or "draft_quantize" in given):
         raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
     if draft == "prompt-lookup" and "draft_quantize" in given:
@@ -831,7 +1001,11 @@ def check_call(given: dict, options: dict):
 def check_messages(messages):
     """ValueError unless these are a chat's messages: [{"role": ..., "content": ...}, ...]."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]")
+        raise ValueError(
+            f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]"
+        )
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
             raise ValueError(f"message {message!r:.60}: want a role and a content, both text")

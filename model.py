@@ -1,18 +1,21 @@
 """
 A Llama-family decoder in plain PyTorch, and nothing else. README lists the families that it serves.
 
-One forward serves prefill, decode, speculative verification and ragged batches. They differ only in T and in the
-positions: each token carries its own position, writes its key and value into that slot of the KV cache, and attends to
-the slots up to its own position. A slot is written before it becomes visible. So right-padding and rejected drafts need
-no clean-up and no mask of their own: what they left in the cache is overwritten before any token attends to it.
+One forward serves prefill, decode, speculative verification and ragged batches. They differ only in
+T and in the positions: each token carries its own position, writes its key and value into that slot
+of the KV cache, and attends to the slots up to its own position. A slot is written before it
+becomes visible. So right-padding and rejected drafts need no clean-up and no mask of their own:
+what they left in the cache is overwritten before any token attends to it.
 
-Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F ffn dim,
-V vocabulary. In a mixture of experts: X experts, n of which a token takes; M rows, which are tokens or, n times as
-many, tokens at an expert of theirs; matrices [N, K], of N outputs and K inputs.
+Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
+ffn dim, V vocabulary. In a mixture of experts: X experts, n of which a token takes; M rows, which
+are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs and K
+inputs.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
-families.config_from_hf() reads it, and checkpoint.hf_weights() names the weights. fast/ leaves a model to this file
-where a field that it does not know, also of Rope or MoEConfig, has another value than its default.
+families.config_from_hf() reads it, and checkpoint.hf_weights() names the weights. fast/ leaves a
+model to this file where a field that it does not know, also of Rope or MoEConfig, has another value
+than its default.
 """
 
 from dataclasses import dataclass
@@ -23,17 +26,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# A kind of KV cache -> whether keys, and whether values, are int8. "16-bit", without --kv-cache: both in the model's
-# dtype, whichever that is.
+# A kind of KV cache -> whether keys, and whether values, are int8. "16-bit", without --kv-cache:
+# both in the model's dtype, whichever that is.
 CACHES = {"16-bit": (False, False), "int8": (True, True), "int8-values": (False, True)}
 ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
-# Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint holds them.
+# Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint
+# holds them.
 buffer = partial(nn.Buffer, persistent=False)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the position.
+    """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the
+    position.
 
     families.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
 
@@ -48,7 +53,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts: small feed-forward parts, of which each token takes a few (arXiv 1701.06538)."""
+    """A mixture of experts: small feed-forward parts, of which each token takes a few (arXiv
+    1701.06538)."""
 
     n_expert: int
     n_chosen: int  # of a token
@@ -56,7 +62,8 @@ class MoEConfig:
     # The weights are a softmax over a token's experts alone, or over all.
     normalize: bool = True
     bias: bool = False  # of the router and the experts: gpt-oss
-    # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] * gate) * (up + 1).
+    # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] *
+    # gate) * (up + 1).
     clamp: tuple[float, float] | None = None
 
 
@@ -92,8 +99,8 @@ class Config:
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
-    # Names in files: a layer's mixture, its router and, if each expert has tensors of its own, their gate, up and down,
-    # such as "mlp gate gate_proj up_proj down_proj".
+    # Names in files: a layer's mixture, its router and, if each expert has tensors of its own,
+    # their gate, up and down, such as "mlp gate gate_proj up_proj down_proj".
     expert_files: str = ""
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
@@ -111,7 +118,8 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # nn.Embedding() would draw normal numbers, for which the meta device imports torch._dynamo, 0.7 s a start.
+        # nn.Embedding() would draw normal numbers, for which the meta device imports torch._dynamo,
+        # 0.7 s a start.
         self.embed = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.dim), freeze=False
         )
@@ -128,15 +136,16 @@ class Transformer(nn.Module):
         features: tuple[int, ...] = (),
         cache: str = "16-bit",
     ):
-        """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size, K, max_seq_len, E].
+        """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size,
+        K, max_seq_len, E].
 
-        The weights are in place by then: it takes their device and dtype. Another call makes all anew. Without a
-        batch_size there is no cache, and the tokens of a forward, at positions 0 to T - 1, attend to each other alone
-        (training).
+        The weights are in place by then: it takes their device and dtype. Another call makes all
+        anew. Without a batch_size there is no cache, and the tokens of a forward, at positions 0 to
+        T - 1, attend to each other alone (training).
 
-        features: the places whose hidden states are kept in self.features [batch_size, max_seq_len, n D], by position:
-        place i is before layer i, place n_layer after the last one. A draft head reads them. They need a batch_size.
-        cache: of CACHES."""
+        features: the places whose hidden states are kept in self.features [batch_size, max_seq_len,
+        n D], by position: place i is before layer i, place n_layer after the last one. A draft head
+        reads them. They need a batch_size. cache: of CACHES."""
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
         ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
@@ -156,16 +165,17 @@ class Transformer(nn.Module):
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
 
     def begin_rows(self, lengths: list[int]):
-        """Row b's text will have lengths[b] tokens at most; setup() says max_seq_len for all. LongRoPE (Phi) alone
-        asks, before a text's first token: if it will outgrow Rope.original, all of it reads the table's second half."""
+        """Row b's text will have lengths[b] tokens at most; setup() says max_seq_len for all.
+        LongRoPE (Phi) alone asks, before a text's first token: if it will outgrow Rope.original,
+        all of it reads the table's second half."""
         for table in self.ropes:
             if table.rope.long:
                 far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
                 table.offset[: len(lengths), 0] = far * (len(table.cos) // 2)
 
     def arrange_rows(self, rows: list[int], n: int):
-        """The cache's first rows, and the features', become what these rows are, as far as their first n slots:
-        [0, 0, 1, 1] makes two samples of each of two prompts."""
+        """The cache's first rows, and the features', become what these rows are, as far as their
+        first n slots: [0, 0, 1, 1] makes two samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
             for cache in layer.attn.cache.buffers():
@@ -173,10 +183,11 @@ class Transformer(nn.Module):
         self.features[: len(rows), :n] = self.features[rows, :n]
 
     def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
-        """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those columns [B, V].
+        """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those
+        columns [B, V].
 
-        slots: a prefix of self.slots that covers all positions. Attention reads only these slots of the cache. fast/'s
-        kernels need none: they go by the positions."""
+        slots: a prefix of self.slots that covers all positions. Attention reads only these slots of
+        the cache. fast/'s kernels need none: they go by the positions."""
         rows = self.rows[: len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
             slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
@@ -216,8 +227,8 @@ class Transformer(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compiled_once(layer, *inputs):
-    """Where torch.compile has the whole forward (decode), all layers share the code of one: SmolLM2 is ready in 15 s,
-    not 61 s, on 2 CPU cores. Elsewhere it is a call."""
+    """Where torch.compile has the whole forward (decode), all layers share the code of one: SmolLM2
+    is ready in 15 s, not 61 s, on 2 CPU cores. Elsewhere it is a call."""
     return layer(*inputs)
 
 
@@ -246,7 +257,8 @@ class Block(nn.Module):
         self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
 
     def forward(self, x, *where):
-        """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, as Attention.attend() has them."""
+        """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, as Attention.attend()
+        has them."""
         y = self.attn(self.attn_norm(x), *where)
         x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
         y = self.ffn(self.ffn_norm(x))
@@ -276,8 +288,8 @@ class Attention(nn.Module):
         return self.wo(self.attend(self.wqkv(x), *where))
 
     def attend(self, qkv, positions, cos, sin, mask, rows):
-        """qkv [B, T, (H + 2K) E], positions [B, T] or [1, T], cos and sin of these [B, T, 1, E], mask [B, 1, T, L], and
-        the rows of the cache [B, 1] -> [B, T, H E]"""
+        """qkv [B, T, (H + 2K) E], positions [B, T] or [1, T], cos and sin of these [B, T, 1, E],
+        mask [B, 1, T, L], and the rows of the cache [B, 1] -> [B, T, H E]"""
         q, k, v = self.rotate(qkv, positions, cos, sin)
         if self.cache is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -295,9 +307,9 @@ class Attention(nn.Module):
     def with_sinks(self, q, k, v, mask):
         """One more slot, whose value is 0 and whose score is a head's sink.
 
-        q gets 8 elements, each the sink, and the slot's key has 1 / 8 / scale in each. Its score then is
-        scale * (8 * sink * 1 / 8 / scale) = sink. There are 8 elements and 8 slots, of which 7 are masked, because SDPA
-        wants multiples of 8."""
+        q gets 8 elements, each the sink, and the slot's key has 1 / 8 / scale in each. Its score
+        then is scale * (8 * sink * 1 / 8 / scale) = sink. There are 8 elements and 8 slots, of
+        which 7 are masked, because SDPA wants multiples of 8."""
         sinks = self.sinks[:, None].expand(*q.shape[:-1], 8)  # [B, T, H, 8]
         k, v = (F.pad(x, (0, 8, 0, 8)) for x in (k, v))  # [B, K, L + 8, E + 8]
         k[:, :, -8, -8:] = 1 / 8 / self.scale
@@ -321,13 +333,16 @@ class Attention(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The keys and values of a layer: k, v [B, K, L, E]. Another kind is a subclass, made in Transformer.setup(), and
-    fast/ leaves it to this file. Its buffers begin with [B, K, L]: arrange_rows() copies them.
+    """The keys and values of a layer: k, v [B, K, L, E]. Another kind is a subclass, made in
+    Transformer.setup(), and fast/ leaves it to this file. Its buffers begin with [B, K, L]:
+    arrange_rows() copies them.
 
-    In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention reads has been int8,
-    the new token's key and value too: so a prompt in chunks, verification and a batch give what decode alone gives.
+    In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention
+    reads has been int8, the new token's key and value too: so a prompt in chunks, verification and
+    a batch give what decode alone gives.
 
-    There are no recurrent layers (Qwen3.5) yet: nothing that comes later overwrites their state. For these
+    There are no recurrent layers (Qwen3.5) yet: nothing that comes later overwrites their state.
+    For these
 
         forward()           must know which columns are padding
         begin_rows()        clears the state; arrange_rows() copies all of it
@@ -339,11 +354,7 @@ class KVCache(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        device: torch.device,
-        dtype: torch.dtype,
-        kind: str = "16-bit",
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kind: str = "16-bit"
     ):
         super().__init__()
         self.dtype = dtype
@@ -365,7 +376,8 @@ class KVCache(nn.Module):
     def write(self, k, v, rows, positions):
         """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T].
 
-        cache[rows, :, positions] is [B, T, K, E], as x is: two indices with a slice between them come first."""
+        cache[rows, :, positions] is [B, T, K, E], as x is: two indices with a slice between them
+        come first."""
         for cache, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scales is not None:
                 x, scales[rows, :, positions] = to_int8(x)
@@ -400,7 +412,8 @@ class FeedForward(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gated linear unit (arXiv 2002.05202): [..., 2F], the gate and then up -> [..., F]. clamp: see MoEConfig."""
+    """A gated linear unit (arXiv 2002.05202): [..., 2F], the gate and then up -> [..., F]. clamp:
+    see MoEConfig."""
 
     def __init__(self, activation: str, clamp: tuple | None = None):
         super().__init__()
@@ -463,10 +476,11 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x, weight, experts):
-    """x [M, K] by the matrices [X, N, K] of its experts [M], in order -> [M, N]. Few rows gather theirs.
+    """x [M, K] by the matrices [X, N, K] of its experts [M], in order -> [M, N]. Few rows gather
+    theirs.
 
-    torch.compile does not look inside: it would take F.grouped_mm() in bf16 alone, and make one code for few rows and
-    another for many."""
+    torch.compile does not look inside: it would take F.grouped_mm() in bf16 alone, and make one
+    code for few rows and another for many."""
     product = opaque_product if torch.compiler.is_compiling() else plain_product
     return product(x, weight, experts)
 
@@ -491,7 +505,8 @@ def _(x, weight, experts):
 
 
 class RMSNorm(nn.Module):
-    """Each `dim` elements of the last dimension by themselves: a weight of a head's size norms each head."""
+    """Each `dim` elements of the last dimension by themselves: a weight of a head's size norms each
+    head."""
 
     def __init__(self, dim: int, config: Config):
         super().__init__()
@@ -510,9 +525,9 @@ class RMSNorm(nn.Module):
 
 
 class RopeTable(nn.Module):
-    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16's error would be 2e-3. Where nothing
-    turns, cos is 1 and sin is 0. With LongRoPE two such tables lie one behind the other; offset [B, 1] is where a row's
-    begins."""
+    """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16's error would be
+    2e-3. Where nothing turns, cos is 1 and sin is 0. With LongRoPE two such tables lie one behind
+    the other; offset [B, 1] is where a row's begins."""
 
     def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
         super().__init__()
@@ -533,6 +548,7 @@ class RopeTable(nn.Module):
 
 
 def turn(x, cos, sin, pairs: int):
-    """x [B, T, any, E] by the angles of cos, sin: in Hugging Face's layout element i turns with element i + pairs."""
+    """x [B, T, any, E] by the angles of cos, sin: in Hugging Face's layout element i turns with
+    element i + pairs."""
     x1, x2, rest = x.float().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
     return (x.float() * cos + torch.cat((-x2, x1, rest), dim=-1) * sin).type_as(x)

@@ -1,7 +1,8 @@
 """
 How many tokens to draft: the policies that choose k from step to step.
 
-policy.k is what the next step may draft. The Speculator takes the largest k that it has a step for, and calls update().
+policy.k is what the next step may draft. The Speculator takes the largest k that it has a step for,
+and calls update().
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class Fixed:
     k: int = 0
 
     def update(self, accepted: list[int], k: int, seconds: float):
-        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not ended."""
+        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not
+        ended."""
 
 
 @dataclass
@@ -54,8 +56,9 @@ class Bass(Fixed):
 class Auto(Fixed):
     """The k that promises the most tokens a second.
 
-    It estimates how often a token is accepted and how long a step of each k takes. It stops where drafting is slower
-    than not drafting. It retries while the time lost in retries stays a small share of all time."""
+    It estimates how often a token is accepted and how long a step of each k takes. It stops where
+    drafting is slower than not drafting. It retries while the time lost in retries stays a small
+    share of all time."""
 
     LOSS = 0.02  # that share
     MEMORY = 0.95  # how much of a step's counts remains after the next step
@@ -71,7 +74,8 @@ class Auto(Fixed):
 
     def choose(self):
         rate = min(0.999, self.accepted / self.tried)
-        # Of (1 - rate ** (k + 1)) / (1 - rate) = 1 + rate + ... + rate ** k tokens, the divisor is the same for all k.
+        # Of (1 - rate ** (k + 1)) / (1 - rate) = 1 + rate + ... + rate ** k tokens, the divisor is
+        # the same for all k.
         self.k = max(self.seconds, key=lambda k: (1 - rate ** (k + 1)) / self.seconds[k])
 
     def update(self, accepted, k, seconds):

@@ -1,13 +1,14 @@
 """
-Quantization to int8 and int4: the plain quantized layer, and rounding. GPTQ is in gptq.py. What reads and writes the
-files of quantized checkpoints is formats.py; the command that makes them:
+Quantization to int8 and int4: the plain quantized layer, and rounding. GPTQ is in gptq.py. What
+reads and writes the files of quantized checkpoints is formats.py; the command that makes them:
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
     python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
 
-A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero. `codes: Tensor` are
-the codes of weights; `codes: Codes`, such as INT4, says how a weight is written as one.
+A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
+`codes: Tensor` are the codes of weights; `codes: Codes`, such as INT4, says how a weight is written
+as one.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
@@ -40,11 +41,13 @@ def from_numbers(numbers: Tensor) -> Tensor:
 
 
 def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
-    """Codes of a small floating-point type, uint8 -> the numbers, fp32. By bits, so that no device need know the type.
+    """Codes of a small floating-point type, uint8 -> the numbers, fp32. By bits, so that no device
+    need know the type.
 
-    A code is a sign, an exponent and bits of mantissa. They go where fp32 has its sign and the low bits of its
-    exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2 ** (bias - 127) times the
-    number. e4m3's 0x3c is 0 0111 100: 2 ** (7 - 7) * (1 + 4 / 8) = 1.5."""
+    A code is a sign, an exponent and bits of mantissa. They go where fp32 has its sign and the low
+    bits of its exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2
+    ** (bias - 127) times the number. e4m3's 0x3c is 0 0111 100: 2 ** (7 - 7) * (1 + 4 / 8) =
+    1.5."""
     codes = codes.int()
     sign = 1 << (bits - 1)
     placed = (codes & sign) << (32 - bits) | (codes & (sign - 1)) << (23 - mantissa)
@@ -56,8 +59,8 @@ from_e2m1 = partial(from_float, bits=4, mantissa=1, bias=1)
 
 
 def from_e8m0(scales: Tensor):
-    """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. Of 0 it is 2 ** -127, below fp32's normal numbers: its bits are
-    1 << 22."""
+    """e8m0's scales, uint8 -> 2 ** (scale - 127), fp32. Of 0 it is 2 ** -127, below fp32's normal
+    numbers: its bits are 1 << 22."""
     bits = scales.int() << 23
     return bits.clamp(min=1 << 22).view(torch.float32)
 
@@ -66,8 +69,8 @@ def from_e8m0(scales: Tensor):
 class Codes:
     """What the codes of a weight are. A weight is (decode(code) - zero) * scale.
 
-    Another kind is one more of these, and an entry of CODES. The plain layer and fast/cpu.py serve it then. The kernels
-    serve the kinds that fast/layout.py has an entry for."""
+    Another kind is one more of these, and an entry of CODES. The plain layer and fast/cpu.py serve
+    it then. The kernels serve the kinds that fast/layout.py has an entry for."""
 
     name: str
     bits: int
@@ -85,7 +88,8 @@ CODES = {codes.name: codes for codes in (INT4, INT8, E4M3, MXFP4, NVFP4)}
 
 
 def pack(codes: Tensor, bits: int):
-    """codes [..., K] below 2 ** bits -> int32 [..., K * bits / 32]; a word's first code lies in its low bits."""
+    """codes [..., K] below 2 ** bits -> int32 [..., K * bits / 32]; a word's first code lies in its
+    low bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     return (codes.int().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
 
@@ -106,9 +110,9 @@ class QuantizedLinear(nn.Module):
 
     w[n, k] = (decode(code[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
-    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C], of MXFP4 e8m0 in
-    uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each input's group [K], None where each K / C
-    consecutive inputs are a group."""
+    qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C],
+    of MXFP4 e8m0 in uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each
+    input's group [K], None where each K / C consecutive inputs are a group."""
 
     def __init__(
         self,
@@ -156,7 +160,8 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedExperts(QuantizedLinear):
-    """model.Experts whose weights are codes: all tensors as QuantizedLinear has them, with X in front."""
+    """model.Experts whose weights are codes: all tensors as QuantizedLinear has them, with X in
+    front."""
 
     def forward(self, x: Tensor, experts: Tensor):
         """As Experts. Few rows dequantize the matrices of their experts alone."""
@@ -178,7 +183,8 @@ class QuantizedExperts(QuantizedLinear):
 
 
 def always(condition) -> bool:
-    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts of all lengths."""
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
+    of all lengths."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -204,8 +210,8 @@ def say_once(message: str):
 
 
 def find_layers(model: Transformer, head: bool) -> list[str]:
-    """The names in the model of the layers that quantization replaces, the head's only if asked for and not tied. What
-    has codes already is left out."""
+    """The names in the model of the layers that quantization replaces, the head's only if asked for
+    and not tied. What has codes already is left out."""
     names = dict.fromkeys(  # q, k and v are one layer
         weight.ours.removesuffix(".weight")
         for weight in hf_weights(model.config).values()
@@ -215,7 +221,8 @@ def find_layers(model: Transformer, head: bool) -> list[str]:
 
 
 def group_of(K: int, group_size: int) -> int:
-    """The number of inputs that group_size stands for: all of them for -1. A UserError says which sizes there are."""
+    """The number of inputs that group_size stands for: all of them for -1. A UserError says which
+    sizes there are."""
     G = K if group_size == -1 else group_size
     if K % 32:
         raise UserError(
@@ -224,7 +231,8 @@ def group_of(K: int, group_size: int) -> int:
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
         sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
         raise UserError(
-            f"group size {group_size} does not divide the {K} inputs of a layer; want one of {sizes}"
+            f"group size {group_size} does not divide the {K} inputs of a layer; want one of "
+            f"{sizes}"
         )
     return G
 
@@ -235,8 +243,8 @@ def group_of(K: int, group_size: int) -> int:
 def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = None):
     """w [..., G], fp32 -> scale and zero [..., 1] of the range that spans the weights and 0.
 
-    widest(low, high): the range of a group of which only a part is here. Zero points start at 1: files of the "gptq"
-    format store zero - 1, and engines disagree on how -1 is read."""
+    widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
+    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read."""
     top = 2**codes.bits - 1
     low = w.amin(-1, keepdim=True).clamp(max=0)
     high = w.amax(-1, keepdim=True).clamp(min=0)
@@ -262,7 +270,8 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
 def round_to_nearest(
     w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None
 ):
-    """w [..., N, K] -> codes, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero everywhere."""
+    """w [..., N, K] -> codes, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero
+    everywhere."""
     groups = w.float().unflatten(-1, (-1, group_of(w.shape[-1], group_size)))  # [..., N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest)  # [..., N, C, 1]
     scale = as_half(scale)
@@ -293,9 +302,11 @@ def round_model(
     shard=None,
     progress: bool = False,
 ):
-    """Replaces each linear layer, and the experts of a layer, by ones with codes, rounded to "int8" or "int4".
+    """Replaces each linear layer, and the experts of a layer, by ones with codes, rounded to "int8"
+    or "int4".
 
-    group_size, sym: None for those of --quantize. shard: the tp.Shard whose part of the model this is."""
+    group_size, sym: None for those of --quantize. shard: the tp.Shard whose part of the model this
+    is."""
     from tqdm import tqdm
 
     group_size = default_group(quantize, group_size)
@@ -308,14 +319,15 @@ def round_model(
 
 
 def round_head(model: Transformer, quantize: str):
-    """Rounds the output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets codes of its own,
-    and the embedding stays; with several ranks each has rounded its own rows. UserError for a head that cannot be
-    rounded."""
+    """Rounds the output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets
+    codes of its own, and the embedding stays; with several ranks each has rounded its own rows.
+    UserError for a head that cannot be rounded."""
     name = "head.linear" if hasattr(model.head, "linear") else "head"
     head = model.get_submodule(name)
     if isinstance(head, QuantizedLinear):
         raise UserError(
-            f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the option out"
+            f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the "
+            f"option out"
         )
     group = default_group(quantize, None)
     model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))

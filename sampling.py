@@ -1,11 +1,12 @@
 """
 Sampling in plain PyTorch: temperature, top-k, top-p and min-p.
 
-A rule of your own is a field of Sampling and a few lines in probabilities(). fast/ does not know the field: where it
-has another value than its default, this file samples.
+A rule of your own is a field of Sampling and a few lines in probabilities(). fast/ does not know
+the field: where it has another value than its default, this file samples.
 
 Shapes: B rows, V vocabulary.
 """
+
 import math
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class Sampling:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [..., V] -> the distribution [..., V] that tokens are drawn from.
 
-    Temperature comes first, then top-k, top-p and min-p, as in transformers. Greedy, the likeliest token has
-    probability 1, the first one of several. Top-k, top-p and min-p keep all of equally likely tokens, or none."""
+    Temperature comes first, then top-k, top-p and min-p, as in transformers. Greedy, the likeliest
+    token has probability 1, the first one of several. Top-k, top-p and min-p keep all of equally
+    likely tokens, or none."""
     if sampling.greedy:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = logits / sampling.temperature
@@ -68,8 +70,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(probs: Tensor, sampling: Sampling) -> Tensor:
     """probs [..., V], of any sum -> a token [...] with a probability in proportion.
 
-    An exponential race: token i arrives after an exponential time of rate p[i], so it is first with probability p[i].
-    torch.multinomial() does the same but makes the host wait for the GPU."""
+    An exponential race: token i arrives after an exponential time of rate p[i], so it is first with
+    probability p[i]. torch.multinomial() does the same but makes the host wait for the GPU."""
     if sampling.greedy:
         return probs.argmax(-1)
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
@@ -78,7 +80,8 @@ def draw(probs: Tensor, sampling: Sampling) -> Tensor:
 def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
     logits = logits.float()
-    # Greedy, without the distribution: 64 rows of 49,152 logits take two CPU cores 10 ms so, 56 ms with it.
+    # Greedy, without the distribution: 64 rows of 49,152 logits take two CPU cores 10 ms so, 56 ms
+    # with it.
     tokens = (
         logits.argmax(-1) if sampling.greedy else draw(probabilities(logits, sampling), sampling)
     )

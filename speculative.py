@@ -1,15 +1,17 @@
 """
-Speculative decoding: a draft proposes k tokens, and one forward of the target verifies them. The output has the
-target's own distribution (arXiv 2211.17192 and 2302.01318). Each row of a batch moves on at its
-own pace; no row waits for another's rejection (arXiv 2404.15778).
+Speculative decoding: a draft proposes k tokens, and one forward of the target verifies them. The
+output has the target's own distribution (arXiv 2211.17192 and 2302.01318). Each row of a batch
+moves on at its own pace; no row waits for another's rejection (arXiv 2404.15778).
 
-A rejected draft needs no clean-up. Its keys and values lie past the end of the text, where nothing attends to them, and
-the tokens that come next overwrite them: see model.py.
+A rejected draft needs no clean-up. Its keys and values lie past the end of the text, where nothing
+attends to them, and the tokens that come next overwrite them: see model.py.
 
-A step runs on the device from drafting to the new ends of the rows; the host reads no value in between. On a GPU the
-host learns a step late what came out. Before that it launches the next step, for which it decides k alone.
+A step runs on the device from drafting to the new ends of the rows; the host reads no value in
+between. On a GPU the host learns a step late what came out. Before that it launches the next step,
+for which it decides k alone.
 
-Contents: acceptance, the drafts, the steps of a ragged batch. policies.py chooses k; EAGLE heads are in eagle.py.
+Contents: acceptance, the drafts, the steps of a ragged batch. policies.py chooses k; EAGLE heads
+are in eagle.py.
 
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 
@@ -37,8 +39,9 @@ from torch import Tensor
 from policies import TIMED_LENGTHS, Auto, draft_lengths, interpolate, make_policy
 from sampling import Sampling, draw, probabilities
 
-# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in flight, of which the
-# host has not heard. Two steps of up to 33 tokens are 66; 72 is the next multiple of 8.
+# Slots beyond a text's limit: its last step may draft across the limit, and so may the step in
+# flight, of which the host has not heard. Two steps of up to 33 tokens are 66; 72 is the next
+# multiple of 8.
 SLACK = 72
 NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 
@@ -49,12 +52,13 @@ NGRAM = 3  # prompt lookup searches for the last 3 tokens, then for fewer
 def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling: Sampling):
     """Speculative sampling (arXiv 2211.17192, algorithm 1).
 
-    tokens [B, T]: the last token of the text, then the drafted ones; logits [B, T, V]: the target's after each token;
-    q, proposed: see above -> tokens [B, T], of which accepted + 1 are text, their log-probabilities [B, T] under the
-    raw logits, accepted [B].
+    tokens [B, T]: the last token of the text, then the drafted ones; logits [B, T, V]: the target's
+    after each token; q, proposed: see above -> tokens [B, T], of which accepted + 1 are text, their
+    log-probabilities [B, T] under the raw logits, accepted [B].
 
-    A drafted token x is kept with probability min(1, p(x) / q(x)). The first one that is not is drawn anew, from the
-    positive part of p - q. Where all that count are kept, one more is drawn, from p."""
+    A drafted token x is kept with probability min(1, p(x) / q(x)). The first one that is not is
+    drawn anew, from the positive part of p - q. Where all that count are kept, one more is drawn,
+    from p."""
     drafted, logits = tokens[:, 1:], logits.float()  # [B, k]
     p = probabilities(logits, sampling)  # [B, T, V]
     nth = torch.arange(drafted.shape[1], device=logits.device)  # [k]
@@ -73,8 +77,8 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
 
 
 def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
-    """As sampling.choose(), for one drafted token: a draft's logits [B, T, any] -> a token [B] after the last column,
-    and the distribution [B, V] it was drawn from.
+    """As sampling.choose(), for one drafted token: a draft's logits [B, T, any] -> a token [B]
+    after the last column, and the distribution [B, V] it was drawn from.
 
     Tokens that the target lacks are left out. Tokens that the draft lacks have probability 0."""
     q = probabilities(logits[:, -1, :vocab_size].float(), sampling)
@@ -87,15 +91,17 @@ def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
 
 @dataclass
 class Drafter:
-    """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a state, the rest.
-    eagle.make_draft() makes it; its name for --draft is known to generate.LLM and guard.check_options().
+    """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a
+    state, the rest. eagle.make_draft() makes it; its name for --draft is known to generate.LLM and
+    guard.check_options().
 
-    begin() starts the texts. A step with drafts calls catch_up(), propose() and, once the target has verified them,
-    follow(). propose() and follow() must not wait for the device: the host launches them ahead. They are also called
-    before any begin(), by Speculator.prepare().
+    begin() starts the texts. A step with drafts calls catch_up(), propose() and, once the target
+    has verified them, follow(). propose() and follow() must not wait for the device: the host
+    launches them ahead. They are also called before any begin(), by Speculator.prepare().
 
-    vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens before the last one the
-    draft has not read, a new text's prompt apart. A step without drafts adds one, see Speculator.step()."""
+    vocab_size: the target's; max_seq_len: no token beyond is drafted. unread: how many tokens
+    before the last one the draft has not read, a new text's prompt apart. A step without drafts
+    adds one, see Speculator.step()."""
 
     vocab_size: int
     max_seq_len: int
@@ -107,8 +113,8 @@ class Drafter:
         """For the drafts from now on."""
 
     def begin(self, prompts: list[list[int]], start: int, samples: int):
-        """New texts: prompts after `start` tokens of the texts before, and one more token, from the target's prefill.
-        Each prompt has `samples` rows."""
+        """New texts: prompts after `start` tokens of the texts before, and one more token, from the
+        target's prefill. Each prompt has `samples` rows."""
 
     def catch_up(self, text: Tensor, last: Tensor, n_slots: int):
         """Reads what is unread."""
@@ -118,8 +124,9 @@ class Drafter:
         raise NotImplementedError
 
     def follow(self, text: Tensor, at: Tensor, accepted: Tensor, n_slots: int):
-        """The end of the step. at [B, T]: the indices of the token that was last for propose(), and of the drafted ones
-        behind it, in whose place now stand those that were accepted and one more."""
+        """The end of the step. at [B, T]: the indices of the token that was last for propose(), and
+        of the drafted ones behind it, in whose place now stand those that were accepted and one
+        more."""
 
 
 class PromptLookup(Drafter):
@@ -133,17 +140,21 @@ class PromptLookup(Drafter):
 def lookup(text: Tensor, last: Tensor, k: int):
     """-> drafted tokens [B, k], proposed: 0 or k.
 
-    The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where there is none, of
-    fewer. Where the text ends before the draft is k tokens long, the draft starts over behind the match. In 5 6 7 5 6
-    the earlier 5 6 ends at place 1, so a draft of four is 7 5 6 7."""
+    The draft is what followed the latest earlier match of the text's last NGRAM tokens or, where
+    there is none, of fewer. Where the text ends before the draft is k tokens long, the draft starts
+    over behind the match. In 5 6 7 5 6 the earlier 5 6 ends at place 1, so a draft of four is 7 5 6
+    7."""
     L = text.shape[1]
     at = torch.arange(L, device=text.device)
-    same = at < last[:, None]  # [B, L]; after n rounds, whether the text's last n tokens end at this place, too
+    same = (
+        at < last[:, None]
+    )  # [B, L]; after n rounds, whether the text's last n tokens end at this place, too
     best = torch.full_like(last, -1)
     for n in range(NGRAM):
         token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]
         same &= F.pad(text, (n, 0), value=-1)[:, :L] == token
-        # The n-gram's length is the high digit, the place the low one: the maximum is the longest, then the latest.
+        # The n-gram's length is the high digit, the place the low one: the maximum is the longest,
+        # then the latest.
         best = torch.maximum(best, torch.where(same, n * L + at, -1).amax(1))
     place = best % L  # of the match's last token
     following = torch.arange(k, device=text.device) % (last - place).clamp(min=1)[:, None]
@@ -151,11 +162,13 @@ def lookup(text: Tensor, last: Tensor, k: int):
 
 
 class DraftModel(Drafter):
-    """A smaller model with a KV cache of its own, which may be shorter than the target's and may lag behind the text.
+    """A smaller model with a KV cache of its own, which may be shorter than the target's and may
+    lag behind the text.
 
-    A new text's prompt waits in self.prompts until something is drafted. From then on the cache holds, between steps,
-    slots 0 to last - 1 - unread. After a step that kept all its drafts the last of these is missing, which unread does
-    not count: the last draft is never read in its own step. With k = 2, last = 10 and nothing unread:
+    A new text's prompt waits in self.prompts until something is drafted. From then on the cache
+    holds, between steps, slots 0 to last - 1 - unread. After a step that kept all its drafts the
+    last of these is missing, which unread does not count: the last draft is never read in its own
+    step. With k = 2, last = 10 and nothing unread:
 
         start() reads slots 9 and 10, which gives token 11; slot 11 is read, which gives token 12
         if both are kept, the target adds token 13, so last is 13; slot 12 has not been read
@@ -163,8 +176,8 @@ class DraftModel(Drafter):
 
     So start() always reads two slots, and catch_up() at least one more than are unread.
 
-    eagle.EagleDraft replaces read_prompts(), read(), start() and follow(), as its slots hold other things, and
-    readable() and choose(), as its vocabulary differs.
+    eagle.EagleDraft replaces read_prompts(), read(), start() and follow(), as its slots hold other
+    things, and readable() and choose(), as its vocabulary differs.
 
     engine: its generate.Engine."""
 
@@ -188,7 +201,8 @@ class DraftModel(Drafter):
 
     def begin(self, prompts, start, samples):
         if start:
-            # One more than the prompts': the last step of the text before may have kept all its drafts.
+            # One more than the prompts': the last step of the text before may have kept all its
+            # drafts.
             self.unread += max(map(len, prompts)) + 1
         else:
             self.prompts, self.samples = prompts, samples
@@ -201,9 +215,9 @@ class DraftModel(Drafter):
             self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
-            # The slots before last: more than are unread, as one more may be missing, and a power of two, so that there
-            # are few shapes. With 40 unread and last = 100, these are 36 to 99. A row near either end of the cache
-            # reads as many from that end.
+            # The slots before last: more than are unread, as one more may be missing, and a power
+            # of two, so that there are few shapes. With 40 unread and last = 100, these are 36 to
+            # 99. A row near either end of the cache reads as many from that end.
             most = self.max_seq_len - self.OFFSET
             width = min(max(32, 1 << self.unread.bit_length()), most)
             first = (last - width).clamp(0, most - width)
@@ -246,8 +260,10 @@ class DraftModel(Drafter):
         return torch.stack(drafted, 1), torch.stack(distributions, 1), proposed
 
     def start(self, text, last, k, slots):
-        """Reads the text's last two tokens, see above -> the last one's slot [B, 1], and the logits after it."""
-        # Where k tokens do not fit behind last, propose() says that none counts. The clamp keeps that row in the cache.
+        """Reads the text's last two tokens, see above -> the last one's slot [B, 1], and the logits
+        after it."""
+        # Where k tokens do not fit behind last, propose() says that none counts. The clamp keeps
+        # that row in the cache.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
         at = at + torch.arange(2, device=last.device)
         tokens = self.readable(text.gather(1, at))
@@ -262,8 +278,8 @@ class DraftModel(Drafter):
 
 
 class Speculator:
-    """The texts of a batch on the device, and the steps that lengthen them: generate.generate() calls begin(), step()
-    and receive().
+    """The texts of a batch on the device, and the steps that lengthen them: generate.generate()
+    calls begin(), step() and receive().
 
     A row is done when last >= ends. The device and the host each have both, and begin() sets them:
 
@@ -271,11 +287,12 @@ class Speculator:
         last          speculate()     host_last            record(): on a GPU a step after the device
         ends          finish()        host_ends            finish()
 
-    text is on the device alone. It, last and ends change in place, as CUDA graphs of speculate() hold them. On the host
-    alone are policy, counts (sums over all steps) and received_at, the time when a step last came.
+    text is on the device alone. It, last and ends change in place, as CUDA graphs of speculate()
+    hold them. On the host alone are policy, counts (sums over all steps) and received_at, the time
+    when a step last came.
 
-    target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several ranks, gives rank 0's
-    value to all, so that they choose the same k."""
+    target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several
+    ranks, gives rank 0's value to all, so that they choose the same k."""
 
     def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
         self.target = target
@@ -291,7 +308,8 @@ class Speculator:
         self.prepare()
 
     def begin(self, prompts, new_tokens, start, samples):
-        """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are done."""
+        """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are
+        done."""
         tokens, logprobs = self.target.prefill(prompts, start, samples, new_tokens)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
@@ -328,17 +346,18 @@ class Speculator:
         return self.step_of[k]()
 
     def n_slots(self) -> int:
-        """Enough for the two steps that the host has not received when this one runs. A captured step keeps the value
-        that it was captured with: kernels do without it, see Engine.slots()."""
+        """Enough for the two steps that the host has not received when this one runs. A captured
+        step keeps the value that it was captured with: kernels do without it, see
+        Engine.slots()."""
         return max(self.host_last) + 1 + SLACK
 
     def speculate(self, k: int):
-        """Drafts k tokens, verifies them and moves on -> tokens [B, T], their log-probabilities [B, T], how many of
-        them are new text [B], and proposed [B]."""
+        """Drafts k tokens, verifies them and moves on -> tokens [B, T], their log-probabilities [B,
+        T], how many of them are new text [B], and proposed [B]."""
         target, n_slots = self.target, self.n_slots()
         active = self.last < self.ends
-        # A row that is done moves to position 1, where its attention reads next to nothing. One row alone stays: its
-        # cache may serve the next turn of a chat.
+        # A row that is done moves to position 1, where its attention reads next to nothing. One row
+        # alone stays: its cache may serve the next turn of a chat.
         last = torch.where(active, self.last, 1) if len(self.text) > 1 else self.last.clone()
         at = last[:, None] + torch.arange(k + 1, device=self.device)  # [B, T]
         tokens = self.text.gather(1, last[:, None])
@@ -354,7 +373,8 @@ class Speculator:
             chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
-        # What is no text is overwritten before it is read. Of rows that are done nothing is read any more.
+        # What is no text is overwritten before it is read. Of rows that are done nothing is read
+        # any more.
         self.text.scatter_(1, at + 1, tokens)
         if k:
             self.draft.follow(self.text, at, accepted, n_slots)
@@ -363,8 +383,8 @@ class Speculator:
         return tokens, logprobs, new, proposed
 
     def receive(self, tokens, logprobs, new=None, proposed=None):
-        """What begin() or a step returned, now on the host -> the new tokens of each row and their log-probabilities.
-        A step is recorded."""
+        """What begin() or a step returned, now on the host -> the new tokens of each row and their
+        log-probabilities. A step is recorded."""
         if new is None:  # begin()'s
             return self.target.receive(tokens, logprobs)
         self.record(tokens.shape[1] - 1, new.tolist(), proposed.tolist())
@@ -396,8 +416,8 @@ class Speculator:
 
     @torch.no_grad()
     def prepare(self):
-        """Captures, compiles and times the steps that the policy, and step() where a draft's cache is full, may use:
-        step_of[k](). It writes over texts and caches from slot 1 on."""
+        """Captures, compiles and times the steps that the policy, and step() where a draft's cache
+        is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
         self.captures = target.captures and self.draft.captures
         pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -409,7 +429,8 @@ class Speculator:
         lengths = self.lengths()
         for k in lengths:
             step = partial(self.speculate, k)
-            # Compiled, each step runs here, so that none compiles later. "auto" wants times in any mode.
+            # Compiled, each step runs here, so that none compiles later. "auto" wants times in any
+            # mode.
             if target.compiled or self.policy_name == "auto" and k in TIMED_LENGTHS:
                 results = step()
                 if self.captures:
@@ -419,8 +440,8 @@ class Speculator:
         self.policy = make_policy(self.policy_name, interpolate(seconds, lengths))
 
     def lengths(self) -> list[int]:
-        """The values of k that a step is made for: those of the policy for which the draft's cache has room. 0, no
-        draft, is for "auto" and for texts that outgrow that cache."""
+        """The values of k that a step is made for: those of the policy for which the draft's cache
+        has room. 0, no draft, is for "auto" and for texts that outgrow that cache."""
         room = self.draft.max_seq_len
         few = self.target.compiled and not self.captures
         lengths = draft_lengths(self.policy_name, few)

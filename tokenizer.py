@@ -19,8 +19,8 @@ PARTS = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 
 
 def render_plainly(template: str, values: dict) -> str:
-    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking all time and memory:
-    guard.render() does."""
+    """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking
+    all time and memory: guard.render() does."""
     import json
     from datetime import datetime
     from functools import partial
@@ -30,7 +30,8 @@ def render_plainly(template: str, values: dict) -> str:
         raise TemplateError(message)
 
     class Generation(ext.Extension):
-        """{% generation %} ... {% endgeneration %} marks an answer, for training: what is between stays.
+        """{% generation %} ... {% endgeneration %} marks an answer, for training: what is between
+        stays.
 
         What is set there is not set behind it, as in transformers."""
 
@@ -51,7 +52,8 @@ def render_plainly(template: str, values: dict) -> str:
 
 
 class Tokenizer:
-    """Text to tokens and back, the tokens that end a text, and the chat template (None where there is none)."""
+    """Text to tokens and back, the tokens that end a text, and the chat template (None where there
+    is none)."""
 
     render_template = staticmethod(render_plainly)
 
@@ -79,8 +81,9 @@ class Tokenizer:
         self.parts = {} if None in parts else parts  # those tokens, of a model that has them all
 
     def encode_text(self, text: str) -> list[int]:
-        """A special token that is written in the text is one. The beginning of sequence is added by tokenizer.json's
-        post-processor, unless add_bos_token overrides that; with tokenizer.model alone it is config.json's."""
+        """A special token that is written in the text is one. The beginning of sequence is added by
+        tokenizer.json's post-processor, unless add_bos_token overrides that; with tokenizer.model
+        alone it is config.json's."""
         ids = self.backend.encode(text, post_process=self.add_bos is None)
         if self.add_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
@@ -89,8 +92,9 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
-        A special token that is typed in a message counts as a token here, as in transformers: a user who types
-        <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and LLM use, it is text."""
+        A special token that is typed in a message counts as a token here, as in transformers: a
+        user who types <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and
+        LLM use, it is text."""
         return self.backend.encode(self.render(messages))
 
     def render(self, messages: list[dict]) -> str:
@@ -110,7 +114,8 @@ class Tokenizer:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression. Of texts that begin alike it finds the longest; of no texts, nothing."""
+    """A regular expression. Of texts that begin alike it finds the longest; of no texts,
+    nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"
 
@@ -164,7 +169,8 @@ class TokenizerJson:
 
 
 class SentencePiece:
-    """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its callers."""
+    """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its
+    callers."""
 
     def __init__(self, path: Path, settings: dict):
         from sentencepiece import SentencePieceProcessor

@@ -1,10 +1,12 @@
 """
-Tensor parallelism: torchrun starts a process, a rank, for each GPU, and each has a part of each layer's matrices.
+Tensor parallelism: torchrun starts a process, a rank, for each GPU, and each has a part of each
+layer's matrices.
 
-As in Megatron-LM (arXiv 1909.08053, section 3), a rank has some of the heads and of the feed-forward rows. Its q, k, v,
-gate and up are column-parallel: some of their outputs, which stay on the rank. Its o and down are row-parallel: some of
-their inputs, and the ranks sum what they give. The output head is column-parallel, and the ranks gather its logits. So
-every rank has the same residual stream, the same logits and, with one seed, draws the same tokens.
+As in Megatron-LM (arXiv 1909.08053, section 3), a rank has some of the heads and of the
+feed-forward rows. Its q, k, v, gate and up are column-parallel: some of their outputs, which stay
+on the rank. Its o and down are row-parallel: some of their inputs, and the ranks sum what they
+give. The output head is column-parallel, and the ranks gather its logits. So every rank has the
+same residual stream, the same logits and, with one seed, draws the same tokens.
 
     torchrun --standalone --nproc-per-node 4 generate.py --checkpoint DIR --compile
 
@@ -39,7 +41,8 @@ def share_of(n: int, unit: int, rank: int, ranks: int) -> slice:
 
 
 def scaled(share: slice, up: int, down: int = 1) -> slice:
-    """The same share, counted in other units: up of these for `down` of its own. One that it has in part counts."""
+    """The same share, counted in other units: up of these for `down` of its own. One that it has in
+    part counts."""
     return slice(share.start * up // down, -(-share.stop * up // down))
 
 
@@ -48,21 +51,24 @@ def size(share: slice) -> int:
 
 
 def logits_per_rank(columns: int, ranks: int) -> int:
-    """Logits per rank: a multiple of 8, as the packed kernels need. The last ranks have fewer, or none."""
+    """Logits per rank: a multiple of 8, as the packed kernels need. The last ranks have fewer, or
+    none."""
     return -(-columns // (8 * ranks)) * 8
 
 
 def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     """A rank's inputs of o, and of down, are multiples of these.
 
-    o's inputs are the q heads' outputs, E of each. A unit of them is, as a rule, those of the H / K q heads of one kv
-    head, as k and v are cut with them. If need be it is those of several kv heads, so that o's quantized groups are
-    whole, and k's and v's outputs come in eights, whose zero points share an int32 of the file:
+    o's inputs are the q heads' outputs, E of each. A unit of them is, as a rule, those of the H / K
+    q heads of one kv head, as k and v are cut with them. If need be it is those of several kv
+    heads, so that o's quantized groups are whole, and k's and v's outputs come in eights, whose
+    zero points share an int32 of the file:
 
         Llama-3-8B, H = 32, K = 8, E = 128, groups of 128     4 q heads, 512 inputs
         H = 32, K = 8, E = 80, groups of 128                  lcm(4 x 80, 128) = 640 inputs: 2 kv heads, 8 q heads
 
-    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill groups and eights:
+    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill
+    groups and eights:
 
         H = 32, K = 2, E = 128, 4 ranks                       8 q heads, 1,024 inputs, half of a kv head's
     """
@@ -96,10 +102,10 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary.
 
-    outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that share a scale, -1 for
-    all, 1 where nothing is quantized. The inputs of o and down are cut between groups, so that any number of ranks
-    holds the same quantized weights; formats.QuantizedReader reads the slices. UserError if there are too many
-    ranks."""
+    outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
+    share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
+    between groups, so that any number of ranks holds the same quantized weights;
+    formats.QuantizedReader reads the slices. UserError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int, outputs: int = 0):
         # Packed codes want whole words, kernels multiples of 32.
@@ -157,7 +163,8 @@ class Shard:
         return part
 
     def model(self, make=Transformer) -> Transformer:
-        """The rank's part without what talks to other ranks: see parallelize(). Made for the meta device."""
+        """The rank's part without what talks to other ranks: see parallelize(). Made for the meta
+        device."""
         model = make(self.config)
         if not self.whole.tied:
             model.head = self.make_head()
@@ -202,16 +209,19 @@ class Shard:
 
 
 def splitter(team: "Team"):
-    """(config, group, outputs) -> this rank's Shard, for formats.load(); None for a rank that is alone."""
+    """(config, group, outputs) -> this rank's Shard, for formats.load(); None for a rank that is
+    alone."""
     return partial(Shard, rank=team.rank, ranks=team.ranks) if team.ranks > 1 else None
 
 
 def draft_splitter(team: "Team", config: Config):
-    """splitter() for a draft that can be split and has enough to read; another one runs whole on each rank.
+    """splitter() for a draft that can be split and has enough to read; another one runs whole on
+    each rank.
 
-    config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6 TB/s and 5 us a sum
-    (H200) they break even at 46 million bf16 parameters a layer, on two ranks; the logits cost as much as a sum. So 60
-    million are asked for. It must be divisible in groups of 128, quantized or not."""
+    config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6
+    TB/s and 5 us a sum (H200) they break even at 46 million bf16 parameters a layer, on two ranks;
+    the logits cost as much as a sum. So 60 million are asked for. It must be divisible in groups of
+    128, quantized or not."""
     pays = count_parameters(config) >= 6e7 * config.n_layer
     return splitter(team) if pays and not cannot_share(config, 128, team.ranks) else None
 
@@ -220,7 +230,8 @@ def draft_splitter(team: "Team", config: Config):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: x [..., K / R] -> [..., N], summed over the ranks."""
+    """A linear layer of which each rank has some inputs: x [..., K / R] -> [..., N], summed over
+    the ranks."""
 
     def __init__(self, linear: nn.Module):
         super().__init__()
@@ -237,7 +248,8 @@ class ParallelExperts(RowParallelLinear):
 class ParallelRMSNorm(RMSNorm):
     """RMSNorm over the heads of all ranks, of which each has some: x [..., N / R] -> [..., N / R].
 
-    Where several ranks hold the same kv head, they hold each one equally often, so that the mean is right."""
+    Where several ranks hold the same kv head, they hold each one equally often, so that the mean is
+    right."""
 
     def __init__(self, norm: RMSNorm):
         nn.Module.__init__(self)
@@ -250,7 +262,8 @@ class ParallelRMSNorm(RMSNorm):
 
 
 class ColumnParallelLinear(nn.Module):
-    """The output head, of which each rank has some outputs: x [..., D] -> logits [..., V], gathered from the ranks."""
+    """The output head, of which each rank has some outputs: x [..., D] -> logits [..., V], gathered
+    from the ranks."""
 
     def __init__(self, linear: nn.Module, vocab_size: int):
         super().__init__()
@@ -278,7 +291,8 @@ def _(x):
 
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int) -> Tensor:
-    """All ranks' x [..., logits_per_rank(columns, R)] side by side: [..., columns]. The last have fewer, or none."""
+    """All ranks' x [..., logits_per_rank(columns, R)] side by side: [..., columns]. The last have
+    fewer, or none."""
     rows, ranks = x.flatten(0, -2), dist.get_world_size()
     part = logits_per_rank(columns, ranks)
     parts = [rows.new_empty(len(rows), part) for _ in range(ranks)]
@@ -322,7 +336,8 @@ class Team:
 
 
 def join(device: str | None):
-    """The name of this rank's device and its team. device: cuda, cpu or None, the kind of device that each rank gets.
+    """The name of this rank's device and its team. device: cuda, cpu or None, the kind of device
+    that each rank gets.
 
     UserError where torchrun did not start the ranks, or where there are too few GPUs."""
     if world_size() == 1:
@@ -336,7 +351,8 @@ def join_ranks(kind: str, ranks: int):
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
         raise UserError(
-            f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets them"
+            f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets "
+            f"them"
         )
     rank, local, here = (int(os.environ[name]) for name in names[:3])
     if kind not in ("cuda", "cpu"):
@@ -350,12 +366,14 @@ def join_ranks(kind: str, ranks: int):
             raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
         if here > gpus:
             raise UserError(
-                f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, or "
+                f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, "
+                f"or "
                 "`device`=cpu"
             )
         torch.cuda.set_device(local)
         device, backend = f"cuda:{local}", "cpu:gloo,cuda:nccl"
-    # NVLink multicast stays off: a program that dies with it can leave a host's GPUs unusable for all.
+    # NVLink multicast stays off: a program that dies with it can leave a host's GPUs unusable for
+    # all.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     store, _, _ = next(dist.rendezvous("env://"))
     store.set_timeout(timedelta(days=365))  # a chat waits for its user

@@ -1,1 +1,2 @@
-"""The command line: what a terminal needs around the reference. Nothing but the commands imports it."""
+"""The command line: what a terminal needs around the reference. Nothing but the commands imports
+it."""

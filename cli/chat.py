@@ -1,9 +1,10 @@
 """
-The chat on a terminal: a line, or a pasted text of several, goes in as a turn, and the answer is streamed. Lines that
-begin with a slash are commands: see HELP.
+The chat on a terminal: a line, or a pasted text of several, goes in as a turn, and the answer is
+streamed. Lines that begin with a slash are commands: see HELP.
 
 Without a chat template the text so far and what is typed are continued.
 """
+
 import json
 import os
 import re
@@ -49,9 +50,16 @@ class Chat:
         """Answers until the user leaves. Returns the last answers, a Completion each."""
         with suppress(ImportError):
             import readline  # input() then edits lines and recalls them
-            readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted newline does not end the line
+
+            readline.parse_and_bind(
+                "set enable-bracketed-paste on"
+            )  # a pasted newline does not end the line
             self.readline = readline
-        leaving = "Ctrl-C and Ctrl-D leave" if self.team.ranks > 1 else "Ctrl-C stops an answer, Ctrl-D leaves"
+        leaving = (
+            "Ctrl-C and Ctrl-D leave"
+            if self.team.ranks > 1
+            else "Ctrl-C stops an answer, Ctrl-D leaves"
+        )
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
         while (line := self.team.agree(self.ask)) is not None:
@@ -91,8 +99,9 @@ class Chat:
                 self.say("Ctrl-C again leaves." if empty else "")
 
     def read_turn(self) -> str:
-        """A line that is typed or, as one turn, all lines that came during the answer: a terminal sends what is pasted
-        then as if it were typed. If the last of them is not ended, the user goes on with it."""
+        """A line that is typed or, as one turn, all lines that came during the answer: a terminal
+        sends what is pasted then as if it were typed. If the last of them is not ended, the user
+        goes on with it."""
         if self.readline:
             waiting = read_waiting()
             if waiting.endswith("\n"):
@@ -111,7 +120,10 @@ class Chat:
                 self.say("The conversation is forgotten.")
             case "system":
                 if not self.tokenizer.template:
-                    raise UserError("/system: this checkpoint has no chat template, so there is no system message")
+                    raise UserError(
+                        "/system: this checkpoint has no chat template, so there is no system "
+                        "message"
+                    )
                 self.messages = system_messages(text or None)
                 now = "the system message is set" if text else "none is set"
                 self.say(f"The conversation is forgotten; {now}.")
@@ -126,22 +138,30 @@ class Chat:
                 if isinstance(loaded, str):
                     raise UserError(loaded)
                 self.messages = loaded
-                self.say(f"{len(loaded)} messages are loaded; the last one: {loaded[-1]['content']!r:.60}")
+                self.say(
+                    f"{len(loaded)} messages are loaded; the last one: "
+                    f"{loaded[-1]['content']!r:.60}"
+                )
             case _:
                 raise UserError(f"/{name}: no such command; /help lists them")
 
     # A turn
 
     def turn(self, text: str):
-        """The user's turn and the answer. UserError where the turn alone is too long; it is then forgotten."""
+        """The user's turn and the answer. UserError where the turn alone is too long; it is then
+        forgotten."""
         room = self.llm.room
         messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
-        start = len(os.path.commonprefix([self.cached, tokens[:-1]]))  # the last token is read again, for its logits
+        start = len(
+            os.path.commonprefix([self.cached, tokens[:-1]])
+        )  # the last token is read again, for its logits
         limit = min(self.args.max_new_tokens or room, room - len(tokens))
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
         before = signal.getsignal(signal.SIGINT)
-        if self.team.ranks == 1:  # Ctrl-C ends the answer after the current step; ranks all end: see errors.run()
+        if (
+            self.team.ranks == 1
+        ):  # Ctrl-C ends the answer after the current step; ranks all end: see errors.run()
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
             show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)
@@ -153,7 +173,9 @@ class Chat:
         self.cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
         ending = "" if self.tokenizer.template else "\n"
         self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
-        if not self.tokenizer.template and answer.steps > len(answer.tokens):  # a stop token: the story has ended
+        if not self.tokenizer.template and answer.steps > len(
+            answer.tokens
+        ):  # a stop token: the story has ended
             self.messages = []
         ms = per_token([answer])["all"]
         if sys.stderr.isatty() and ms:
@@ -161,9 +183,9 @@ class Chat:
             self.say(f"\x1b[2m{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}\x1b[0m")
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
-        """The messages and their tokens. Where these leave little room for an answer, the oldest turns are dropped
-        until a quarter of the room is free; the system message stays. UserError where the last turn alone is too
-        long."""
+        """The messages and their tokens. Where these leave little room for an answer, the oldest
+        turns are dropped until a quarter of the room is free; the system message stays. UserError
+        where the last turn alone is too long."""
         tokens, room, before = self.encode(messages), self.llm.room, len(messages)
         if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
             kept = system_of(messages)
@@ -173,12 +195,17 @@ class Chat:
                 return len(self.encode(kept + messages[turn:])) <= room * 3 // 4
 
             first = bisect_left(turns[:-1], True, key=fits)
-            messages = kept + messages[turns[first]:]
+            messages = kept + messages[turns[first] :]
             tokens = self.encode(messages)
         if len(tokens) >= room:
-            raise UserError(f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`")
+            raise UserError(
+                f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`"
+            )
         if len(messages) < before and not self.told_dropped:
-            self.say(f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are dropped from now on")
+            self.say(
+                f"the chat fills the {room} tokens of --max-seq-length: its oldest turns are "
+                f"dropped from now on"
+            )
             self.told_dropped = True
         return messages, tokens
 
@@ -197,7 +224,7 @@ def read_waiting() -> str:
         tty.setcbreak(stdin, termios.TCSANOW)  # what comes after the last whole line is read, too
         try:
             while select([stdin], [], [], 0.05)[0]:
-                waiting += os.read(stdin, 2 ** 16)
+                waiting += os.read(stdin, 2**16)
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
     return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
@@ -210,7 +237,9 @@ def system_of(messages: list[dict]) -> list[dict]:
 
 def save_messages(name: str, messages: list[dict]):
     with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
-        partial.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(
+            json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def load_messages(name: str) -> list[dict] | str:

@@ -1,7 +1,9 @@
 """
-How a command ends: exit code 0, 2 after a user's mistake, 130 after Ctrl-C, 141 after a closed pipe, 143 after SIGTERM.
-Of the processes that torchrun started rank 0 speaks, and when one rank ends, all do.
+How a command ends: exit code 0, 2 after a user's mistake, 130 after Ctrl-C, 141 after a closed
+pipe, 143 after SIGTERM. Of the processes that torchrun started rank 0 speaks, and when one rank
+ends, all do.
 """
+
 import json
 import os
 import re
@@ -20,13 +22,16 @@ from tp import world_size
 
 
 def report_errors(main: Callable[[], None], ranks=False):
-    """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe end it quietly.
+    """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe
+    end it quietly.
 
     ranks: the command may be one of several processes."""
     for name in ("stdin", "stdout", "stderr"):  # None where whoever started the command closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
     try:
-        if not ranks:  # commands that may be ranks decide for themselves: see cli/generate.py's main()
+        if (
+            not ranks
+        ):  # commands that may be ranks decide for themselves: see cli/generate.py's main()
             if world_size() > 1:
                 raise UserError(f"{world_size()} processes, want one: start it without torchrun")
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,15 +53,21 @@ def report_errors(main: Callable[[], None], ranks=False):
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether it is no bug. The tokenizers library panics, with no Exception, over files that it does not expect."""
-    return isinstance(error, (UserError, OSError, MemoryError)) or type(error).__name__ == "PanicException"
+    """Whether it is no bug. The tokenizers library panics, with no Exception, over files that it
+    does not expect."""
+    return (
+        isinstance(error, (UserError, OSError, MemoryError))
+        or type(error).__name__ == "PanicException"
+    )
 
 
 def message_of(error: BaseException) -> str:
     """Of a UserError with its keywords as options."""
     if isinstance(error, UserError):
         message = error.message.replace("`=", "` ")
-        return one_line(re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", message))
+        return one_line(
+            re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", message)
+        )
     return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))
 
 
@@ -66,9 +77,9 @@ def message_of(error: BaseException) -> str:
 def run(main: Callable[[], None]):
     """report_errors() for a command that may be one of several ranks.
 
-    torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default action, which ends a
-    process at once. A Python handler would not run while the main thread waits for another rank, or for a GPU that
-    waits for one."""
+    torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default
+    action, which ends a process at once. A Python handler would not run while the main thread waits
+    for another rank, or for a GPU that waits for one."""
     if world_size() == 1:
         return report_errors(main, ranks=True)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,18 +111,27 @@ def run_rank(main: Callable[[], None], rank: int):
             dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
     except BaseException as error:
         if is_expected(error):
-            time.sleep(2 * (rank > 0))  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
+            time.sleep(
+                2 * (rank > 0)
+            )  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
             sys.stderr = sys.__stderr__
             tell_torchrun(message_of(error))
-        elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error):
-            tell_torchrun("another rank ended", delay=1)  # that rank's own reason comes first, in the same second too
+        elif (
+            isinstance(error, dist.DistError)
+            or isinstance(error, RuntimeError)
+            and "gloo" in str(error)
+        ):
+            tell_torchrun(
+                "another rank ended", delay=1
+            )  # that rank's own reason comes first, in the same second too
             raise UserError(f"another rank ended: {error}") from error
         raise
 
 
 def tell_torchrun(reason: str, delay=0):
-    """torchrun's own report comes last, and long: it ends with the reason that stands in this file. Of several ranks'
-    it takes the one with the earliest time, in whole seconds; `delay` is added to it."""
+    """torchrun's own report comes last, and long: it ends with the reason that stands in this file.
+    Of several ranks' it takes the one with the earliest time, in whole seconds; `delay` is added to
+    it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # as torch.distributed.elastic writes it
         details = dict(py_callstack=reason, timestamp=str(int(time.time()) + delay))

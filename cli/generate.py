@@ -1,6 +1,7 @@
 """
 What `python generate.py` does: options, prompts, generate.LLM, output and report.
 """
+
 import json
 import signal
 import sys
@@ -21,7 +22,9 @@ from guard import user_errors
 
 def main(description: str):
     """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # the compiler's hints to its developers
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module="torch"
+    )  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(description)
     given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
@@ -29,18 +32,26 @@ def main(description: str):
     if sys.stderr.isatty():
         llm.progress = progress
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
-        raise UserError(f"--chat, --system: {args.checkpoint} has no chat template; without them its text is continued")
+        raise UserError(
+            f"--chat, --system: {args.checkpoint} has no chat template; without them its text is "
+            f"continued"
+        )
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        llm.prepare(1, args.max_seq_length or min(llm.context, 8192))  # a chat's cache is allocated whole
+        llm.prepare(
+            1, args.max_seq_length or min(llm.context, 8192)
+        )  # a chat's cache is allocated whole
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
         if args.chat:
             begin = system_messages(args.system)
             prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
         elif llm.tokenizer.template and not args.quiet:
-            print("the prompt is continued as it is; --chat puts it into the checkpoint's chat template",
-                  file=sys.stderr)
+            print(
+                "the prompt is continued as it is; --chat puts it into the checkpoint's chat "
+                "template",
+                file=sys.stderr,
+            )
         completions = make_completions(prompts, args, llm.tokenizer, llm.context)
         room = max(completion.room for completion in completions)
         llm.prepare(len(completions), room, len(prompts))
@@ -60,7 +71,10 @@ def main(description: str):
         if not args.quiet:
             print("\n" + format_report(result), file=sys.stderr)
     if args.profile and llm.team.rank == 0:
-        with user_errors(f"--profile {args.profile}: cannot be written"), written_whole(args.profile) as trace:
+        with (
+            user_errors(f"--profile {args.profile}: cannot be written"),
+            written_whole(args.profile) as trace,
+        ):
             profiler.export_chrome_trace(str(trace))
 
 
@@ -75,6 +89,8 @@ def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completio
     try:
         show([] if args.json else completions, steps, args.show_thinking)
     except UserError:
-        print(end="" if args.json else "\n", flush=True)  # the message to come has a line of its own
+        print(
+            end="" if args.json else "\n", flush=True
+        )  # the message to come has a line of its own
         raise
     return completions

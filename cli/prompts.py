@@ -1,6 +1,7 @@
 """
 Where prompts come from: options, files and stdin.
 """
+
 import sys
 from pathlib import Path
 from threading import Timer
@@ -10,9 +11,14 @@ from guard import MOST_TEXT, read_text, user_errors
 
 
 def read_stdin(quiet: bool) -> str:
-    """All of it but for a newline at the end. After a second of waiting a line on stderr says what is awaited, unless
-    `quiet`."""
-    hint = Timer(1, print, ["reading the prompt from stdin; Ctrl-D ends it"], dict(file=sys.stderr, flush=True))
+    """All of it but for a newline at the end. After a second of waiting a line on stderr says what
+    is awaited, unless `quiet`."""
+    hint = Timer(
+        1,
+        print,
+        ["reading the prompt from stdin; Ctrl-D ends it"],
+        dict(file=sys.stderr, flush=True),
+    )
     if not quiet:
         hint.start()
     try:
@@ -26,8 +32,9 @@ def read_stdin(quiet: bool) -> str:
 
 
 def read_prompts(args) -> list[str]:
-    """--prompt's texts, then --prompt-file's; without both, what a pipe or a redirected file holds. One newline at the
-    end of a text is left out. UserError where a source that was named has no text."""
+    """--prompt's texts, then --prompt-file's; without both, what a pipe or a redirected file holds.
+    One newline at the end of a text is left out. UserError where a source that was named has no
+    text."""
     if not args.prompt and args.prompt_file is None:
         text = "" if sys.stdin.isatty() else read_stdin(args.quiet)
         return [text if text.strip() else "Once upon a time"]

@@ -7,6 +7,7 @@ Round a checkpoint's weights to 8 or 4 bits, and write it as a new one.
     python quantize.py --checkpoint DIR --out DIR-w8a16 --bits 8 --sym \\
         --format compressed-tensors
 """
+
 import math
 import os
 import shlex
@@ -22,7 +23,15 @@ from cli.options import DEVICE, Parser, add_keywords, within
 from cli.output import written_whole
 from formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
-from guard import GIB, check_memory, find_device, find_dtype, memory_advice, open_checkpoint, read_text
+from guard import (
+    GIB,
+    check_memory,
+    find_device,
+    find_dtype,
+    memory_advice,
+    open_checkpoint,
+    read_text,
+)
 from quantize import group_of, round_model
 from tokenizer import Tokenizer
 
@@ -33,47 +42,77 @@ def parse_args():
     add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
     add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
     add("--bits", type=int, choices=(8, 4), default=4, help="of a weight (default: 4)")
-    add("--group-size", type=int, choices=(32, 64, 128, -1), help="-1: a row (default: 128 for 4 bits, -1 for 8)")
+    add(
+        "--group-size",
+        type=int,
+        choices=(32, 64, 128, -1),
+        help="-1: a row (default: 128 for 4 bits, -1 for 8)",
+    )
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
     add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
-    add("--calibration-tokens", type=within(int, 2), metavar="N", help="in rows of 2,048 (default: 131072)")
+    add(
+        "--calibration-tokens",
+        type=within(int, 2),
+        metavar="N",
+        help="in rows of 2,048 (default: 131072)",
+    )
     add_keywords(
         parser,
         gptq="better codes, from the inputs that --calibration gives",
         act_order="with --gptq: columns of large inputs first",
         sym="zero points in the middle: less exact, and some engines want it",
         head="quantize the output head too",
-        **DEVICE)
+        **DEVICE,
+    )
     args = parser.parse_args()
-    if args.gptq != bool(args.calibration) or (args.act_order or args.calibration_tokens) and not args.gptq:
-        parser.error("--gptq and --calibration go together, --act-order and --calibration-tokens with both")
+    if (
+        args.gptq != bool(args.calibration)
+        or (args.act_order or args.calibration_tokens)
+        and not args.gptq
+    ):
+        parser.error(
+            "--gptq and --calibration go together, --act-order and --calibration-tokens with both"
+        )
     args.calibration_tokens = args.calibration_tokens or 131072
     args.group_size = args.group_size or (128 if args.bits == 4 else -1)
     return args
 
 
 def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
-    """The text's first tokens in rows of 2,048, or as many as the context holds; a partial row is left out."""
+    """The text's first tokens in rows of 2,048, or as many as the context holds; a partial row is
+    left out."""
     path, wanted = args.calibration, args.calibration_tokens
     tokens = tokenizer.encode_text(read_text(path))
     if len(tokens) < wanted:
-        raise UserError(f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text")
+        raise UserError(
+            f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text"
+        )
     length = min(2048, context, wanted)
-    return torch.tensor(tokens[:wanted // length * length]).view(-1, length)
+    return torch.tensor(tokens[: wanted // length * length]).view(-1, length)
 
 
 def check_shapes(source: Checkpoint, args):
     """UserError for weights that the formats cannot hold."""
     if source.hf.get("quantization_config"):
-        raise UserError(f"--checkpoint {args.checkpoint} is quantized already; start from the original")
+        raise UserError(
+            f"--checkpoint {args.checkpoint} is quantized already; start from the original"
+        )
     if args.head and (source.config.tied or source.config.vocab_size % 8):
-        raise UserError("--head: the head is the embedding here, or has no multiple of 8 rows; leave the option out")
+        raise UserError(
+            "--head: the head is the embedding here, or has no multiple of 8 rows; leave the "
+            "option out"
+        )
     for name, weight in source.weights.items():
         if weight.experts:
-            raise UserError(f"{name} holds all experts, the formats want them one by one: --quantize serves it")
+            raise UserError(
+                f"{name} holds all experts, the formats want them one by one: --quantize serves it"
+            )
         if weight.quantized and weight.shape[0] % 8:
-            raise UserError(f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize serves "
-                            "it")
+            raise UserError(
+                f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize "
+                f"serves "
+                "it"
+            )
     for weight in source.weights.values():  # after what no other group size cures
         if weight.quantized:
             group_of(weight.shape[1], args.group_size)
@@ -86,23 +125,32 @@ def check_place(source: Checkpoint, out: Path, bits: int):
     parent = out.absolute().parent
     if not parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {parent}; make it first")
-    size = sum(math.prod(weight.shape) * (bits / 8 if weight.quantized else 2) for weight in source.weights.values())
+    size = sum(
+        math.prod(weight.shape) * (bits / 8 if weight.quantized else 2)
+        for weight in source.weights.values()
+    )
     free = shutil.disk_usage(parent).free
     if size > free:
-        raise UserError(f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free more, or "
-                        "name another place")
+        raise UserError(
+            f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free "
+            f"more, or "
+            "name another place"
+        )
 
 
 def size_of(checkpoint: Checkpoint) -> str:
     """Of the files that hold its tensors."""
     from tqdm import tqdm
+
     paths = {place.path for place in checkpoint.files().values()}
     return tqdm.format_sizeof(sum(path.stat().st_size for path in paths), "B")
 
 
 def main():
     args = parse_args()
-    quantization_config = CONFIGS[args.format](args.bits, args.group_size, args.sym, args.act_order, args.head)
+    quantization_config = CONFIGS[args.format](
+        args.bits, args.group_size, args.sym, args.act_order, args.head
+    )
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
@@ -121,5 +169,8 @@ def main():
                 round_model(model, *how, args.head, progress=True)
         made.mkdir()
         write_checkpoint(model, source, made, quantization_config)
-    print(f"{args.out}: {size_of(Checkpoint(args.out))} of weights, {size_of(source)} before\n"
-          f"next: python generate.py --checkpoint {shlex.quote(str(args.out))} --compile", file=sys.stderr)
+    print(
+        f"{args.out}: {size_of(Checkpoint(args.out))} of weights, {size_of(source)} before\n"
+        f"next: python generate.py --checkpoint {shlex.quote(str(args.out))} --compile",
+        file=sys.stderr,
+    )

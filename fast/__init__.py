@@ -1,10 +1,11 @@
 """
-The speed layer: whatever makes a step faster than plain PyTorch. It changes no text, except where a rounding decides
-between two tokens.
+The speed layer: whatever makes a step faster than plain PyTorch. It changes no text, except where a
+rounding decides between two tokens.
 
-generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files here import the core
-(eagle.py, model.py, quantize.py, sampling.py, tp.py). Of the core, only generate.py imports this folder, and it guards
-the import. Delete the folder, and every command still works, slower. The package imports without Triton.
+generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files
+here import the core (eagle.py, model.py, quantize.py, sampling.py, tp.py). Of the core, only
+generate.py imports this folder, and it guards the import. Delete the folder, and every command
+still works, slower. The package imports without Triton.
 
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
@@ -22,13 +23,16 @@ the import. Delete the folder, and every command still works, slower. The packag
     tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
     common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use
 
-decoder.py imports the files of a layer's kernels, and these import common.py and tuning.py. Importing one of them loads
-no others: this file imports them inside its functions. Each kernel but graph.py's, which only copies, has a plain twin:
-PyTorch operators that compute the same. The twin runs on CPUs, and the tests compare both with float64.
+decoder.py imports the files of a layer's kernels, and these import common.py and tuning.py.
+Importing one of them loads no others: this file imports them inside its functions. Each kernel but
+graph.py's, which only copies, has a plain twin: PyTorch operators that compute the same. The twin
+runs on CPUs, and the tests compare both with float64.
 
-What a new field of model.Config and its parts, or of sampling.Sampling, means is not known here. Where it has its
-default value, all goes on as before. Where it has another, model.py decodes, or sampling.py samples.
+What a new field of model.Config and its parts, or of sampling.Sampling, means is not known here.
+Where it has its default value, all goes on as before. Where it has another, model.py decodes, or
+sampling.py samples.
 """
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,14 +44,22 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Fast:
-    """What takes the place of the plain model and, with kernels, of the plain functions of the same names."""
-    decoder: nn.Module  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
-    # True where decode runs on this folder's kernels. They find the cache slots in use on the device, and a step can be
-    # captured as a CUDA graph by hand, without torch.compile. False: all that follows is None.
+    """What takes the place of the plain model and, with kernels, of the plain functions of the same
+    names."""
+
+    decoder: (
+        nn.Module
+    )  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
+    # True where decode runs on this folder's kernels. They find the cache slots in use on the
+    # device, and a step can be captured as a CUDA graph by hand, without torch.compile. False: all
+    # that follows is None.
     kernels: bool = False
-    settings: Callable | None = None  # Sampling -> a tensor; None for a value that the kernels do not know
-    # As sampling.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor for the Sampling. They
-    # read it on the device: a CUDA graph stays valid when other settings are copied into it.
+    settings: Callable | None = (
+        None  # Sampling -> a tensor; None for a value that the kernels do not know
+    )
+    # As sampling.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
+    # for the Sampling. They read it on the device: a CUDA graph stays valid when other settings are
+    # copied into it.
     choose: Callable | None = None
     choose_draft: Callable | None = None
     accept: Callable | None = None
@@ -55,23 +67,32 @@ class Fast:
 
 
 def optimize(model: nn.Module) -> Fast | None:
-    """Puts fast modules into a Transformer whose setup() is done, and returns what decodes and samples from now on.
+    """Puts fast modules into a Transformer whose setup() is done, and returns what decodes and
+    samples from now on.
 
-    None where nothing here serves: on other devices than CPUs and CUDA GPUs, and on a CUDA GPU where the kernels cannot
-    serve this GPU or this model, which one line on stderr says. On a CUDA GPU ValueError for a model that was optimized
-    before."""
+    None where nothing here serves: on other devices than CPUs and CUDA GPUs, and on a CUDA GPU
+    where the kernels cannot serve this GPU or this model, which one line on stderr says. On a CUDA
+    GPU ValueError for a model that was optimized before."""
     device = model.embed.weight.device
     if device.type == "cpu":
         from fast.cpu import install_linears, row_decoder
+
         install_linears(model)
         return Fast(row_decoder(model))
     if device.type != "cuda":
         return None
     from fast.common import triton
-    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(device) >= (
+        8,
+        0,
+    )
     if not nvidia or model.embed.weight.itemsize != 2:
-        print("plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit activations",
-              file=sys.stderr)
+        print(
+            "plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit "
+            "activations",
+            file=sys.stderr,
+        )
         return None
     return use_kernels(model)
 
@@ -90,18 +111,29 @@ def use_kernels(model: nn.Module) -> Fast | None:
     total = 2 * len(model.layers)
     if plain:
         reasons = ", ".join(f"{n} with {reason}" for reason, n in plain.items())
-        print(f"plain PyTorch runs {plain.total()} of {total} halves of layers: {reasons}", file=sys.stderr)
+        print(
+            f"plain PyTorch runs {plain.total()} of {total} halves of layers: {reasons}",
+            file=sys.stderr,
+        )
     if plain.total() == total:
         return None
     found = decoder.install_kernels(model)
     if not found.kernels:
         return Fast(found)
     settings = partial(sampling.make_settings, device=model.embed.weight.device)
-    return Fast(found, True, settings, sampling.fast_choose, sampling.fast_choose_draft, sampling.fast_accept,
-                graph.CapturedStep)
+    return Fast(
+        found,
+        True,
+        settings,
+        sampling.fast_choose,
+        sampling.fast_choose_draft,
+        sampling.fast_accept,
+        graph.CapturedStep,
+    )
 
 
 def read_bandwidth(model: nn.Module) -> float | None:
     """bandwidth.read_bandwidth()"""
     from fast import bandwidth
+
     return bandwidth.read_bandwidth(model)

@@ -1,12 +1,13 @@
 """
 Attention with rope and the KV cache's update inside. Its plain twin is model.Attention.attend().
 
-The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). A program serves one kv head of one sequence.
-Its rows are pairs: a new token and one of the G query heads that share the kv head. There are T x G of them, token by
-token.
+The softmax is online (FlashAttention-2, arXiv 2307.08691, section 3.1). A program serves one kv
+head of one sequence. Its rows are pairs: a new token and one of the G query heads that share the kv
+head. There are T x G of them, token by token.
 
-Decode and verification: there are few pairs, and a program holds all of them. One for each kv head would leave most of
-a GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-decoding):
+Decode and verification: there are few pairs, and a program holds all of them. One for each kv head
+would leave most of a GPU idle, so several share the cache (Flash-Decoding,
+pytorch.org/blog/flash-decoding):
 
         old slots of the cache, those in use               the T new tokens of this step
         |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
@@ -16,37 +17,48 @@ a GPU idle, so several share the cache (Flash-Decoding, pytorch.org/blog/flash-d
                   '-------------------+-------------------'
              the program that finishes last combines the parts, in the order of the splits
 
-Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores keys and values (KVCache.write()) first.
-Each program then has a block of BM pairs and goes through all slots that these see. Only the tiles at the two ends need
-a mask:
+Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores keys and values
+(KVCache.write()) first. Each program then has a block of BM pairs and goes through all slots that
+these see. Only the tiles at the two ends need a mask:
 
             slots 0                                    L
     pair 0        |mask|======|mask|                        =  all pairs of a block see all slots of the tile
     pair BM          |mask|======|mask|                     mask, left: some pairs' window is past the slot
     pair 2 BM            |mask|======|mask|                 mask, right: some pairs come before it
 
-An int8 cache is read as 16-bit words of two codes, elements 2 e and 2 e + 1 of a key or a value. Queries and sums are
-then in halves, a tuple of their even and their odd elements.
+An int8 cache is read as 16-bit words of two codes, elements 2 e and 2 e + 1 of a key or a value.
+Queries and sums are then in halves, a tuple of their even and their odd elements.
 
 Shapes: B sequences, T new tokens, H query heads, K kv heads, G = H / K, E head dim, L cache length.
 """
+
 import math
 
 import torch
 from torch import Tensor, library
 
-from fast.common import (TensorDescriptor, constexpr, gdc_launch_dependents, gdc_wait, gpu, jit, last_arriver,
-                         pdl_options, tl, triton)
+from fast.common import (
+    TensorDescriptor,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    jit,
+    last_arriver,
+    pdl_options,
+    tl,
+    triton,
+)
 
 
 @jit
 def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PAIRS: constexpr):
     """Heads x [rows, E] after RMSNorm, if there is a norm's weight, and after rope; in fp32.
 
-    norm: [E], the same for each head; or [heads x E], with the mean square of all heads' elements [rows], and head
-    [rows] says which one a row is.
-    swapped: x with the elements of each pair exchanged. It is loaded, since a thread cannot read what another has in
-    its registers. cos, sin [rows, E]."""
+    norm: [E], the same for each head; or [heads x E], with the mean square of all heads' elements
+    [rows], and head [rows] says which one a row is. swapped: x with the elements of each pair
+    exchanged. It is loaded, since a thread cannot read what another has in its registers. cos, sin
+    [rows, E]."""
     x = x.to(tl.float32)
     swapped = swapped.to(tl.float32)
     if norm is not None:
@@ -65,7 +77,8 @@ def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PA
 
 @jit
 def mean_squares(heads, stride, t, T, N: constexpr, BN: constexpr):
-    """Of all heads' elements [N] of each row's token t [rows]. heads: the first token's; the next's lie `stride` on."""
+    """Of all heads' elements [N] of each row's token t [rows]. heads: the first token's; the next's
+    lie `stride` on."""
     n = tl.arange(0, BN)
     found = tl.zeros(t.shape, tl.float32)
     for i in range(T):
@@ -76,7 +89,8 @@ def mean_squares(heads, stride, t, T, N: constexpr, BN: constexpr):
 
 @jit
 def partner_of(e, PAIRS: constexpr):
-    """The element that e turns with: Hugging Face's layout pairs element i with i + PAIRS. The rest has a sine of 0."""
+    """The element that e turns with: Hugging Face's layout pairs element i with i + PAIRS. The rest
+    has a sine of 0."""
     return tl.where(e < PAIRS, e + PAIRS, e - PAIRS)
 
 
@@ -89,8 +103,8 @@ def load_rope(cos, sin, position, e, mask, E: constexpr):
 
 @jit
 def visible(slot, position, WINDOW: constexpr):
-    """Whether tokens at positions [rows] see slots [slots]: those up to their own, the last WINDOW of them unless that
-    is 0 -> [rows, slots]"""
+    """Whether tokens at positions [rows] see slots [slots]: those up to their own, the last WINDOW
+    of them unless that is 0 -> [rows, slots]"""
     seen = slot[None, :] <= position[:, None]
     if WINDOW > 0:
         seen = seen & (slot[None, :] > position[:, None] - WINDOW)
@@ -99,7 +113,8 @@ def visible(slot, position, WINDOW: constexpr):
 
 @jit
 def split_slots(begin, end, split, splits, BL: constexpr):
-    """Of the slots begin .. end - 1, a split's start .. stop - 1: even shares, in multiples of BL."""
+    """Of the slots begin .. end - 1, a split's start .. stop - 1: even shares, in multiples of
+    BL."""
     share = tl.cdiv(tl.cdiv(end - begin, splits), BL) * BL
     start = begin + split * share
     return start, tl.minimum(start + share, end)
@@ -116,24 +131,31 @@ def unpacking(kind: str, ones: str, less: str, one: str, shift: int):
         fma.rn.{kind} $0, bits, one, base; }}""")
 
 
-BF16_EVEN, BF16_ODD = (unpacking("bf16x2", "0x43004300", "0xc300c300", "0x3f803f80", shift) for shift in (0, 8))
-FP16_EVEN, FP16_ODD = (unpacking("f16x2", "0x64006400", "0xe400e400", "0x3c003c00", shift) for shift in (0, 8))
+BF16_EVEN, BF16_ODD = (
+    unpacking("bf16x2", "0x43004300", "0xc300c300", "0x3f803f80", shift) for shift in (0, 8)
+)
+FP16_EVEN, FP16_ODD = (
+    unpacking("f16x2", "0x64006400", "0xe400e400", "0x3c003c00", shift) for shift in (0, 8)
+)
 
 
 @jit
 def unpack(words, ODD: constexpr, dtype: constexpr):
     """The even or the odd codes of int16 words.
 
-    From 128 on bf16 counts by ones with its last 7 bits, and fp16 from 1,024 on. So a code's low 7 bits are put there,
-    and what is subtracted again is 128 more if its sign is set: 64 slots of 128 elements take 530 instructions of a
-    warp, and with .to() 850."""
+    From 128 on bf16 counts by ones with its last 7 bits, and fp16 from 1,024 on. So a code's low 7
+    bits are put there, and what is subtracted again is 128 more if its sign is set: 64 slots of 128
+    elements take 530 instructions of a warp, and with .to() 850."""
     if dtype == tl.float32:
         x = ((words if ODD else words << 8) >> 8).to(dtype)
     elif dtype == tl.bfloat16:
-        x = tl.inline_asm_elementwise(BF16_ODD if ODD else BF16_EVEN, "=r,r", [words], tl.bfloat16, is_pure=True,
-                                      pack=2)
+        x = tl.inline_asm_elementwise(
+            BF16_ODD if ODD else BF16_EVEN, "=r,r", [words], tl.bfloat16, is_pure=True, pack=2
+        )
     else:
-        x = tl.inline_asm_elementwise(FP16_ODD if ODD else FP16_EVEN, "=r,r", [words], tl.float16, is_pure=True, pack=2)
+        x = tl.inline_asm_elementwise(
+            FP16_ODD if ODD else FP16_EVEN, "=r,r", [words], tl.float16, is_pure=True, pack=2
+        )
     return x
 
 
@@ -148,7 +170,9 @@ def repeat(x, ROWS: constexpr):
     """x [rows, E] -> [ROWS, E], its rows again and again."""
     R: constexpr = x.shape[0]
     if R < ROWS:
-        x = tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // R, R, x.shape[1])), (ROWS, x.shape[1]))
+        x = tl.reshape(
+            tl.broadcast_to(x[None, :, :], (ROWS // R, R, x.shape[1])), (ROWS, x.shape[1])
+        )
     return x
 
 
@@ -172,16 +196,21 @@ def joined(acc, scales):
 
 @jit
 def softmax_tile(q, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype: constexpr):
-    """One step of the online softmax: q [BM, E], k [BL, E], v [BL, E] -> the new row_max, row_sum [BM], acc [BM, E].
+    """One step of the online softmax: q [BM, E], k [BL, E], v [BL, E] -> the new row_max, row_sum
+    [BM], acc [BM, E].
 
-    seen [BM, BL], or None: all. scale: E ** -0.5 / ln 2, so that exp2, which the GPU has as an instruction, takes the
-    place of exp. k_scale, v_scale: None, or k and v are int8. Then they are words [BL, E / 2] and scales [BL], which go
-    to the scores, as these are fewer; and q and acc are in halves."""
+    seen [BM, BL], or None: all. scale: E ** -0.5 / ln 2, so that exp2, which the GPU has as an
+    instruction, takes the place of exp. k_scale, v_scale: None, or k and v are int8. Then they are
+    words [BL, E / 2] and scales [BL], which go to the scores, as these are fewer; and q and acc are
+    in halves."""
     if k_scale is None:
         scores = tl.dot(q, tl.trans(k))
     else:
         words = tl.trans(k[0])
-        scores = tl.dot(q[1], unpack(words, True, dtype), tl.dot(q[0], unpack(words, False, dtype))) * k[1][None, :]
+        scores = (
+            tl.dot(q[1], unpack(words, True, dtype), tl.dot(q[0], unpack(words, False, dtype)))
+            * k[1][None, :]
+        )
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -192,16 +221,29 @@ def softmax_tile(q, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, 
         acc = tl.dot(p.to(dtype), v, acc * rescale[:, None])
     else:
         p = (p * v[1][None, :]).to(dtype)
-        acc = (tl.dot(p, unpack(v[0], False, dtype), acc[0] * rescale[:, None]),
-               tl.dot(p, unpack(v[0], True, dtype), acc[1] * rescale[:, None]))
+        acc = (
+            tl.dot(p, unpack(v[0], False, dtype), acc[0] * rescale[:, None]),
+            tl.dot(p, unpack(v[0], True, dtype), acc[1] * rescale[:, None]),
+        )
     return new_max, row_sum, acc
 
 
 @jit
-def load_tile(cache, scales, group, l0, end, L, E: constexpr, BE: constexpr, BL: constexpr, MASKED: constexpr,
-              TMA: constexpr):
-    """Keys or values of the slots from l0 on [BL, BE], or their words [BL, BE / 2] and scales [BL]. MASKED: 0 from slot
-    `end` on."""
+def load_tile(
+    cache,
+    scales,
+    group,
+    l0,
+    end,
+    L,
+    E: constexpr,
+    BE: constexpr,
+    BL: constexpr,
+    MASKED: constexpr,
+    TMA: constexpr,
+):
+    """Keys or values of the slots from l0 on [BL, BE], or their words [BL, BE / 2] and scales [BL].
+    MASKED: 0 from slot `end` on."""
     slot = l0 + tl.arange(0, BL)
     inside = (slot < end)[:, None]
     WIDE: constexpr = E if scales is None else E // 2
@@ -227,14 +269,18 @@ def to_int8(x):
     """model.to_int8(): x [rows, E] -> codes [rows, E], in fp32, and scales [rows]."""
     x = x.to(tl.float32)
     scale = tl.max(tl.abs(x), 1) / 127
-    rounder: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even
+    rounder: tl.constexpr = (
+        12582912.0  # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even
+    )
     return x / tl.maximum(scale, 1e-30)[:, None] + rounder - rounder, scale
 
 
 @jit
-def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: constexpr, BT: constexpr):
-    """Stores new keys, or values, x [NEW, BE] of tokens n < T in the cache -> what load_tile() would read of them, in
-    BT rows."""
+def store_new(
+    x, cache, scales, group, L, n, T, position, E: constexpr, BE: constexpr, BT: constexpr
+):
+    """Stores new keys, or values, x [NEW, BE] of tokens n < T in the cache -> what load_tile()
+    would read of them, in BT rows."""
     at = group.to(tl.int64) * L + position
     WIDE: constexpr = E if scales is None else E // 2
     BW: constexpr = BE if scales is None else BE // 2
@@ -256,39 +302,63 @@ def store_new(x, cache, scales, group, L, n, T, position, E: constexpr, BE: cons
 
 @jit
 def store_heads(y, out, pair, end, H: constexpr, G: constexpr, E: constexpr):
-    """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's first token."""
+    """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's
+    first token."""
     e = tl.arange(0, y.shape[1])
     rows = out + (pair // G * H + pair % G)[:, None] * E
-    tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (e < E)[None, :])
+    tl.store(
+        rows + e[None, :], y.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (e < E)[None, :]
+    )
 
 
 @jit
 def store_part(part_lses, part_accs, part, row_max, row_sum, acc, BR: constexpr):
-    """Stores a split's attention for combine_parts(): part_accs [parts, BR, BE], and the base 2 logarithms of its
-    softmax's sums, part_lses [parts, BR]."""
+    """Stores a split's attention for combine_parts(): part_accs [parts, BR, BE], and the base 2
+    logarithms of its softmax's sums, part_lses [parts, BR]."""
     i = tl.arange(0, acc.shape[0])
     e = tl.arange(0, acc.shape[1])
     row = part * BR + i
     row_sum = tl.maximum(row_sum, 1e-30)  # a split may be empty, or hidden by a window
-    tl.store(part_accs + row[:, None] * acc.shape[1] + e[None, :], acc / row_sum[:, None], mask=(i < BR)[:, None])
+    tl.store(
+        part_accs + row[:, None] * acc.shape[1] + e[None, :],
+        acc / row_sum[:, None],
+        mask=(i < BR)[:, None],
+    )
     tl.store(part_lses + row, row_max + tl.log2(row_sum), mask=i < BR)
 
 
 @jit
-def combine_parts(part_lses, part_accs, first, splits, out, pairs, BR: constexpr, H: constexpr, G: constexpr,
-                  E: constexpr, BE: constexpr, BS: constexpr):
-    """Adds up the `splits` <= BS parts from part `first` on, and stores the attention of pairs < `pairs`.
+def combine_parts(
+    part_lses,
+    part_accs,
+    first,
+    splits,
+    out,
+    pairs,
+    BR: constexpr,
+    H: constexpr,
+    G: constexpr,
+    E: constexpr,
+    BE: constexpr,
+    BS: constexpr,
+):
+    """Adds up the `splits` <= BS parts from part `first` on, and stores the attention of pairs <
+    `pairs`.
 
-    It takes as many pairs at once as registers hold, as each turn takes 2 us. The order of the splits is the
-    same each time, and so are the bits."""
+    It takes as many pairs at once as registers hold, as each turn takes 2 us. The order of the
+    splits is the same each time, and so are the bits."""
     BP: constexpr = min(BR, max(1, 16384 // (BS * BE)))
     s = tl.arange(0, BS)
     inside = (s < splits)[None, :]
     e = tl.arange(0, BE)
     for p0 in range(0, pairs, BP):
         pair = p0 + tl.arange(0, BP)
-        row = (first + s)[None, :] * BR + pair[:, None]  # in this order warps share no pair if they can
-        accs = tl.load(part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0)
+        row = (first + s)[None, :] * BR + pair[
+            :, None
+        ]  # in this order warps share no pair if they can
+        accs = tl.load(
+            part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0
+        )
         lses = tl.load(part_lses + row, mask=inside, other=-1e30)
         shares = tl.exp2(lses - tl.max(lses, 1)[:, None])
         shares /= tl.sum(shares, 1)[:, None]
@@ -296,20 +366,57 @@ def combine_parts(part_lses, part_accs, first, splits, out, pairs, BR: constexpr
 
 
 @jit
-def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_cache, v_cache, k_scale, v_scale,
-                     out, part_lses, part_accs, semaphore, T, L, position_stride, scale, growth, original, eps,
-                     G: constexpr, K: constexpr, E: constexpr, PAIRS: constexpr, GROWS: constexpr, BE: constexpr,
-                     WINDOW: constexpr, BH: constexpr,
-                     SPLITS: constexpr, SPLIT_SLOTS: constexpr, BM: constexpr, BR: constexpr, BT: constexpr,
-                     ROWS: constexpr, NEW: constexpr, BL: constexpr, BS: constexpr, STAGES: constexpr,
-                     PDL: constexpr):
+def attention_kernel(
+    q,
+    positions,
+    cos,
+    sin,
+    offset,
+    q_norm,
+    k_norm,
+    sinks,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    out,
+    part_lses,
+    part_accs,
+    semaphore,
+    T,
+    L,
+    position_stride,
+    scale,
+    growth,
+    original,
+    eps,
+    G: constexpr,
+    K: constexpr,
+    E: constexpr,
+    PAIRS: constexpr,
+    GROWS: constexpr,
+    BE: constexpr,
+    WINDOW: constexpr,
+    BH: constexpr,
+    SPLITS: constexpr,
+    SPLIT_SLOTS: constexpr,
+    BM: constexpr,
+    BR: constexpr,
+    BT: constexpr,
+    ROWS: constexpr,
+    NEW: constexpr,
+    BL: constexpr,
+    BS: constexpr,
+    STAGES: constexpr,
+    PDL: constexpr,
+):
     """Program (b * K + kv head, split).
 
-    q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0, or q_norm and k_norm
-    are of all heads together, and this is H E, rounded up to a power of two. tl.dot() has BM pairs and BT new tokens,
-    what comes before it ROWS and NEW: as many, or fewer.
-    It is longer than a screen because the first pass of the loop must hold all that waits for the kernel before: there
-    the compiler puts the first tiles' loads ahead of the wait."""
+    q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0,
+    or q_norm and k_norm are of all heads together, and this is H E, rounded up to a power of two.
+    tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as many, or fewer.
+    It is longer than a screen because the first pass of the loop must hold all that waits for the
+    kernel before: there the compiler puts the first tiles' loads ahead of the wait."""
     group = tl.program_id(0)
     split = tl.program_id(1)
     b = group // K
@@ -325,7 +432,8 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     pair_mask = (pair < T * G)[:, None] & (e < E)[None, :]
     q_rows = q + (((b * T + t) * HEADS + kv * G + pair % G) * E)[:, None]
 
-    # Positions were there before the first layer, and old slots before this step: loading them need not wait.
+    # Positions were there before the first layer, and old slots before this step: loading them need
+    # not wait.
     positions += b * position_stride
     position = tl.load(positions + t).to(tl.int32)
     end = tl.load(positions).to(tl.int32)
@@ -355,7 +463,9 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
     row_sum = tl.zeros((BM,), tl.float32)
     if sinks is not None:  # what one more slot with this score and no value would leave, once
         heads = kv * G + tl.arange(0, BM) % G
-        row_max = tl.where(split == 0, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max)
+        row_max = tl.where(
+            split == 0, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max
+        )
         row_sum += tl.where(split == 0, 1.0, 0.0)
     acc = zeros(BM, BE, v_scale)
     for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
@@ -378,7 +488,9 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
             q_square = None
             if BH > 0:
                 q_square = mean_squares(q + b * T * HEADS * E, HEADS * E, t, T, H * E, BH)
-            new_q = rope(new_q, swapped, e, cos_q, sin_q, q_norm, kv * G + pair % G, q_square, eps, E, PAIRS)
+            new_q = rope(
+                new_q, swapped, e, cos_q, sin_q, q_norm, kv * G + pair % G, q_square, eps, E, PAIRS
+            )
             if GROWS:
                 new_q *= (1 + growth * tl.log(1.0 + position // original))[:, None]
             new_q = repeat(new_q.to(dtype), BM)
@@ -387,15 +499,32 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
                 k_square = None
                 if BH > 0:
                     k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
-                keys = rope(new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS)
-                keys = store_new(keys.to(dtype), k_cache, k_scale, group, L, n, T, new_position, E, BE, BT)
+                keys = rope(
+                    new_k, swapped_k, e, cos_k, sin_k, k_norm, kv + n * 0, k_square, eps, E, PAIRS
+                )
+                keys = store_new(
+                    keys.to(dtype), k_cache, k_scale, group, L, n, T, new_position, E, BE, BT
+                )
                 values = store_new(new_v, v_cache, v_scale, group, L, n, T, new_position, E, BE, BT)
                 at = tl.arange(0, BT)
                 seen = (at < T)[None, :] & visible(end + at, row_position, WINDOW)
-                row_max, row_sum, acc = softmax_tile(queries, keys, values, k_scale, v_scale, seen, scale, row_max,
-                                                     row_sum, acc, dtype)
+                row_max, row_sum, acc = softmax_tile(
+                    queries,
+                    keys,
+                    values,
+                    k_scale,
+                    v_scale,
+                    seen,
+                    scale,
+                    row_max,
+                    row_sum,
+                    acc,
+                    dtype,
+                )
         seen = (slot < stop)[None, :] & visible(slot, row_position, WINDOW)
-        row_max, row_sum, acc = softmax_tile(queries, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype)
+        row_max, row_sum, acc = softmax_tile(
+            queries, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype
+        )
 
     acc = joined(acc, v_scale)
     out += (b * T * H + kv * G) * E
@@ -407,16 +536,42 @@ def attention_kernel(q, positions, cos, sin, offset, q_norm, k_norm, sinks, k_ca
             store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
             if last_arriver(semaphore + group, splits):
                 if splits <= 8:
-                    combine_parts(part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, 8)
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, 8
+                    )
                 elif SPLITS > 8:
-                    combine_parts(part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, BS)
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, BS
+                    )
 
 
 @jit
-def attend_to(begin, end, q, position, k_cache, v_cache, k_scale, v_scale, group, L, scale, row_max, row_sum, acc,
-              dtype: constexpr, E: constexpr, BE: constexpr, WINDOW: constexpr, BL: constexpr, STAGES: constexpr,
-              MASKED: constexpr, TMA: constexpr):
-    """Slots begin .. end - 1. MASKED: not every pair sees each of them, or they are no whole tiles."""
+def attend_to(
+    begin,
+    end,
+    q,
+    position,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    group,
+    L,
+    scale,
+    row_max,
+    row_sum,
+    acc,
+    dtype: constexpr,
+    E: constexpr,
+    BE: constexpr,
+    WINDOW: constexpr,
+    BL: constexpr,
+    STAGES: constexpr,
+    MASKED: constexpr,
+    TMA: constexpr,
+):
+    """Slots begin .. end - 1. MASKED: not every pair sees each of them, or they are no whole
+    tiles."""
     for l0 in tl.range(begin, end, BL, num_stages=STAGES):
         slot = l0 + tl.arange(0, BL)
         k = load_tile(k_cache, k_scale, group, l0, end, L, E, BE, BL, MASKED, TMA)
@@ -424,16 +579,38 @@ def attend_to(begin, end, q, position, k_cache, v_cache, k_scale, v_scale, group
         seen = None
         if MASKED:
             seen = visible(slot, position, WINDOW)
-        row_max, row_sum, acc = softmax_tile(q, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype)
+        row_max, row_sum, acc = softmax_tile(
+            q, k, v, k_scale, v_scale, seen, scale, row_max, row_sum, acc, dtype
+        )
     return row_max, row_sum, acc
 
 
 @jit
-def prefill_kernel(q, positions, sinks, k_cache, v_cache, k_scale, v_scale, out, T, L, position_stride, scale,
-                   G: constexpr, K: constexpr, E: constexpr, BE: constexpr, WINDOW: constexpr, BM: constexpr,
-                   BL: constexpr, STAGES: constexpr, TMA: constexpr):
-    """Program (b * K + kv head, block of BM pairs). q [B, T, H, E] after rope; the cache is complete. TMA: k_cache and
-    v_cache are descriptors of [B K, L, E], in tiles of BL slots."""
+def prefill_kernel(
+    q,
+    positions,
+    sinks,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    out,
+    T,
+    L,
+    position_stride,
+    scale,
+    G: constexpr,
+    K: constexpr,
+    E: constexpr,
+    BE: constexpr,
+    WINDOW: constexpr,
+    BM: constexpr,
+    BL: constexpr,
+    STAGES: constexpr,
+    TMA: constexpr,
+):
+    """Program (b * K + kv head, block of BM pairs). q [B, T, H, E] after rope; the cache is
+    complete. TMA: k_cache and v_cache are descriptors of [B K, L, E], in tiles of BL slots."""
     group = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     b = group // K
@@ -463,19 +640,87 @@ def prefill_kernel(q, positions, sinks, k_cache, v_cache, k_scale, v_scale, out,
     if WINDOW > 0:
         begin = tl.maximum(first - WINDOW + 1, 0) // BL * BL
         left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BL) * BL, whole)
-        row_max, row_sum, acc = attend_to(begin, left, queries, position, k_cache, v_cache, k_scale, v_scale, group, L,
-                                          scale, row_max, row_sum, acc, dtype, E, BE, WINDOW, BL, STAGES, True, TMA)
+        row_max, row_sum, acc = attend_to(
+            begin,
+            left,
+            queries,
+            position,
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            group,
+            L,
+            scale,
+            row_max,
+            row_sum,
+            acc,
+            dtype,
+            E,
+            BE,
+            WINDOW,
+            BL,
+            STAGES,
+            True,
+            TMA,
+        )
         begin = tl.maximum(begin, left)
-    row_max, row_sum, acc = attend_to(begin, whole, queries, position, k_cache, v_cache, k_scale, v_scale, group, L,
-                                      scale, row_max, row_sum, acc, dtype, E, BE, WINDOW, BL, STAGES, False, TMA)
-    row_max, row_sum, acc = attend_to(tl.maximum(begin, whole), end, queries, position, k_cache, v_cache, k_scale,
-                                      v_scale, group, L, scale, row_max, row_sum, acc, dtype, E, BE, WINDOW, BL,
-                                      STAGES, True, TMA)
-    tl.store(out + at, (joined(acc, v_scale) / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
+    row_max, row_sum, acc = attend_to(
+        begin,
+        whole,
+        queries,
+        position,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        group,
+        L,
+        scale,
+        row_max,
+        row_sum,
+        acc,
+        dtype,
+        E,
+        BE,
+        WINDOW,
+        BL,
+        STAGES,
+        False,
+        TMA,
+    )
+    row_max, row_sum, acc = attend_to(
+        tl.maximum(begin, whole),
+        end,
+        queries,
+        position,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        group,
+        L,
+        scale,
+        row_max,
+        row_sum,
+        acc,
+        dtype,
+        E,
+        BE,
+        WINDOW,
+        BL,
+        STAGES,
+        True,
+        TMA,
+    )
+    tl.store(
+        out + at, (joined(acc, v_scale) / row_sum[:, None]).to(out.dtype.element_ty), mask=mask
+    )
 
 
 def few_pairs(T: int, G: int) -> bool:
-    """Whether memory is the limit, not arithmetic: one block then holds all pairs. update_and_attend() wants it so."""
+    """Whether memory is the limit, not arithmetic: one block then holds all pairs.
+    update_and_attend() wants it so."""
     return T <= 16 and T * G <= 64
 
 
@@ -492,8 +737,8 @@ def head_tile(E: int) -> int:
 def prefill_sizes(E: int, memory: int) -> dict:
     """For so many bytes of shared memory.
 
-    Of 8B's 4,096 tokens after as many, tiles of 128 slots by TMA take 0.75 ms, of 64 without it 0.90, and with masks
-    everywhere they took 1.17; cuDNN takes 1.78 (H200)."""
+    Of 8B's 4,096 tokens after as many, tiles of 128 slots by TMA take 0.75 ms, of 64 without it
+    0.90, and with masks everywhere they took 1.17; cuDNN takes 1.78 (H200)."""
     hopper = memory >= 230_400
     if E > 128:
         sizes = dict(BM=128, BL=64, num_warps=8) if hopper else dict(BM=64, BL=32, num_warps=4)
@@ -509,10 +754,11 @@ def as_words(cache: Tensor) -> Tensor:
 def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) -> dict:
     """For `groups` (B x K) of BR pairs and BN new tokens, both powers of two; of: what gpu() says.
 
-    A few groups, with multiprocessors of their own, want many bytes on the way; the fewest, in 16 bits, are split the
-    soonest. Where there are many, several programs share a multiprocessor: with few pairs each they have two warps and,
-    in 16 bits, no more ROWS than pairs before tl.dot(), which takes 16. us, H200, of BL, STAGES, warps; what is not
-    taken was timed in part before the last changes of the kernel:
+    A few groups, with multiprocessors of their own, want many bytes on the way; the fewest, in 16
+    bits, are split the soonest. Where there are many, several programs share a multiprocessor: with
+    few pairs each they have two warps and, in 16 bits, no more ROWS than pairs before tl.dot(),
+    which takes 16. us, H200, of BL, STAGES, warps; what is not taken was timed in part before the
+    last changes of the kernel:
 
                                            128, 2, 4    128, 3, 4    64, 3, 4    two warps
         512 groups of 100 / 230 slots    14.3 / 24.3  20.9 / 34.1  14.6 / 21.7  10.1 / 19.6
@@ -524,9 +770,20 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         the same of 20 pairs each               48.0                     50.1"""
     processors, memory = of.multi_processor_count, of.shared_memory_per_block_optin
     many, programs = groups > processors, 2  # programs of a multiprocessor
-    sizes = dict(SPLIT_SLOTS=128, BM=max(16, BR), BR=BR, BT=max(16, BN), ROWS=max(16, BR), NEW=max(16, BN), BL=128,
-                 STAGES=2, num_warps=4)
-    if E > 128 or BR > 32:  # large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory
+    sizes = dict(
+        SPLIT_SLOTS=128,
+        BM=max(16, BR),
+        BR=BR,
+        BT=max(16, BN),
+        ROWS=max(16, BR),
+        NEW=max(16, BN),
+        BL=128,
+        STAGES=2,
+        num_warps=4,
+    )
+    if (
+        E > 128 or BR > 32
+    ):  # large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory
         sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
         sizes |= dict(STAGES=3)
@@ -541,7 +798,9 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         sizes |= dict(STAGES=3)
     splits = max(1, min(64, programs * processors // groups))
     if splits > 32:
-        splits -= splits % 8  # combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32
+        splits -= (
+            splits % 8
+        )  # combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32
     return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 
@@ -551,13 +810,23 @@ def row_stride(positions: Tensor) -> int:
 
 
 def in_powers_of_2(scale: float | None, E: int) -> float:
-    return (E ** -0.5 if scale is None else scale) / math.log(2)
+    return (E**-0.5 if scale is None else scale) / math.log(2)
 
 
 @library.custom_op("llama_fast::attend", mutates_args=(), device_types="cuda")
-def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
-           v_scale: Tensor | None, window: int, scale: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T, H, E].
+def attend(
+    q: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    window: int,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [B, T, H, E], after norm and rope; the tokens' keys and values are in the cache -> [B, T,
+    H, E].
 
     The other arguments are update_and_attend()'s."""
     B, T, H, E = q.shape
@@ -565,12 +834,30 @@ def attend(q: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, k_sca
     sizes = prefill_sizes(E, gpu(q.device).shared_memory_per_block_optin)
     caches = as_words(k_cache), as_words(v_cache)
     if sizes["TMA"]:
-        caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1), [1, sizes["BL"], cache.shape[-1]])
-                  for cache in caches)
+        caches = (
+            TensorDescriptor.from_tensor(cache.flatten(0, 1), [1, sizes["BL"], cache.shape[-1]])
+            for cache in caches
+        )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     prefill_kernel[(B * K, triton.cdiv(T * (H // K), sizes["BM"]))](
-        q.contiguous(), positions, sinks, *caches, k_scale, v_scale, out, T, L, row_stride(positions),
-        in_powers_of_2(scale, E), G=H // K, K=K, E=E, BE=head_tile(E), WINDOW=window, **sizes)
+        q.contiguous(),
+        positions,
+        sinks,
+        *caches,
+        k_scale,
+        v_scale,
+        out,
+        T,
+        L,
+        row_stride(positions),
+        in_powers_of_2(scale, E),
+        G=H // K,
+        K=K,
+        E=E,
+        BE=head_tile(E),
+        WINDOW=window,
+        **sizes,
+    )
     return out
 
 
@@ -579,24 +866,45 @@ def _(q, positions, k_cache, v_cache, k_scale, v_scale, window, scale=None, sink
     return q.new_empty(q.shape)
 
 
-@library.custom_op("llama_fast::update_and_attend", device_types="cuda",
-                   mutates_args=("k_cache", "v_cache", "k_scale", "v_scale", "semaphore"))
-def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                      k_scale: Tensor | None, v_scale: Tensor | None, semaphore: Tensor,
-                      q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-                      sinks: Tensor | None = None, offset: Tensor | None = None, window: int = 0, eps: float = 1e-5,
-                      scale: float | None = None, pairs: int = 0, growth: float = 0.0, original: int = 1) -> Tensor:
-    """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache, and attends.
+@library.custom_op(
+    "llama_fast::update_and_attend",
+    device_types="cuda",
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale", "semaphore"),
+)
+def update_and_attend(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    semaphore: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
+    offset: Tensor | None = None,
+    window: int = 0,
+    eps: float = 1e-5,
+    scale: float | None = None,
+    pairs: int = 0,
+    growth: float = 0.0,
+    original: int = 1,
+) -> Tensor:
+    """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache,
+    and attends.
 
-    qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for all sequences, of
-    which those of one sequence follow one another; k_cache, v_cache [>= B, K, L, E], whose first B rows are used, and
-    k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
-    q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E].
-    A token sees the slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
-    slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None for E ** -0.5.
-    Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's begin at row offset [>= B, 1], or 0.
-    growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head, whose value is 0.
-    semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
+    qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for
+    all sequences, of which those of one sequence follow one another; k_cache, v_cache [>= B, K, L,
+    E], whose first B rows are used, and k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
+    q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
+    slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
+    slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
+    for E ** -0.5. Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's
+    begin at row offset [>= B, 1], or 0. growth, original: model.Rope's q_growth and original. sinks
+    [H]: one more score of each head, whose value is 0. semaphore: int32 zeros [>= B * K]; they are
+    zeros again afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
@@ -612,13 +920,58 @@ def update_and_attend(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, 
     whole_norm = q_norm is not None and len(q_norm) > E
     pdl = pdl_options(qkv.device)
     attention_kernel[(B * K, splits)](
-        qkv.contiguous(), positions, cos, sin, offset, q_norm, k_norm, sinks, as_words(k_cache), as_words(v_cache),
-        k_scale, v_scale, out, part_lses, part_accs, semaphore, T, L, row_stride(positions), in_powers_of_2(scale, E),
-        growth, original, eps, G=H // K, K=K, E=E, PAIRS=pairs, GROWS=growth != 0, BE=BE, WINDOW=window,
-        BH=triton.next_power_of_2(H * E) if whole_norm else 0, PDL=bool(pdl), **sizes, **pdl)
+        qkv.contiguous(),
+        positions,
+        cos,
+        sin,
+        offset,
+        q_norm,
+        k_norm,
+        sinks,
+        as_words(k_cache),
+        as_words(v_cache),
+        k_scale,
+        v_scale,
+        out,
+        part_lses,
+        part_accs,
+        semaphore,
+        T,
+        L,
+        row_stride(positions),
+        in_powers_of_2(scale, E),
+        growth,
+        original,
+        eps,
+        G=H // K,
+        K=K,
+        E=E,
+        PAIRS=pairs,
+        GROWS=growth != 0,
+        BE=BE,
+        WINDOW=window,
+        BH=triton.next_power_of_2(H * E) if whole_norm else 0,
+        PDL=bool(pdl),
+        **sizes,
+        **pdl,
+    )
     return out
 
 
 @update_and_attend.register_fake
-def _(qkv, positions, cos, sin, k_cache, v_cache, k_scale, v_scale, semaphore, q_norm=None, k_norm=None, *_, **__):
+def _(
+    qkv,
+    positions,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    semaphore,
+    q_norm=None,
+    k_norm=None,
+    *_,
+    **__,
+):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[3])

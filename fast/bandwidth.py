@@ -1,12 +1,14 @@
 """
-The rate at which a GPU reads the model's weights and does nothing else: the ceiling of decode at batch 1.
+The rate at which a GPU reads the model's weights and does nothing else: the ceiling of decode at
+batch 1.
 """
+
 import torch
 from torch import nn
 
 from fast.common import constexpr, jit, tl, triton
 
-CHUNK = 2 ** 16  # bytes that a program reads: 64 KiB read at 4.60 TB/s on an H200, 1 MiB at 4.57
+CHUNK = 2**16  # bytes that a program reads: 64 KiB read at 4.60 TB/s on an H200, 1 MiB at 4.57
 PASSES = 10
 
 
@@ -23,7 +25,8 @@ def read_chunk(addresses, sums, BYTES: constexpr, BLOCK: constexpr):
 
 
 def read_bandwidth(model: nn.Module) -> float | None:
-    """Bytes a second at which a CUDA GPU reads the model's parameters: the best of ten passes, each of one launch.
+    """Bytes a second at which a CUDA GPU reads the model's parameters: the best of ten passes, each
+    of one launch.
 
     None where Triton is missing."""
     if not triton:

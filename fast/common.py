@@ -1,7 +1,8 @@
 """
-What the kernels share: Triton, or stand-ins where it is missing, properties of the GPU, and the device
-functions that several kernels use.
+What the kernels share: Triton, or stand-ins where it is missing, properties of the GPU, and the
+device functions that several kernels use.
 """
+
 import functools
 from dataclasses import MISSING, fields
 
@@ -22,8 +23,8 @@ except ImportError:  # a build of PyTorch without Triton: the plain twins serve
 
 
 def unknown_values(values, known: set[str]) -> list[str]:
-    """What a dataclass's instance holds that fast/ does not know: the fields, apart from `known`, whose value is not
-    their default. As in "Sampling.min_p=0.1"."""
+    """What a dataclass's instance holds that fast/ does not know: the fields, apart from `known`,
+    whose value is not their default. As in "Sampling.min_p=0.1"."""
     found = []
     for field in fields(values):
         value = getattr(values, field.name)
@@ -45,7 +46,8 @@ def pdl_options(device: torch.device) -> dict:
 
 @jit
 def gate_times_up(gate, up, GATED: constexpr):
-    """silu(gate) * up or, GATED = 2, tanh-GELU(gate) * up, of fp32 tiles. Both are gate * sigmoid(z) * up."""
+    """silu(gate) * up or, GATED = 2, tanh-GELU(gate) * up, of fp32 tiles. Both are gate *
+    sigmoid(z) * up."""
     z = gate
     if GATED == 2:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
@@ -65,9 +67,11 @@ def gate_function(gate, up, limit, alpha, GATED: constexpr):
 
 @jit
 def arrive(semaphore):
-    """Counts this program in and returns how many came before it. The last one to come sees all that the others stored.
+    """Counts this program in and returns how many came before it. The last one to come sees all
+    that the others stored.
 
-    Programs come in any order; whoever sums their parts in a fixed order gets the same bits each time."""
+    Programs come in any order; whoever sums their parts in a fixed order gets the same bits each
+    time."""
     tl.debug_barrier()
     before = tl.atomic_add(semaphore, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -76,8 +80,8 @@ def arrive(semaphore):
 
 @jit
 def last_arriver(semaphore, expected):
-    """Counts this program in; True in the last of `expected` programs, which sets the semaphore back to 0 for the next
-    launch."""
+    """Counts this program in; True in the last of `expected` programs, which sets the semaphore
+    back to 0 for the next launch."""
     last = arrive(semaphore) == expected - 1
     if last:
         tl.store(semaphore, 0)

@@ -1,7 +1,8 @@
 """
 Swaps a model.py Transformer's modules for fast ones on a CUDA GPU, in 16-bit types.
 
-On one GPU a decode step of one row is five launches a layer; with several ranks two all-reduces are launches too:
+On one GPU a decode step of one row is five launches a layer; with several ranks two all-reduces are
+launches too:
 
     wqkv         norm, product, bias               fused_linear
     attention    rope, cache update, attention     update_and_attend
@@ -9,17 +10,19 @@ On one GPU a decode step of one row is five launches a layer; with several ranks
     w_gate_up    norm, product, SiLU gate          fused_linear
     w_down       product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
 
-With several rows the norms are launches of their own: seven. So is always a norm behind a branch (OLMo, Gemma 3), which
-adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
-quantized feed-forward layers swapped.
+With several rows the norms are launches of their own: seven. So is always a norm behind a branch
+(OLMo, Gemma 3), which adds the residual in the product's place. Prefill keeps the model's own
+forward, with attention and quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py.
 
-A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of another kind, such as
-experts in codes that no kernel knows, stays model.py's, and the other half keeps its kernels.
+A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of
+another kind, such as experts in codes that no kernel knows, stays model.py's, and the other half
+keeps its kernels.
 
 Shapes: as in model.py, and M = B x T rows.
 """
+
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,36 +40,101 @@ from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.layout import KINDS
 from fast.linear import FusedGate, add_norm, gate_number, linear
 from fast.packed_linear import PackedLinear
-from model import Attention, Block, FeedForward, KVCache, MoE, RMSNorm, RopeTable, Transformer, visible
+from model import (
+    Attention,
+    Block,
+    FeedForward,
+    KVCache,
+    MoE,
+    RMSNorm,
+    RopeTable,
+    Transformer,
+    visible,
+)
 from quantize import QuantizedLinear, replace_layers
 from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
-OPERATORS = ("linear", "packed_linear", "add_norm", "gate", "attend", "update_and_attend", "sample", "distribute",
-             "fused_all_reduce", "fused_all_gather", "route", "expert_linear", "mixture", "grouped_linear")
+OPERATORS = (
+    "linear",
+    "packed_linear",
+    "add_norm",
+    "gate",
+    "attend",
+    "update_and_attend",
+    "sample",
+    "distribute",
+    "fused_all_reduce",
+    "fused_all_gather",
+    "route",
+    "expert_linear",
+    "mixture",
+    "grouped_linear",
+)
 
-# The fields of model.Config and LayerConfig, then of Rope and MoEConfig, that the modules of this file, or model.py's
-# around them, take into account.
-KNOWN_FIELDS = {"dim", "layers", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "context", "norm_eps",
-                "qkv_bias", "qk_norm", "pre_norm", "post_norm", "norm_fp32", "norm_offset", "fused_files", "activation",
-                "tied", "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "window", "rope",
-                "o_bias", "sinks", "expert_files", "moe"}
-KNOWN_OF_PARTS = {"frequencies", "scale", "original", "long", "q_growth", "n_expert", "n_chosen", "ffn_dim",
-                  "normalize", "bias", "clamp"}
+# The fields of model.Config and LayerConfig, then of Rope and MoEConfig, that the modules of this
+# file, or model.py's around them, take into account.
+KNOWN_FIELDS = {
+    "dim",
+    "layers",
+    "n_head",
+    "n_kv_head",
+    "head_dim",
+    "ffn_dim",
+    "vocab_size",
+    "context",
+    "norm_eps",
+    "qkv_bias",
+    "qk_norm",
+    "pre_norm",
+    "post_norm",
+    "norm_fp32",
+    "norm_offset",
+    "fused_files",
+    "activation",
+    "tied",
+    "attention_scale",
+    "embedding_scale",
+    "residual_scale",
+    "logits_scale",
+    "window",
+    "rope",
+    "o_bias",
+    "sinks",
+    "expert_files",
+    "moe",
+}
+KNOWN_OF_PARTS = {
+    "frequencies",
+    "scale",
+    "original",
+    "long",
+    "q_growth",
+    "n_expert",
+    "n_chosen",
+    "ffn_dim",
+    "normalize",
+    "bias",
+    "clamp",
+}
 
 
 # What can be replaced
 
 
 def unknown_fields(model: Transformer) -> list[str]:
-    """The values of Config and its parts that this file does not know, each once: "Config.cap=30.0"."""
+    """The values of Config and its parts that this file does not know, each once:
+    "Config.cap=30.0"."""
     layers = model.config.layers
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
-    known = {config: KNOWN_FIELDS for config in (model.config, *layers)} | dict.fromkeys(parts, KNOWN_OF_PARTS)
+    known = {config: KNOWN_FIELDS for config in (model.config, *layers)} | dict.fromkeys(
+        parts, KNOWN_OF_PARTS
+    )
     return [value for config, names in known.items() for value in unknown_values(config, names)]
 
 
 def fusible(layer: nn.Module) -> bool:
-    """Whether fused_linear() takes this layer. q, k and v, or gate and up, that are quantized apart are none."""
+    """Whether fused_linear() takes this layer. q, k and v, or gate and up, that are quantized apart
+    are none."""
     if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
         layer = layer.linear
     if isinstance(layer, QuantizedLinear):
@@ -115,7 +183,9 @@ def plain_halves(model: Transformer) -> Counter[str]:
     fused = FusedAttention | FusedFeedForward | FusedMoE
     if any(isinstance(half, fused) for block in model.layers for half in (block.attn, block.ffn)):
         raise ValueError("this model has its kernels already: load it again")
-    reasons = Counter(why(block) for block in model.layers for why in (why_plain_attention, why_plain_ffn))
+    reasons = Counter(
+        why(block) for block in model.layers for why in (why_plain_attention, why_plain_ffn)
+    )
     del reasons[None]
     return reasons
 
@@ -124,18 +194,20 @@ def plain_halves(model: Transformer) -> Counter[str]:
 
 
 def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
-    """A linear layer as a function (x [M, K], norm's weight [K], residual=, gated=, eps=) -> [M, N], in one launch or
-    two; gated -> [M, N / 2].
+    """A linear layer as a function (x [M, K], norm's weight [K], residual=, gated=, eps=) -> [M,
+    N], in one launch or two; gated -> [M, N / 2].
 
-    The layer's type decides which. A ColumnParallelLinear takes no residual, because each rank has a part of the
-    outputs. A RowParallelLinear takes only a residual, because the ranks' parts must be summed first. buffer: see
-    collectives.py."""
+    The layer's type decides which. A ColumnParallelLinear takes no residual, because each rank has
+    a part of the outputs. A RowParallelLinear takes only a residual, because the ranks' parts must
+    be summed first. buffer: see collectives.py."""
     if isinstance(layer, RowParallelLinear):
         partial_sum = fused_linear(layer.linear)
 
         def summed(x: Tensor, residual: Tensor | None = None) -> Tensor:
             y = partial_sum(x)
-            return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, buffer)
+            return fused_all_reduce(
+                y, torch.zeros_like(y) if residual is None else residual, buffer
+            )
 
         return summed
     if isinstance(layer, ColumnParallelLinear):
@@ -147,7 +219,8 @@ def fused_linear(layer: nn.Module, buffer: int = 0) -> Callable:
 
 
 class FusedAttention(nn.Module):
-    """Attention of model.py, with one kernel in the place of rope, the cache's update and the masked product.
+    """Attention of model.py, with one kernel in the place of rope, the cache's update and the
+    masked product.
 
     On a CPU it is model.py's."""
 
@@ -164,25 +237,47 @@ class FusedAttention(nn.Module):
         self.register_buffer("semaphore", semaphore, persistent=False)
 
     def attend(self, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Decode and verification: qkv [M, (H + 2K) E] fresh from the product, positions [B, T] -> [M, H E]"""
+        """Decode and verification: qkv [M, (H + 2K) E] fresh from the product, positions [B, T] ->
+        [M, H E]"""
         attn, cache, T = self.attn, self.cache, positions.shape[1]
         qkv = qkv.unflatten(0, (-1, T))  # [B, T, (H + 2K) E]
         if not self.kernel:
             rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
             mask = visible(slots, positions, self.window)
-            return attn.attend(qkv, positions, *self.table(positions, len(qkv)), mask, rows).flatten(0, 1)
+            return attn.attend(
+                qkv, positions, *self.table(positions, len(qkv)), mask, rows
+            ).flatten(0, 1)
         if not few_pairs(T, self.G):
             rows = torch.arange(len(qkv), device=qkv.device)[:, None]
             cos, sin = self.table(positions, len(qkv))
             return self.update_then_attend(qkv, positions, cos, sin, rows).flatten(0, 1)
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
         rope = attn.rope
-        y = update_and_attend(qkv, positions, self.table.cos, self.table.sin, cache.k, cache.v, cache.k_scale,
-                              cache.v_scale, self.semaphore, *self.norms, attn.sinks, self.offset, self.window or 0,
-                              self.eps, attn.scale, len(rope.frequencies), rope.q_growth, rope.original)
+        y = update_and_attend(
+            qkv,
+            positions,
+            self.table.cos,
+            self.table.sin,
+            cache.k,
+            cache.v,
+            cache.k_scale,
+            cache.v_scale,
+            self.semaphore,
+            *self.norms,
+            attn.sinks,
+            self.offset,
+            self.window or 0,
+            self.eps,
+            attn.scale,
+            len(rope.frequencies),
+            rope.q_growth,
+            rope.original,
+        )
         return y.flatten(0, 1).flatten(1)
 
-    def update_then_attend(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor) -> Tensor:
+    def update_then_attend(
+        self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor
+    ) -> Tensor:
         """model.Attention.attend() with a kernel in the place of the masked product alone."""
         q, k, v = self.attn.rotate(qkv, positions, cos, sin)
         self.cache.write(k, v, rows, positions)
@@ -190,7 +285,9 @@ class FusedAttention(nn.Module):
         caches = self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale
         return attend(q, positions, *caches, window, scale, self.attn.sinks).flatten(2)
 
-    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor
+    ) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
         if not self.kernel:
             return self.attn(x, positions, cos, sin, mask, rows)
@@ -216,14 +313,18 @@ class FusedFeedForward(nn.Module):
 
 
 class Half(nn.Module):
-    """What both halves of a Block for decode have: norms before and behind, and the residual stream.
+    """What both halves of a Block for decode have: norms before and behind, and the residual
+    stream.
 
-    The stream is 1 / scale times model.py's (see FusedDecoder). An RMSNorm of it is the same with eps / scale ** 2."""
+    The stream is 1 / scale times model.py's (see FusedDecoder). An RMSNorm of it is the same with
+    eps / scale ** 2."""
 
     def __init__(self, norm: nn.Module, post_norm: nn.Module, scale: float):
         super().__init__()
         self.norm, self.post_norm, self.scale = norm, post_norm, scale
-        self.before = dict(norm=norm.weight, eps=norm.eps / scale ** 2) if isinstance(norm, RMSNorm) else {}
+        self.before = (
+            dict(norm=norm.weight, eps=norm.eps / scale**2) if isinstance(norm, RMSNorm) else {}
+        )
 
     def plain_norm(self, x: Tensor) -> Tensor:
         return self.norm(x * self.scale)
@@ -236,7 +337,8 @@ class Half(nn.Module):
 
 
 class AttentionHalf(Half):
-    """The first half of a Block for decode: norm, attention, residual. Three launches, if it is fused."""
+    """The first half of a Block for decode: norm, attention, residual. Three launches, if it is
+    fused."""
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
@@ -257,8 +359,8 @@ class AttentionHalf(Half):
 
 
 class FirstHalf(AttentionHalf):
-    """The first half of an EAGLE head's first layer: three launches more than another's, two for both norms, and one
-    for the residual."""
+    """The first half of an EAGLE head's first layer: three launches more than another's, two for
+    both norms, and one for the residual."""
 
     def __init__(self, block: FirstBlock, table: RopeTable):
         super().__init__(block, table)
@@ -268,25 +370,33 @@ class FirstHalf(AttentionHalf):
         self.eps, self.norm_before_residual = block.state_norm.eps, block.norm_before_residual
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-        """x [M, 2 D], embeddings and states side by side, positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
+        """x [M, 2 D], embeddings and states side by side, positions [B, T], slots [any], rows [B,
+        1] -> [M, D]"""
         x = x.unflatten(-1, self.weights.shape)  # [M, 2, D]
         normed = add_norm(x.flatten(0, 1), self.ones, self.eps).view_as(x) * self.weights
         residual = (normed if self.norm_before_residual else x)[:, 1].contiguous()
         if self.fused:
-            return self.out(self.attn.attend(self.qkv(normed.flatten(1)), positions), residual=residual)
+            return self.out(
+                self.attn.attend(self.qkv(normed.flatten(1)), positions), residual=residual
+            )
         mask = visible(slots, positions, self.window)
         y = normed.flatten(1).unflatten(0, (-1, positions.shape[1]))  # [B, T, 2 D]
-        return residual + self.attn(y, positions, *self.table(positions, len(y)), mask, rows).flatten(0, 1)
+        return residual + self.attn(
+            y, positions, *self.table(positions, len(y)), mask, rows
+        ).flatten(0, 1)
 
 
 class FeedForwardHalf(Half):
-    """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it is fused; three, if
-    it is a mixture of experts."""
+    """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it
+    is fused; three, if it is a mixture of experts."""
 
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        self.fused, self.experts = isinstance(block.ffn, FusedFeedForward), isinstance(block.ffn, FusedMoE)
+        self.fused, self.experts = (
+            isinstance(block.ffn, FusedFeedForward),
+            isinstance(block.ffn, FusedMoE),
+        )
         if self.fused:
             self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
             self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)
@@ -315,16 +425,20 @@ class FusedBlock(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """A Transformer's forward for decode and verification. The positions of one sequence follow one another.
+    """A Transformer's forward for decode and verification. The positions of one sequence follow one
+    another.
 
-    kernels: all layers' attention has its kernel, which finds the slots in use by itself.
-    The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms take it out.
-    A Config field that changes model.py's forward must be handled here, too: see KNOWN_FIELDS."""
+    kernels: all layers' attention has its kernel, which finds the slots in use by itself. The
+    residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
+    take it out. A Config field that changes model.py's forward must be handled here, too: see
+    KNOWN_FIELDS."""
 
     def __init__(self, model: Transformer):
         super().__init__()
         self.model = model
-        self.layers = nn.ModuleList(FusedBlock(block, rope_table(model, block)) for block in model.layers)
+        self.layers = nn.ModuleList(
+            FusedBlock(block, rope_table(model, block)) for block in model.layers
+        )
         self.kernels = all(layer.attention.fused for layer in self.layers)
         self.scale = model.config.residual_scale
         self.head = None
@@ -332,8 +446,9 @@ class FusedDecoder(nn.Module):
             self.head = fused_linear(model.head)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention without a kernel."""
-        model, rows = self.model, self.model.rows[:len(tokens)]
+        """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention
+        without a kernel."""
+        model, rows = self.model, self.model.rows[: len(tokens)]
         slots = model.slots if slots is None else slots
         x = model.embed_tokens(tokens, rows, positions).flatten(0, 1)  # [M, D]
         if self.scale != 1:
@@ -343,12 +458,14 @@ class FusedDecoder(nn.Module):
             x = layer(x, positions, slots, rows)
         self.keep(len(self.layers), x, tokens.shape, rows, positions)
         if self.head is not None:
-            x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale ** 2)
+            x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale**2)
         else:
             x = model.head(model.norm(x * self.scale) * model.config.logits_scale)
         return x.unflatten(0, tokens.shape)
 
-    def keep(self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor) -> None:
+    def keep(
+        self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor
+    ) -> None:
         """model.keep() of the residual stream x [M, D]."""
         if place in self.model.places:
             x = x if self.scale == 1 else x * self.scale
@@ -356,12 +473,12 @@ class FusedDecoder(nn.Module):
 
     @contextmanager
     def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:
-        """While the body compiles prefill, two threads run a step of so many rows, the forward and the choice: Triton
-        compiles its kernels while Dynamo and Inductor are busy with the layers. With full caches Llama-2-7B was ready
-        in 3.6 s on an H200, without it in 5.2 s (2026-11-23).
+        """While the body compiles prefill, two threads run a step of so many rows, the forward and
+        the choice: Triton compiles its kernels while Dynamo and Inductor are busy with the layers.
+        With full caches Llama-2-7B was ready in 3.6 s on an H200, without it in 5.2 s (2026-11-23).
 
-        Two steps that ran at once, on two streams, may leave a count that a later step would mistake for its own: in
-        the end all semaphores are 0."""
+        Two steps that ran at once, on two streams, may leave a count that a later step would
+        mistake for its own: in the end all semaphores are 0."""
         weight, vocab_size = self.model.embed.weight, self.model.config.vocab_size
         zeros = torch.zeros(rows, 1, dtype=torch.long, device=weight.device)
         logits = torch.zeros(rows, vocab_size, dtype=weight.dtype, device=weight.device)
@@ -371,7 +488,10 @@ class FusedDecoder(nn.Module):
             with torch.cuda.device(weight.device):  # a thread starts with the first GPU
                 function(*inputs)
 
-        threads = [Thread(target=run, args=[self, zeros, zeros]), Thread(target=run, args=[choose, logits, settings])]
+        threads = [
+            Thread(target=run, args=[self, zeros, zeros]),
+            Thread(target=run, args=[choose, logits, settings]),
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -385,12 +505,15 @@ class FusedDecoder(nn.Module):
 
 
 def install_kernels(model: Transformer) -> FusedDecoder:
-    """Swaps in packed layers, attention and feed-forward parts, for prefill, and returns the module that decodes.
+    """Swaps in packed layers, attention and feed-forward parts, for prefill, and returns the module
+    that decodes.
 
     Both share the weights and the caches. On a CPU the kernels' plain twins serve, as in the tests.
-    With several ranks all of them call this together. Raises ValueError for a model that has its kernels already."""
+    With several ranks all of them call this together. Raises ValueError for a model that has its
+    kernels already."""
     plain_halves(model)  # may raise
-    # Of one layer there are few kernels to compile, and a process does not end before a pool of workers has begun, 4 s.
+    # Of one layer there are few kernels to compile, and a process does not end before a pool of
+    # workers has begun, 4 s.
     torch._inductor.config.compile_threads = 1
     allow_fallback()
     if isinstance(model.head, ColumnParallelLinear) and model.embed.weight.is_cuda:
@@ -401,8 +524,11 @@ def install_kernels(model: Transformer) -> FusedDecoder:
         if not why_plain_ffn(block):
             kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
             block.ffn = kind(block.ffn)
-    replace_layers(model, QuantizedLinear,
-                   lambda layer: PackedLinear(layer) if layer.codes.name in KINDS else layer)
+    replace_layers(
+        model,
+        QuantizedLinear,
+        lambda layer: PackedLinear(layer) if layer.codes.name in KINDS else layer,
+    )
     return FusedDecoder(model)
 
 
@@ -413,7 +539,8 @@ def rope_table(model: Transformer, block: Block) -> RopeTable:
 def allow_fallback() -> None:
     """Tells Inductor that our operators have no lowering.
 
-    Otherwise it writes out, for its message, all that an operator's arguments are made of, and each residual doubles
-    that text: with 32 layers no end was seen in 400 s (torch 2.11)."""
+    Otherwise it writes out, for its message, all that an operator's arguments are made of, and each
+    residual doubles that text: with 32 layers no end was seen in 400 s (torch 2.11)."""
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST  # imported here, as it takes a second
+
     FALLBACK_ALLOW_LIST.update(f"llama_fast::{name}" for name in OPERATORS)

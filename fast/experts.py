@@ -1,12 +1,13 @@
 """
-A mixture of experts for a few rows of x (decode and verification), in three launches. The plain twin is model.MoE.
+A mixture of experts for a few rows of x (decode and verification), in three launches. The plain
+twin is model.MoE.
 
     route()           norm, router, and which experts each row takes, with what weight
     expert_linear()   gate, up and their function, times the row's weight of the expert
     expert_linear()   down, the sum over the experts, and the residual
 
-An expert that several rows chose is read once: it multiplies all rows, and the weight of a row that did not choose it
-is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
+An expert that several rows chose is read once: it multiplies all rows, and the weight of a row that
+did not choose it is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
 
          active experts    3    7   12   40
     rows of w           +----+----+----+----+    A program multiplies BN rows of one expert's matrix by BM rows of x.
@@ -14,13 +15,17 @@ is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
                  tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up the experts, in
                  ...    +----+----+----+----+    their order, so that the same input gives the same bits.
 
-A row's sum has its own experts in the order of their numbers, and zeros from others: it is what the row gets alone.
+A row's sum has its own experts in the order of their numbers, and zeros from others: it is what the
+row gets alone.
 
-One row with packed experts has packed_gemv.py instead: gpt-oss-20b made 629 tokens/s for 460 (H200).
+One row with packed experts has packed_gemv.py instead: gpt-oss-20b made 629 tokens/s for 460
+(H200).
 
-Shapes: M rows, D model dim, X experts, n of which a row takes, A = min(M n, X) that may be active, F ffn dim of an
-expert, N outputs and K inputs of a matrix; packed weights as layout.py draws them, the experts' one behind the other.
+Shapes: M rows, D model dim, X experts, n of which a row takes, A = min(M n, X) that may be active,
+F ffn dim of an expert, N outputs and K inputs of a matrix; packed weights as layout.py draws them,
+the experts' one behind the other.
 """
+
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,8 +33,17 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.collectives import fused_all_reduce
-from fast.common import (constexpr, gate_function, gdc_launch_dependents, gdc_wait, jit, last_arriver, pdl_options,
-                         tl, triton)
+from fast.common import (
+    constexpr,
+    gate_function,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    last_arriver,
+    pdl_options,
+    tl,
+    triton,
+)
 from fast.layout import KINDS, Packed
 from fast.linear import FusedGate, gate_number, plain_gate, plain_linear
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
@@ -49,9 +63,12 @@ MOST_ROWS = 512  # for which there are semaphores
 
 
 @jit
-def choose_experts(logits, weights, chosen, m, M, X, N_CHOSEN: constexpr, NORMALIZE: constexpr, BX: constexpr):
-    """The n experts with the largest logits [M, X] of rows m [any]; of equals the one with the lower number. Stores
-    weights [M, X], 0 for the others -> chosen [BX], with those of these rows."""
+def choose_experts(
+    logits, weights, chosen, m, M, X, N_CHOSEN: constexpr, NORMALIZE: constexpr, BX: constexpr
+):
+    """The n experts with the largest logits [M, X] of rows m [any]; of equals the one with the
+    lower number. Stores weights [M, X], 0 for the others -> chosen [BX], with those of these
+    rows."""
     x = tl.arange(0, BX)
     inside = (m < M)[:, None] & (x < X)[None, :]
     at = m[:, None] * X + x[None, :]
@@ -69,15 +86,37 @@ def choose_experts(logits, weights, chosen, m, M, X, N_CHOSEN: constexpr, NORMAL
 
 
 @jit
-def route_kernel(x, norm, router, bias, normed, logits, weights, active, semaphore, M, K, X, eps, N_CHOSEN: constexpr,
-                 NORMALIZE: constexpr, BN: constexpr, BK: constexpr, BX: constexpr, BM: constexpr, PDL: constexpr):
+def route_kernel(
+    x,
+    norm,
+    router,
+    bias,
+    normed,
+    logits,
+    weights,
+    active,
+    semaphore,
+    M,
+    K,
+    X,
+    eps,
+    N_CHOSEN: constexpr,
+    NORMALIZE: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    BX: constexpr,
+    BM: constexpr,
+    PDL: constexpr,
+):
     """Program (BN experts, row): their logits. The last one to come chooses for all rows."""
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BK)
     e = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1)
-    w = tl.load(router + e[:, None] * K + k[None, :], mask=(e < X)[:, None] & (k < K)[None, :], other=0)
+    w = tl.load(
+        router + e[:, None] * K + k[None, :], mask=(e < X)[:, None] & (k < K)[None, :], other=0
+    )
     if norm is not None:
         norm_weight = tl.load(norm + k, mask=k < K, other=0).to(tl.float32)
     if PDL:
@@ -95,19 +134,29 @@ def route_kernel(x, norm, router, bias, normed, logits, weights, active, semapho
     if last_arriver(semaphore, tl.num_programs(0) * M):
         chosen = tl.zeros((BX,), tl.int32)
         for m0 in range(0, M, BM):
-            chosen = choose_experts(logits, weights, chosen, m0 + tl.arange(0, BM), M, X, N_CHOSEN, NORMALIZE, BX)
+            chosen = choose_experts(
+                logits, weights, chosen, m0 + tl.arange(0, BM), M, X, N_CHOSEN, NORMALIZE, BX
+            )
         tl.store(active + tl.cumsum(chosen, 0), tl.arange(0, BX), mask=chosen > 0)
         tl.store(active, tl.sum(chosen, 0))
 
 
 @library.custom_op("llama_fast::route", mutates_args=(), device_types="cuda")
-def route(x: Tensor, norm: Tensor | None, eps: float, router: Tensor, bias: Tensor | None, n: int, normalize: bool,
-          semaphore: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, D], norm [D] or None, router [X, D], its bias [X] or None; n experts a row, normalize: see MoEConfig.
-    semaphore: an int32 0, which is 0 again afterwards.
+def route(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    router: Tensor,
+    bias: Tensor | None,
+    n: int,
+    normalize: bool,
+    semaphore: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, D], norm [D] or None, router [X, D], its bias [X] or None; n experts a row, normalize:
+    see MoEConfig. semaphore: an int32 0, which is 0 again afterwards.
 
-    -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it does not take; and
-    int32 [1 + A]: how many experts some row takes, and their numbers."""
+    -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it
+    does not take; and int32 [1 + A]: how many experts some row takes, and their numbers."""
     (M, K), X = x.shape, len(router)
     x = x.contiguous()
     normed = x.clone() if norm is None else torch.empty_like(x)
@@ -116,8 +165,29 @@ def route(x: Tensor, norm: Tensor | None, eps: float, router: Tensor, bias: Tens
     BN, BK, BX = 4, triton.next_power_of_2(K), max(16, triton.next_power_of_2(X))
     pdl = pdl_options(x.device)
     route_kernel[(triton.cdiv(X, BN), M)](
-        x, norm, router, bias, normed, logits, weights, active, semaphore, M, K, X, eps, n, normalize, BN, BK, BX,
-        min(16, triton.next_power_of_2(M)), bool(pdl), num_warps=8, **pdl)
+        x,
+        norm,
+        router,
+        bias,
+        normed,
+        logits,
+        weights,
+        active,
+        semaphore,
+        M,
+        K,
+        X,
+        eps,
+        n,
+        normalize,
+        BN,
+        BK,
+        BX,
+        min(16, triton.next_power_of_2(M)),
+        bool(pdl),
+        num_warps=8,
+        **pdl,
+    )
     return normed, weights, active
 
 
@@ -132,14 +202,18 @@ def plain_route(x, norm, eps, router, bias, n, normalize, semaphore):
     weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
     found = chosen.any(0).nonzero()[:, 0].int()
     active = found.new_zeros(1 + min(len(x) * n, len(router)))
-    active[0], active[1:1 + len(found)] = len(found), found
+    active[0], active[1 : 1 + len(found)] = len(found), found
     return x.clone(), weights, active
 
 
 @route.register_fake
 def _(x, norm, eps, router, bias, n, normalize, semaphore):
     weights = x.new_empty(len(x), len(router), dtype=torch.float32)
-    return torch.empty_like(x), weights, x.new_empty(1 + min(len(x) * n, len(router)), dtype=torch.int32)
+    return (
+        torch.empty_like(x),
+        weights,
+        x.new_empty(1 + min(len(x) * n, len(router)), dtype=torch.int32),
+    )
 
 
 # Their products
@@ -164,10 +238,32 @@ def multiply_plain_rows(x, m, M, w, row, K, S: constexpr):
 
 
 @jit(do_not_specialize=["M", "A"])
-def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residual, out, parts, semaphores, M, N, K, C,
-                  X, A, limit, alpha, S: constexpr, GATED: constexpr, PDL: constexpr):
-    """Program (active expert, tile of its rows, tile of rows of x). Not gated, x is [A, M, K], one for each expert.
-    parts fp32 [tiles of x, tiles, A, BN, BM]."""
+def expert_kernel(
+    x,
+    w,
+    scales_and_zeros,
+    shifts,
+    bias,
+    weights,
+    active,
+    residual,
+    out,
+    parts,
+    semaphores,
+    M,
+    N,
+    K,
+    C,
+    X,
+    A,
+    limit,
+    alpha,
+    S: constexpr,
+    GATED: constexpr,
+    PDL: constexpr,
+):
+    """Program (active expert, tile of its rows, tile of rows of x). Not gated, x is [A, M, K], one
+    for each expert. parts fp32 [tiles of x, tiles, A, BN, BM]."""
     BN: constexpr = S.block_n
     BM: constexpr = S.block_m
     nth, tile = tl.program_id(0), tl.program_id(1)
@@ -226,15 +322,22 @@ def expert_kernel(x, w, scales_and_zeros, shifts, bias, weights, active, residua
 
 
 def rule(bits: int, M: int) -> dict:
-    """The sizes for M rows of x, as tuning.py names them; those of 16 bits step by 32 inputs a split.
+    """The sizes for M rows of x, as tuning.py names them; those of 16 bits step by 32 inputs a
+    split.
 
-    Eight sizes on an H100, us a layer, the best, these and the worst: gpt-oss-20b's MXFP4 for one row 50, 53, 70 and 16
-    rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in int8 25, 25, 43 and 163, 163, 224; in bf16
-    39, 39, 46 and 293, 293, 353."""
+    Eight sizes on an H100, us a layer, the best, these and the worst: gpt-oss-20b's MXFP4 for one
+    row 50, 53, 70 and 16 rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in
+    int8 25, 25, 43 and 163, 163, 224; in bf16 39, 39, 46 and 293, 293, 353."""
     if bits == 16:
-        return dict(block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4)  # 4: less than 8.9's 99 KiB
+        return dict(
+            block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4
+        )  # 4: less than 8.9's 99 KiB
     if M <= 4:
-        tile = dict(block_n=16, stages=4, warps=2) if bits == 8 else dict(block_n=32, stages=3, warps=4)
+        tile = (
+            dict(block_n=16, stages=4, warps=2)
+            if bits == 8
+            else dict(block_n=32, stages=3, warps=4)
+        )
         return dict(splits=4) | tile
     return dict(block_n=64, splits=1, stages=4, warps=4)
 
@@ -246,12 +349,29 @@ def sizes_for(choice: dict, M: int, K: int, packed: Packed | None) -> "GemmSizes
         of = packed.constants
     splits, block_m = choice["splits"], max(16, min(ROWS, triton.next_power_of_2(M)))
     scaled = of["parts"] > 1 or block_m > 16 and not of["per_channel"]
-    return GemmSizes(**of, block_n=choice["block_n"], block_m=block_m, splits=splits, stages=choice["stages"],
-                     sliced=False, scaled=scaled, full=not packed and K % (32 * splits) == 0)
+    return GemmSizes(
+        **of,
+        block_n=choice["block_n"],
+        block_m=block_m,
+        splits=splits,
+        stages=choice["stages"],
+        sliced=False,
+        scaled=scaled,
+        full=not packed and K % (32 * splits) == 0,
+    )
 
 
-def as_experts(w: Tensor, scales_and_zeros: Tensor | None, shifts: Tensor | None, semaphores: Tensor, N: int, K: int,
-               kind: str, group_size: int, gate: int) -> Packed | None:
+def as_experts(
+    w: Tensor,
+    scales_and_zeros: Tensor | None,
+    shifts: Tensor | None,
+    semaphores: Tensor,
+    N: int,
+    K: int,
+    kind: str,
+    group_size: int,
+    gate: int,
+) -> Packed | None:
     """The operator's arguments, which may be tensors and numbers only. None: weights of 16 bits."""
     if kind not in KINDS:
         return None
@@ -259,17 +379,31 @@ def as_experts(w: Tensor, scales_and_zeros: Tensor | None, shifts: Tensor | None
 
 
 @library.custom_op("llama_fast::expert_linear", mutates_args=(), device_types="cuda")
-def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_and_zeros: Tensor | None,
-                  shifts: Tensor | None, semaphores: Tensor, N: int, kind: str, group_size: int,
-                  bias: Tensor | None = None, residual: Tensor | None = None, gate: int = 0, limit: float = 0.0,
-                  alpha: float = 0.0) -> Tensor:
+def expert_linear(
+    x: Tensor,
+    weights: Tensor,
+    active: Tensor,
+    w: Tensor,
+    scales_and_zeros: Tensor | None,
+    shifts: Tensor | None,
+    semaphores: Tensor,
+    N: int,
+    kind: str,
+    group_size: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: int = 0,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+) -> Tensor:
     """The products of the active experts; weights, active: of route().
 
-    gate: x [M, K] -> [A, M, N / 2], f(gate) * up times the row's weight of the expert, 0 where that is 0. f is SiLU for
-    1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (limit, alpha).
-    Else x [A, M, K], which was multiplied by the weights -> [M, N], the sum over the experts, plus the residual [M, N].
-    w: [X, N, K] in x's type, or a Packed's qweight of codes of this kind, as the next two are. bias [X, N].
-    semaphores: int32 zeros, one for each tile, which are zeros again afterwards."""
+    gate: x [M, K] -> [A, M, N / 2], f(gate) * up times the row's weight of the expert, 0 where that
+    is 0. f is SiLU for 1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (limit, alpha). Else x [A,
+    M, K], which was multiplied by the weights -> [M, N], the sum over the experts, plus the
+    residual [M, N]. w: [X, N, K] in x's type, or a Packed's qweight of codes of this kind, as the
+    next two are. bias [X, N]. semaphores: int32 zeros, one for each tile, which are zeros again
+    afterwards."""
     M, K = x.shape[-2:]
     X, A = weights.shape[1], len(active) - 1
     packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
@@ -288,22 +422,61 @@ def expert_linear(x: Tensor, weights: Tensor, active: Tensor, w: Tensor, scales_
     parts = x.new_empty(elements, dtype=torch.float32)
     pdl = pdl_options(x.device)
     expert_kernel[(A, tiles, tiles_m)](
-        x, w, scales_and_zeros, shifts, bias, weights, active, residual, out, parts, semaphores, M, N, K,
-        packed.chunks if packed else 1, X, A, limit, alpha, sizes, gate, bool(pdl), num_warps=choice["warps"], **pdl)
+        x,
+        w,
+        scales_and_zeros,
+        shifts,
+        bias,
+        weights,
+        active,
+        residual,
+        out,
+        parts,
+        semaphores,
+        M,
+        N,
+        K,
+        packed.chunks if packed else 1,
+        X,
+        A,
+        limit,
+        alpha,
+        sizes,
+        gate,
+        bool(pdl),
+        num_warps=choice["warps"],
+        **pdl,
+    )
     return out
 
 
 @expert_linear.register_kernel("cpu")
-def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semaphores, N, kind, group_size, bias=None,
-                        residual=None, gate=0, limit=0.0, alpha=0.0) -> Tensor:
+def plain_expert_linear(
+    x,
+    weights,
+    active,
+    w,
+    scales_and_zeros,
+    shifts,
+    semaphores,
+    N,
+    kind,
+    group_size,
+    bias=None,
+    residual=None,
+    gate=0,
+    limit=0.0,
+    alpha=0.0,
+) -> Tensor:
     """The plain twin of expert_linear()."""
     M, K = x.shape[-2:]
     matrices = w
     if kind in KINDS:
-        matrices = plain_unpack_experts(w, scales_and_zeros, shifts, weights.shape[1], N, K, kind, group_size, gate,
-                                        x.dtype)
+        matrices = plain_unpack_experts(
+            w, scales_and_zeros, shifts, weights.shape[1], N, K, kind, group_size, gate, x.dtype
+        )
     out = x.new_zeros(len(active) - 1, M, N // 2 if gate else N, dtype=torch.float32)
-    for i, expert in enumerate(active[1:1 + active[0]].tolist()):
+    for i, expert in enumerate(active[1 : 1 + active[0]].tolist()):
         y = ((x if gate else x[i]) @ matrices[expert].T).float()
         share = weights[:, expert, None]
         if bias is not None:
@@ -319,21 +492,48 @@ def plain_expert_linear(x, weights, active, w, scales_and_zeros, shifts, semapho
 
 
 @expert_linear.register_fake
-def _(x, weights, active, w, scales_and_zeros, shifts, semaphores, N, kind, group_size, bias=None, residual=None,
-      gate=0, limit=0.0, alpha=0.0):
+def _(
+    x,
+    weights,
+    active,
+    w,
+    scales_and_zeros,
+    shifts,
+    semaphores,
+    N,
+    kind,
+    group_size,
+    bias=None,
+    residual=None,
+    gate=0,
+    limit=0.0,
+    alpha=0.0,
+):
     return x.new_empty((len(active) - 1, len(x), N // 2) if gate else (x.shape[1], N))
 
 
 @library.custom_op("llama_fast::unpack_experts", mutates_args=(), device_types="cuda")
-def unpack_experts(w: Tensor, scales_and_zeros: Tensor, shifts: Tensor, X: int, N: int, K: int, kind: str,
-                   group_size: int, gate: int, dtype: torch.dtype) -> Tensor:
+def unpack_experts(
+    w: Tensor,
+    scales_and_zeros: Tensor,
+    shifts: Tensor,
+    X: int,
+    N: int,
+    K: int,
+    kind: str,
+    group_size: int,
+    gate: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """The weights [X, N, K]; the arguments are expert_linear()'s."""
     packed = as_experts(w, scales_and_zeros, shifts, shifts, N, K, kind, group_size, gate)
     return dequantize(packed, dtype, X).unflatten(0, (X, N))
 
 
 @unpack_experts.register_kernel("cpu")
-def plain_unpack_experts(w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype) -> Tensor:
+def plain_unpack_experts(
+    w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype
+) -> Tensor:
     """The plain twin of unpack_experts()."""
     pairs = zip(w.chunk(X), scales_and_zeros.chunk(X), strict=True)
     packed = (as_experts(*pair, shifts, shifts, N, K, kind, group_size, gate) for pair in pairs)
@@ -355,15 +555,30 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.n_expert, self.gate, self.bias = layer.n_expert, gate, layer.bias
         packed = pack_layer(layer, gate)
-        self.N, self.K, self.kind, self.group_size = packed.N, packed.K, packed.kind, packed.group_size
+        self.N, self.K, self.kind, self.group_size = (
+            packed.N,
+            packed.K,
+            packed.kind,
+            packed.group_size,
+        )
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
         self.register_buffer("shifts", packed.shifts, persistent=False)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """model.Experts.forward(), of a long prompt: all matrices are unpacked."""
-        w = unpack_experts(self.qweight, self.scales_and_zeros, self.shifts, self.n_expert, self.N, self.K, self.kind,
-                           self.group_size, self.gate, x.dtype)
+        w = unpack_experts(
+            self.qweight,
+            self.scales_and_zeros,
+            self.shifts,
+            self.n_expert,
+            self.N,
+            self.K,
+            self.kind,
+            self.group_size,
+            self.gate,
+            x.dtype,
+        )
         y = grouped_linear(x, w, experts)
         return y if self.bias is None else y + self.bias[experts]
 
@@ -380,8 +595,8 @@ class FusedMoE(nn.Module):
         for name, gate in (("w_gate_up", self.number), ("w_down", 0)):
             if isinstance(getattr(moe, name), QuantizedExperts):
                 setattr(moe, name, PackedExperts(getattr(moe, name), gate))
-                # K = 2,880 is filled up to 2,944: no later layer would fit into what this one leaves in PyTorch's pool,
-                # and gpt-oss-120b took 80 GB of an H100.
+                # K = 2,880 is filled up to 2,944: no later layer would fit into what this one
+                # leaves in PyTorch's pool, and gpt-oss-120b took 80 GB of an H100.
                 torch.cuda.empty_cache()
         weight = moe.router.weight
         MIXTURES[weight.data_ptr()] = self
@@ -389,27 +604,54 @@ class FusedMoE(nn.Module):
             zeros = torch.zeros(size, dtype=torch.int32, device=weight.device)
             self.register_buffer(name, zeros, persistent=False)
 
-    def decode(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0,
-               residual: Tensor | None = None) -> Tensor:
-        """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual may be None."""
+    def decode(
+        self,
+        x: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual
+        may be None."""
         y = self.partial(x, norm, eps, None if self.parallel else residual)
         if not self.parallel:
             return y
         return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, 1)
 
-    def partial(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None) -> Tensor:
+    def partial(
+        self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None
+    ) -> Tensor:
         """decode() of this rank's part of the experts."""
         moe, of = self.moe, self.moe.moe
-        x, weights, active = route(x, norm, eps, moe.router.weight, moe.router.bias, of.n_chosen, of.normalize,
-                                   self.semaphore)
+        x, weights, active = route(
+            x,
+            norm,
+            eps,
+            moe.router.weight,
+            moe.router.bias,
+            of.n_chosen,
+            of.normalize,
+            self.semaphore,
+        )
         limit, alpha = of.clamp or (0.0, 0.0)
-        y = self.product(moe.w_gate_up, x, weights, active, gate=self.number, limit=limit, alpha=alpha)
+        y = self.product(
+            moe.w_gate_up, x, weights, active, gate=self.number, limit=limit, alpha=alpha
+        )
         return self.product(moe.w_down, y, weights, active, residual=residual)
 
-    def product(self, experts: nn.Module, x: Tensor, weights: Tensor, active: Tensor, **options) -> Tensor:
+    def product(
+        self, experts: nn.Module, x: Tensor, weights: Tensor, active: Tensor, **options
+    ) -> Tensor:
         if isinstance(experts, PackedExperts):
-            how = (experts.qweight, experts.scales_and_zeros, experts.shifts, self.semaphores, experts.N,
-                   experts.kind, experts.group_size)
+            how = (
+                experts.qweight,
+                experts.scales_and_zeros,
+                experts.shifts,
+                self.semaphores,
+                experts.N,
+                experts.kind,
+                experts.group_size,
+            )
         else:
             how = experts.weight, None, None, self.semaphores, experts.weight.shape[1], "16-bit", 0
         return expert_linear(x, weights, active, *how, bias=experts.bias, **options)
@@ -426,8 +668,9 @@ class FusedMoE(nn.Module):
         return self.partial(x.flatten(0, -2), None, 0.0, None).view_as(x)
 
 
-# torch.compile does not look inside of a mixture: one code serves short prompts and long ones, and of a prompt of 8,192
-# Qwen3-30B-A3B's code for what stands around the products took 91 of 281 ms (H100).
+# torch.compile does not look inside of a mixture: one code serves short prompts and long ones, and
+# of a prompt of 8,192 Qwen3-30B-A3B's code for what stands around the products took 91 of 281 ms
+# (H100).
 MIXTURES = WeakValueDictionary()  # by the address of the router's weights
 
 

@@ -1,11 +1,13 @@
 """
 A step as a CUDA graph, which itself brings its results to the host.
 
-A copy behind a graph waits 5 us until the GPU's copy engine has heard of the graph's end, and the next graph waits 5 us
-for the copy. So the last kernels of the graph write the results where the host reads them: in its pinned memory, which
-the GPU reaches by the same addresses. From the last kernel of a step to the first of the next it is 4 us so, and was 14
-with two copies (H200). There are two places, as a step is launched before the one before it is read.
+A copy behind a graph waits 5 us until the GPU's copy engine has heard of the graph's end, and the
+next graph waits 5 us for the copy. So the last kernels of the graph write the results where the
+host reads them: in its pinned memory, which the GPU reaches by the same addresses. From the last
+kernel of a step to the first of the next it is 4 us so, and was 14 with two copies (H200). There
+are two places, as a step is launched before the one before it is read.
 """
+
 from collections.abc import Callable
 from itertools import cycle
 
@@ -27,10 +29,11 @@ def send_kernel(x, places, count, n, BLOCK: constexpr):
 
 
 class CapturedStep:
-    """step() as a CUDA graph. A call launches it and returns its results on the host, which are there when the GPU has
-    come so far. The call after the next one overwrites them.
+    """step() as a CUDA graph. A call launches it and returns its results on the host, which are
+    there when the GPU has come so far. The call after the next one overwrites them.
 
-    results: those of a step that ran as it is, which compiled its kernels. pool: of graphs that share their memory."""
+    results: those of a step that ran as it is, which compiled its kernels. pool: of graphs that
+    share their memory."""
 
     def __init__(self, step: Callable, results: tuple[Tensor, ...], pool=None):
         self.places = [torch.empty(2, *x.shape, dtype=x.dtype, pin_memory=True) for x in results]

@@ -1,10 +1,10 @@
 """
-Linear layers of 16-bit weights, with RMSNorm, bias, SiLU gate and residual inside, beside their plain twin; and a
-prompt's gate.
+Linear layers of 16-bit weights, with RMSNorm, bias, SiLU gate and residual inside, beside their
+plain twin; and a prompt's gate.
 
-At batch 1 a launch takes 10 to 40 us, and what counts is that memory never idles between two launches. With
-programmatic dependent launch (compute capability 9.0) a kernel starts while the kernel before it drains. Its first
-weights are on their way before it waits for its input.
+At batch 1 a launch takes 10 to 40 us, and what counts is that memory never idles between two
+launches. With programmatic dependent launch (compute capability 9.0) a kernel starts while the
+kernel before it drains. Its first weights are on their way before it waits for its input.
 
     gemv()        one row of x: packed_gemv.py
     gemm_kernel   a few rows of x. Each program has BN rows of w and loops over K in tiles of BK, on the matrix unit.
@@ -14,12 +14,22 @@ tuned.json says which one serves how many rows (fast/tuning.py).
 
 Shapes: M = B x T rows, K inputs, N outputs.
 """
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from fast.common import (constexpr, gate_function, gate_times_up, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl,
-                         triton)
+from fast.common import (
+    constexpr,
+    gate_function,
+    gate_times_up,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
 from fast.packed_gemv import Plain, gemv, takes_gemv
 from fast.tuning import kernel_for
 from model import Gate
@@ -30,9 +40,11 @@ CLAMPED = 3
 
 @jit
 def tile_rows(n0, i, N_OUT, GATED: constexpr):
-    """The rows of w for the outputs from n0 on, i = 0 .. BN - 1; behind the last row, the last one again.
+    """The rows of w for the outputs from n0 on, i = 0 .. BN - 1; behind the last row, the last one
+    again.
 
-    Gated, each output needs two rows, which stand side by side: a gate's row, its up's row, the next gate's row, ..."""
+    Gated, each output needs two rows, which stand side by side: a gate's row, its up's row, the
+    next gate's row, ..."""
     if GATED:
         rows = tl.minimum(n0 + i // 2, N_OUT - 1) + i % 2 * N_OUT
     else:
@@ -41,11 +53,27 @@ def tile_rows(n0, i, N_OUT, GATED: constexpr):
 
 
 @jit
-def gemm_kernel(x, w, bias, residual, out, M, N, K,
-                GATED: constexpr, BM: constexpr, BN: constexpr, BK: constexpr, STAGES: constexpr, PDL: constexpr):
-    """linear() of a few rows x [M, K], without the norm. A program computes BN rows of w times all rows of x.
+def gemm_kernel(
+    x,
+    w,
+    bias,
+    residual,
+    out,
+    M,
+    N,
+    K,
+    GATED: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    STAGES: constexpr,
+    PDL: constexpr,
+):
+    """linear() of a few rows x [M, K], without the norm. A program computes BN rows of w times all
+    rows of x.
 
-    w's tile is the left operand of the matrix unit: the right operand, x, then costs the same for 1 to 8 rows."""
+    w's tile is the left operand of the matrix unit: the right operand, x, then costs the same for 1
+    to 8 rows."""
     m = tl.arange(0, BM)
     N_OUT = N // 2 if GATED else N
     STEP: constexpr = BN // 2 if GATED else BN
@@ -56,14 +84,18 @@ def gemm_kernel(x, w, bias, residual, out, M, N, K,
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BK)
-    first_tile = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first")
+    first_tile = tl.load(
+        w_rows + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first"
+    )
     if PDL:
         gdc_wait()
 
     acc = tl.zeros((BN, BM), tl.float32)
     for k0 in tl.range(BK, K, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
-        tile = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first")
+        tile = tl.load(
+            w_rows + k[None, :], mask=(k < K)[None, :], other=0, eviction_policy="evict_first"
+        )
         xs = tl.load(x_rows + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0)
         acc = tl.dot(tile, xs, acc)
     k = tl.arange(0, BK)
@@ -85,7 +117,8 @@ def gemm_kernel(x, w, bias, residual, out, M, N, K,
 
 @jit
 def norm_kernel(x, weight, residual, out, K, eps, BK: constexpr, PDL: constexpr):
-    """residual + RMSNorm (arXiv 1910.07467) of x, both [M, K], residual may be None; each program has one row."""
+    """residual + RMSNorm (arXiv 1910.07467) of x, both [M, K], residual may be None; each program
+    has one row."""
     k = tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
@@ -101,18 +134,23 @@ def norm_kernel(x, weight, residual, out, K, eps, BK: constexpr, PDL: constexpr)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x [M, K], weight [K], residual [M, K], on a GPU -> residual + the norm of x [M, K], in one launch."""
+    """x [M, K], weight [K], residual [M, K], on a GPU -> residual + the norm of x [M, K], in one
+    launch."""
     M, K = x.shape
     out = torch.empty_like(x)
     pdl = pdl_options(x.device)
-    norm_kernel[(M,)](x, weight, residual, out, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl)
+    norm_kernel[(M,)](
+        x, weight, residual, out, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl
+    )
     return out
 
 
 @library.custom_op("llama_fast::add_norm", mutates_args=(), device_types="cuda")
 def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm() for torch.compile: residual + the norm of x [M, K]."""
-    return rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
+    return rms_norm(
+        x.contiguous(), weight, eps, None if residual is None else residual.contiguous()
+    )
 
 
 @add_norm.register_kernel("cpu")
@@ -170,8 +208,9 @@ def gate_number(gate: Gate) -> int:
 
 
 class FusedGate(nn.Module):
-    """model.Gate of a prompt, in one launch. With PyTorch's operators, of which a clamp needs six, gpt-oss-20b took 216
-    ms for 8,192 tokens, with this 191; Llama-3.1-8B 236 and 229, the code by Inductor (H100)."""
+    """model.Gate of a prompt, in one launch. With PyTorch's operators, of which a clamp needs six,
+    gpt-oss-20b took 216 ms for 8,192 tokens, with this 191; Llama-3.1-8B 236 and 229, the code by
+    Inductor (H100)."""
 
     def __init__(self, gate: Gate):
         super().__init__()
@@ -181,42 +220,83 @@ class FusedGate(nn.Module):
         return gate(x, *self.how)
 
 
-def plain_linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
-                 residual: Tensor | None = None, gated: int = 0, eps: float = 1e-5) -> Tensor:
+def plain_linear(
+    x: Tensor,
+    w: Tensor,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: int = 0,
+    eps: float = 1e-5,
+) -> Tensor:
     """The plain twin of linear()."""
     if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)  # rounded once, as in norm_kernel
+        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(
+            x
+        )  # rounded once, as in norm_kernel
     y = F.linear(x, w, bias)
     if gated:
         y = plain_gate(y, gated)
     return y if residual is None else residual + y
 
 
-def library_linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: int) -> Tensor:
+def library_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: int
+) -> Tensor:
     """linear() of many rows: cuBLAS multiplies."""
     if gated:
         return launch_gate(F.linear(x, w), gated)
     return plain_linear(x, w, None, bias, residual)
 
 
-def launch_gemm(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: int,
-                choice: dict) -> None:
+def launch_gemm(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: int,
+    choice: dict,
+) -> None:
     (M, K), N = x.shape, len(w)
     grid = (triton.cdiv(N, choice["block_n"]),)
     BM = max(16, triton.next_power_of_2(M))
     pdl = pdl_options(x.device)
-    gemm_kernel[grid](x, w, bias, residual, out, M, N, K, GATED=gated, BM=BM, BN=choice["block_n"],
-                      BK=choice["block_k"], STAGES=choice["stages"], PDL=bool(pdl), num_warps=choice["warps"], **pdl)
+    gemm_kernel[grid](
+        x,
+        w,
+        bias,
+        residual,
+        out,
+        M,
+        N,
+        K,
+        GATED=gated,
+        BM=BM,
+        BN=choice["block_n"],
+        BK=choice["block_k"],
+        STAGES=choice["stages"],
+        PDL=bool(pdl),
+        num_warps=choice["warps"],
+        **pdl,
+    )
 
 
 @library.custom_op("llama_fast::linear", mutates_args=(), device_types="cuda")
-def linear(x: Tensor, w: Tensor, norm: Tensor | None = None, bias: Tensor | None = None,
-           residual: Tensor | None = None, gated: int = 0, eps: float = 1e-5) -> Tensor:
+def linear(
+    x: Tensor,
+    w: Tensor,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: int = 0,
+    eps: float = 1e-5,
+) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias, where each of norm, bias and residual may be None.
 
     x [M, K], w [N, K], norm [K], bias [N], residual [M, N] -> [M, N], all of one 16-bit type.
-    gated: w's first half is the gate, its second half up, and f(gate) * up [M, N / 2] takes the product's place. f is
-    SiLU for 1, GELU by tanh for 2."""
+    gated: w's first half is the gate, its second half up, and f(gate) * up [M, N / 2] takes the
+    product's place. f is SiLU for 1, GELU by tanh for 2."""
     M, K = x.shape
     N = len(w)
     x = x.contiguous()

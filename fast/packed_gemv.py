@@ -1,47 +1,51 @@
 """
-The product of one row of x with packed or 16-bit weights, in CUDA C++ (gemv.cu): as fast as they come from memory.
+The product of one row of x with packed or 16-bit weights, in CUDA C++ (gemv.cu): as fast as they
+come from memory.
 
     out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
 
-A multiprocessor has one program, of one or more teams. A team takes one tile of 16 rows of w after the other. One of
-its warps, the producer, streams the tiles through a ring in shared memory and waits for nothing but a free slot, so
-that the memory is busy while the kernel before this one ends; the others divide K among them:
+A multiprocessor has one program, of one or more teams. A team takes one tile of 16 rows of w after
+the other. One of its warps, the producer, streams the tiles through a ring in shared memory and
+waits for nothing but a free slot, so that the memory is busy while the kernel before this one ends;
+the others divide K among them:
 
                 +------- a slot of the ring -------+--------------+-
                 | unit 0    unit 1   ...           | unit WIDTH   |      the next slot
     16 rows     | warp 0    warp 1   ... WIDTH - 1 | warp 0       |
                 +----------------------------------+--------------+-
 
-A unit is two blocks of layout.py, 2 KiB. x becomes an integer of 26 bits below the largest |x| of a warp's inputs, and
-this four signed digits of 8 bits: digit n of the inputs is column n of the right operand of mma.m16n8k32, u8 x s8, and
-a word of codes is its left operand as it is. Sums are exact integers: nothing is rounded but x, and a group's sum when
-its scale multiplies it. The other four columns serve the other half of the unit, so that two groups have sums of their
-own.
+A unit is two blocks of layout.py, 2 KiB. x becomes an integer of 26 bits below the largest |x| of a
+warp's inputs, and this four signed digits of 8 bits: digit n of the inputs is column n of the right
+operand of mma.m16n8k32, u8 x s8, and a word of codes is its left operand as it is. Sums are exact
+integers: nothing is rounded but x, and a group's sum when its scale multiplies it. The other four
+columns serve the other half of the unit, so that two groups have sums of their own.
 
 A byte of int4 codes is 16 h + l. With xh and xl, the inputs of the two,
 
     16 sum (h xh + l xl)  =  sum (16 h + l) xh  +  sum l (16 xl - xh)
 
-needs the byte as it is and, for the second sum, l alone: one AND for eight weights. int8 needs none. MXFP4's codes
-become a byte each, by a table: twice the number + 16. FP8's are no integers: they become fp16, and so does x, divided
-by a power of two.
+needs the byte as it is and, for the second sum, l alone: one AND for eight weights. int8 needs
+none. MXFP4's codes become a byte each, by a table: twice the number + 16. FP8's are no integers:
+they become fp16, and so does x, divided by a power of two.
 
-The sum of x over a group, which a zero point multiplies, comes from the same digits. The norm's factor multiplies what
-a tile's 16 rows give in the end.
+The sum of x over a group, which a zero point multiplies, comes from the same digits. The norm's
+factor multiplies what a tile's 16 rows give in the end.
 
-Weights of 16 bits stay as PyTorch has them, for a prompt's products. A slot then has 16 rows, each copied by a lane of
-the producer, and sums are in fp32. On an H200 gpt-oss-20b makes 695 tokens/s so, with a Triton kernel for its attention
-part and its head it made 630; Qwen3-30B-A3B 411 for 374; Llama-2-7B's share of the read bandwidth stayed at 84 to 85%,
-and 1B's fell from 73 to 71%.
+Weights of 16 bits stay as PyTorch has them, for a prompt's products. A slot then has 16 rows, each
+copied by a lane of the producer, and sums are in fp32. On an H200 gpt-oss-20b makes 695 tokens/s
+so, with a Triton kernel for its attention part and its head it made 630; Qwen3-30B-A3B 411 for 374;
+Llama-2-7B's share of the read bandwidth stayed at 84 to 85%, and 1B's fell from 73 to 71%.
 
-The experts that a row of x chose are one weight: gate and up have the experts' tiles one behind the other, each with
-the same x, and down has longer rows, an expert's behind the other's, so that their sum needs no other program.
+The experts that a row of x chose are one weight: gate and up have the experts' tiles one behind the
+other, each with the same x, and down has longer rows, an expert's behind the other's, so that their
+sum needs no other program.
 
 This file, gemv.cu and layout.py are all that another project needs:
 
     packed = pack(codes, scales, zeros)    # uint8 [N, K], fp16 [N, C], [N, C], on the GPU
     y = gemv(x, packed)                    # x [1, K] -> [1, N]
 """
+
 import ctypes
 import functools
 import hashlib
@@ -78,12 +82,22 @@ def nvrtc() -> ctypes.CDLL:
 
 def compile_cuda(source: str, options: list[str]) -> bytes:
     """-> a cubin. Those of earlier starts lie beside Triton's."""
-    key = hashlib.sha256("\n".join([source, torch.version.cuda, *options]).encode()).hexdigest()[:32]
-    cached = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")) / f"gemv-{key}.cubin"
+    key = hashlib.sha256("\n".join([source, torch.version.cuda, *options]).encode()).hexdigest()[
+        :32
+    ]
+    cached = (
+        Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+        / f"gemv-{key}.cubin"
+    )
     if cached.exists():
         return cached.read_bytes()
     library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"gemv.cu", 0, None, None))
+    check(
+        library,
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"gemv.cu", 0, None, None
+        ),
+    )
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = library.nvrtcCompileProgram(program, len(options), arguments)
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -103,13 +117,19 @@ def compile_cuda(source: str, options: list[str]) -> bytes:
 
 class Attribute(ctypes.Structure):
     """CUlaunchAttribute; 4: CLUSTER_DIMENSION, 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
+
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("values", ctypes.c_int * 16)]
 
 
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig"""
-    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)),
-                ("count", ctypes.c_uint)]
+
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 def source_of(name: str) -> str:
@@ -120,8 +140,12 @@ def source_of(name: str) -> str:
 
 def options_for(capability: int, macros: dict) -> list[str]:
     """compile_cuda()'s, for a GPU of compute capability 9.0 with 90."""
-    return [f"--gpu-architecture=sm_{capability}", "--std=c++17", "--device-as-default-execution-space",
-            *(f"-D{name}={int(value)}" for name, value in macros.items())]
+    return [
+        f"--gpu-architecture=sm_{capability}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        *(f"-D{name}={int(value)}" for name, value in macros.items()),
+    ]
 
 
 @functools.cache
@@ -143,15 +167,30 @@ def in_c(value: Tensor | float | int | None):
 
 
 def launch_config(grid: int, threads: int, shared_bytes: int, cluster: int = 1) -> LaunchConfig:
-    """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in one."""
-    values = [(6, [1])] * (torch.cuda.get_device_capability()[0] >= 9) + [(4, [cluster, 1, 1])] * (cluster > 1)
-    attributes = (Attribute * 2)(*(Attribute(id, 0, (ctypes.c_int * 16)(*value)) for id, value in values))
-    return LaunchConfig((ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
-                        torch.cuda.current_stream().cuda_stream, attributes, len(values))
+    """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in
+    one."""
+    values = [(6, [1])] * (torch.cuda.get_device_capability()[0] >= 9) + [(4, [cluster, 1, 1])] * (
+        cluster > 1
+    )
+    attributes = (Attribute * 2)(
+        *(Attribute(id, 0, (ctypes.c_int * 16)(*value)) for id, value in values)
+    )
+    return LaunchConfig(
+        (ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
+        torch.cuda.current_stream().cuda_stream,
+        attributes,
+        len(values),
+    )
 
 
-def launch(function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: list,
-           cluster: int = 1) -> None:
+def launch(
+    function: ctypes.c_void_p,
+    grid: int,
+    threads: int,
+    shared_bytes: int,
+    arguments: list,
+    cluster: int = 1,
+) -> None:
     values = list(map(in_c, arguments))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     config, cuda = launch_config(grid, threads, shared_bytes, cluster), ctypes.CDLL("libcuda.so.1")
@@ -167,16 +206,20 @@ def has_gemv(device: torch.device) -> bool:
             raise OSError(f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}")
         nvrtc(), ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        print(f"few rows of x are multiplied as many are, which is slower: {error}", file=sys.stderr)
+        print(
+            f"few rows of x are multiplied as many are, which is slower: {error}", file=sys.stderr
+        )
         return False
     return True
 
 
 class Experts(NamedTuple):
-    """What a row of x does with the experts of a mixture (fast/experts.py), whose Packed has them all.
+    """What a row of x does with the experts of a mixture (fast/experts.py), whose Packed has them
+    all.
 
-    active int32 [1 + n]: n, and the numbers of the experts. weights fp32 [1, X] of all experts. limit, alpha: of
-    gated = 3, MoEConfig.clamp's."""
+    active int32 [1 + n]: n, and the numbers of the experts. weights fp32 [1, X] of all experts.
+    limit, alpha: of gated = 3, MoEConfig.clamp's."""
+
     active: Tensor
     weights: Tensor
     limit: float = 0.0
@@ -185,6 +228,7 @@ class Experts(NamedTuple):
 
 class Plain(NamedTuple):
     """A weight [N, K], or experts' [X, N, K], of x's type, in the place of a Packed."""
+
     qweight: Tensor
     gated: int = 0
     kind, bits, block, parts, per_channel = "16-bit", 16, 32, 1, True
@@ -218,54 +262,99 @@ def group_in_kernel(packed: Packed | Plain, experts: Experts | None) -> int:
     """GROUP. The sum over experts has scales for each, even of codes with one scale a row."""
     if not packed.per_channel:
         return packed.group_size
-    return 0 if packed.bits == 16 or experts is None or packed.gated else -(-packed.K // packed.block) * packed.block
+    return (
+        0
+        if packed.bits == 16 or experts is None or packed.gated
+        else -(-packed.K // packed.block) * packed.block
+    )
 
 
-def sizes_for(packed: Packed | Plain, memory: int, experts: Experts | None = None) -> tuple[dict, int] | None:
-    """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K is too large for it.
-    A team's warps have the same number of units, or one less."""
+def sizes_for(
+    packed: Packed | Plain, memory: int, experts: Experts | None = None
+) -> tuple[dict, int] | None:
+    """WIDTH, TEAMS and STAGES, and how much these take of so many bytes of shared memory; None: K
+    is too large for it. A team's warps have the same number of units, or one less."""
     n = 0 if experts is None else len(experts.active) - 1
     units = -(-packed.K // (2 * packed.block)) * (1 if packed.gated else max(n, 1))
-    words, parts, group = 4 if packed.kind == "int8" else 8, packed.parts, group_in_kernel(packed, experts)
+    words, parts, group = (
+        4 if packed.kind == "int8" else 8,
+        packed.parts,
+        group_in_kernel(packed, experts),
+    )
     scales = packed.scales_and_zeros
-    staged = 16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0  # bytes of a chunk
+    staged = (
+        16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0
+    )  # bytes of a chunk
     plain = packed.bits == 16
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))
         teams = max(1, most // width)
         inputs = max(units * 256, 1024) + 16 if plain else units * (128 * words + 16 * parts)
         fixed = inputs + width * (64 * width + 8) + 16 * MOST_STAGES + 4 * (n + 2)
-        stage = width * 2048 + plain * 1024 + (width + 1 if group > packed.block else 2 * width) * staged
+        stage = (
+            width * 2048
+            + plain * 1024
+            + (width + 1 if group > packed.block else 2 * width) * staged
+        )
         stages = min(MOST_STAGES, (memory // teams - fixed - 128) // stage)
         if stages >= 2:
-            return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (-(-(fixed + stages * stage) // 128) * 128)
+            return dict(WIDTH=width, TEAMS=teams, STAGES=stages), teams * (
+                -(-(fixed + stages * stage) // 128) * 128
+            )
     return None
 
 
-def takes_gemv(packed: Packed | Plain, device: torch.device, experts: Experts | None = None) -> bool:
+def takes_gemv(
+    packed: Packed | Plain, device: torch.device, experts: Experts | None = None
+) -> bool:
     """Whether gemv() multiplies one row."""
     memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return packed.fits_kernels and has_gemv(device) and sizes_for(packed, memory, experts) is not None
+    return (
+        packed.fits_kernels and has_gemv(device) and sizes_for(packed, memory, experts) is not None
+    )
 
 
-def macros_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-               experts: Experts | None = None) -> dict:
+def macros_for(
+    x: Tensor,
+    packed: Packed | Plain,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    experts: Experts | None = None,
+) -> dict:
     """What gemv.cu is compiled for, but for its sizes."""
     scales = packed.scales_and_zeros
     return dict(
-        BITS=packed.bits, E4M3=packed.kind == "fp8", E2M1=packed.kind == "mxfp4", BF16=x.dtype == torch.bfloat16,
-        K=packed.K, GROUP=group_in_kernel(packed, experts), PARTS=packed.parts,
+        BITS=packed.bits,
+        E4M3=packed.kind == "fp8",
+        E2M1=packed.kind == "mxfp4",
+        BF16=x.dtype == torch.bfloat16,
+        K=packed.K,
+        GROUP=group_in_kernel(packed, experts),
+        PARTS=packed.parts,
         SHARED_ROWS=scales is not None and scales.shape[2] == 2,
-        FLOAT_SCALES=scales is not None and scales.dtype == torch.float32, GATED=packed.gated, NORM=norm is not None,
-        BIAS=bias is not None, RESIDUAL=residual is not None, PERM=packed.perm is not None,
-        EXPERTS=0 if experts is None else len(experts.active) - 1)
+        FLOAT_SCALES=scales is not None and scales.dtype == torch.float32,
+        GATED=packed.gated,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        PERM=packed.perm is not None,
+        EXPERTS=0 if experts is None else len(experts.active) - 1,
+    )
 
 
 OUT = 9  # its place among the arguments
 
 
-def arguments_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-                  eps: float, experts: Experts | None = None) -> tuple[list, int]:
+def arguments_for(
+    x: Tensor,
+    packed: Packed | Plain,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    experts: Experts | None = None,
+) -> tuple[list, int]:
     """-> those of gemv.cu, and how many tiles there are to multiply."""
     active, weights, limit, alpha = experts or Experts(None, None)
     out, tiles = packed.new_output(x[0] if x.dim() == 3 else x), row_blocks(packed)
@@ -273,24 +362,54 @@ def arguments_for(x: Tensor, packed: Packed | Plain, norm: Tensor | None, bias: 
     if experts is not None and packed.gated:
         n = len(active) - 1
         out, items = out.new_empty(n, *out.shape), tiles * n
-    return [x, packed.qweight, packed.scales_and_zeros, packed.perm, norm, bias, residual, active, weights, out,
-            out.shape[-1], tiles, eps, limit, alpha], items
+    return [
+        x,
+        packed.qweight,
+        packed.scales_and_zeros,
+        packed.perm,
+        norm,
+        bias,
+        residual,
+        active,
+        weights,
+        out,
+        out.shape[-1],
+        tiles,
+        eps,
+        limit,
+        alpha,
+    ], items
 
 
-def gemv(x: Tensor, packed: Packed | Plain, norm: Tensor | None = None, bias: Tensor | None = None,
-         residual: Tensor | None = None, eps: float = 1e-5, experts: Experts | None = None) -> Tensor:
-    """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
+def gemv(
+    x: Tensor,
+    packed: Packed | Plain,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    experts: Experts | None = None,
+) -> Tensor:
+    """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one
+    16-bit type.
 
-    x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up [1, N / 2], without
-    residual. With experts bias is [X, N], and what x is and comes is expert_linear()'s (fast/experts.py)."""
+    x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up
+    [1, N / 2], without residual. With experts bias is [X, N], and what x is and comes is
+    expert_linear()'s (fast/experts.py)."""
     properties = torch.cuda.get_device_properties(x.device)
     found = sizes_for(packed, properties.shared_memory_per_block_optin, experts)
     if not packed.fits_kernels or not found:
-        raise ValueError(f"{packed.kind} in groups of {packed.group_size}, K = {packed.K}: want packed_gemm.py")
+        raise ValueError(
+            f"{packed.kind} in groups of {packed.group_size}, K = {packed.K}: want packed_gemm.py"
+        )
     sizes, shared_bytes = found
     macros = macros_for(x, packed, norm, bias, residual, experts)
     arguments, items = arguments_for(x, packed, norm, bias, residual, eps, experts)
-    launch(kernel(x.device.index, "gemv", shared_bytes, **macros, **sizes),
-           min(-(-items // sizes["TEAMS"]), properties.multi_processor_count),
-           (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32, shared_bytes, arguments)
+    launch(
+        kernel(x.device.index, "gemv", shared_bytes, **macros, **sizes),
+        min(-(-items // sizes["TEAMS"]), properties.multi_processor_count),
+        (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32,
+        shared_bytes,
+        arguments,
+    )
     return arguments[OUT]

@@ -1,6 +1,6 @@
 """
-A linear layer with int4, int8 or FP8 weights for a GPU: its custom operator, and the choice between four ways to
-multiply.
+A linear layer with int4, int8 or FP8 weights for a GPU: its custom operator, and the choice between
+four ways to multiply.
 
     one row of x        packed_gemv.py
     2 to 8 rows         packed_few.py, int4 and int8
@@ -9,8 +9,10 @@ multiply.
 
 tuning.py says where the last two meet. The plain twin is plain_packed_linear().
 
-Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as layout.py draws them.
+Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_and_zeros as
+layout.py draws them.
 """
+
 import torch
 from torch import Tensor, library, nn
 
@@ -26,14 +28,15 @@ from quantize import unpack as codes_of
 if triton:
     from fast.packed_gemm import gemm, scale_of
 
-# Codes that are repacked at once, which takes 8 bytes each. A whole layer's made the peak of Llama-2-7B in int4 19%
-# larger than its weights and caches (H200).
-REPACKED = 2 ** 24
+# Codes that are repacked at once, which takes 8 bytes each. A whole layer's made the peak of
+# Llama-2-7B in int4 19% larger than its weights and caches (H200).
+REPACKED = 2**24
 
 
 def choice_for(w: Packed, M: int, device: torch.device) -> dict:
-    """The kernel for M rows of x, and its sizes: gemv() for one row, few() for a few, else kernel_for()'s choice. Where
-    gemv() cannot be, one row gets packed_gemm.py's choice for two, and where no kernel can, cuBLAS multiplies."""
+    """The kernel for M rows of x, and its sizes: gemv() for one row, few() for a few, else
+    kernel_for()'s choice. Where gemv() cannot be, one row gets packed_gemm.py's choice for two, and
+    where no kernel can, cuBLAS multiplies."""
     if M > MAX_ROWS or not w.fits_kernels:
         return {"kernel": "library"}
     if M == 1 and takes_gemv(w, device):
@@ -45,11 +48,24 @@ def choice_for(w: Packed, M: int, device: torch.device) -> dict:
 
 
 @jit
-def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PARTS: constexpr,
-                      SCALE_ROWS: constexpr, BITS: constexpr, E4M3: constexpr, E2M1: constexpr, GATED: constexpr,
-                      SPAN: constexpr):
-    """Program (row block, SPAN blocks along K, expert): write their weights to out [experts, N, K], rows in the layer's
-    order."""
+def dequantize_kernel(
+    qweight,
+    scales_and_zeros,
+    out,
+    N,
+    K,
+    C,
+    G: constexpr,
+    PARTS: constexpr,
+    SCALE_ROWS: constexpr,
+    BITS: constexpr,
+    E4M3: constexpr,
+    E2M1: constexpr,
+    GATED: constexpr,
+    SPAN: constexpr,
+):
+    """Program (row block, SPAN blocks along K, expert): write their weights to out [experts, N, K],
+    rows in the layer's order."""
     BLOCK: constexpr = 512 // BITS
     P: constexpr = 16 // BITS
     KB = (K + BLOCK - 1) // BLOCK
@@ -59,15 +75,21 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     first = expert * tl.num_programs(0) + nb  # row block, counted over all experts
     r = tl.arange(0, 16)
     kb = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    at = (first.to(tl.int64) * KB + kb)[None, :, None] * 256 + r[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    at = (
+        (first.to(tl.int64) * KB + kb)[None, :, None] * 256
+        + r[:, None, None] * 16
+        + tl.arange(0, 16)[None, None, :]
+    )
     q = tl.load(qweight + at, mask=(kb < KB)[None, :, None], other=0)
     words = tl.reshape(q, (16, SPAN * 16))[:, :, None]
     s, e = (tl.arange(0, 2 * P) // 2)[None, None, :], (tl.arange(0, 2 * P) % 2)[None, None, :]
     if E4M3:  # as places() in layout.py has it
         codes = words >> (16 * e + 7 - 7 * s) & 0x7F | words >> (16 * e + 8 - s) & 0x80
     else:
-        codes = words >> (4 * s + 16 * e if BITS == 4 else 16 * s + 8 * e) & (2 ** BITS - 1)
-    codes = tl.permute(tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))  # t c s e -> c s t e
+        codes = words >> (4 * s + 16 * e if BITS == 4 else 16 * s + 8 * e) & (2**BITS - 1)
+    codes = tl.permute(
+        tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5)
+    )  # t c s e -> c s t e
     codes = tl.reshape(codes, (16, SPAN * BLOCK))
 
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
@@ -75,15 +97,20 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     scale_row = (first * C + chunk) * SCALE_ROWS + r[:, None] // (16 // SCALE_ROWS)
     group = tl.load(scales_and_zeros + scale_row * PARTS + (k // G % PARTS)[None, :])
     scale = scale_of(group).to(tl.float32)
-    if E4M3:  # the code's bits in fp32's places are 2^-120 times the number, and the scale is 2^8 times as large
-        w = ((codes & 0x80) << 24 | (codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0 ** 112
+    # the code's bits in fp32's places are 2^-120 times the number, and the scale is 2^8 times as
+    # large
+    if E4M3:
+        w = ((codes & 0x80) << 24 | (codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**112
     elif E2M1:
-        w = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True) * 2.0 ** 126
+        w = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True) * 2.0**126
     elif group.dtype == tl.float32:
-        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2 ** 23 + 2 ** (BITS - 1))
+        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + 2 ** (BITS - 1))
     else:
-        # OR-ed into 2^23, an integer is a float without a conversion (see codes_to_weights() in packed_gemm.py)
-        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(tl.float32, bitcast=True)
+        # OR-ed into 2^23, an integer is a float without a conversion (see codes_to_weights() in
+        # packed_gemm.py)
+        w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (group >> 16 | 0x4B000000).to(
+            tl.float32, bitcast=True
+        )
     w *= scale
     if GATED:
         n = nb * 8 + r % 8 + r // 8 * (N // 2)
@@ -91,26 +118,58 @@ def dequantize_kernel(qweight, scales_and_zeros, out, N, K, C, G: constexpr, PAR
     else:
         n = nb * 16 + r
         inside = n < N
-    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty),
-             mask=inside[:, None] & (k < K)[None, :])
+    tl.store(
+        out + n.to(tl.int64)[:, None] * K + k[None, :],
+        w.to(out.dtype.element_ty),
+        mask=inside[:, None] & (k < K)[None, :],
+    )
 
 
 def dequantize(w: Packed, dtype: torch.dtype, experts: int = 1) -> Tensor:
-    """The weights [N, K]; of so many experts, whose row blocks lie one behind the other, [experts N, K]."""
+    """The weights [N, K]; of so many experts, whose row blocks lie one behind the other, [experts
+    N, K]."""
     out = torch.empty(experts * w.N, w.K, dtype=dtype, device=w.qweight.device)
-    # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an H200.
+    # Of 1 to 16 blocks and 2 to 8 warps, 4 and 2 are the fastest for 14336 x 21504, int4, on an
+    # H200.
     grid = len(w.qweight) // experts, triton.cdiv(w.K, 4 * w.block), experts
     of = w.constants
-    dequantize_kernel[grid](w.qweight, w.scales_and_zeros, out, w.N, w.K, w.chunks, of["group"], of["parts"],
-                            of["scale_rows"], of["bits"], of["e4m3"], of["e2m1"], w.gated, 4, num_warps=2)
+    dequantize_kernel[grid](
+        w.qweight,
+        w.scales_and_zeros,
+        out,
+        w.N,
+        w.K,
+        w.chunks,
+        of["group"],
+        of["parts"],
+        of["scale_rows"],
+        of["bits"],
+        of["e4m3"],
+        of["e2m1"],
+        w.gated,
+        4,
+        num_warps=2,
+    )
     return out
 
 
-def as_packed(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
-              semaphores: Tensor, N: int, kind: str, group_size: int, gated: int) -> Packed:
+def as_packed(
+    x: Tensor,
+    qweight: Tensor,
+    scales_and_zeros: Tensor,
+    perm: Tensor | None,
+    shifts: Tensor,
+    semaphores: Tensor,
+    N: int,
+    kind: str,
+    group_size: int,
+    gated: int,
+) -> Packed:
     """The operator's arguments, which may be tensors and numbers only."""
     K = x.shape[1] if perm is None else len(perm)
-    return Packed(qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated)
+    return Packed(
+        qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated
+    )
 
 
 def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -120,10 +179,26 @@ def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
     return ((numbers - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
 
 
-def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, norm=None,
-                        bias=None, residual=None, gated=0, eps=1e-5) -> Tensor:
+def plain_packed_linear(
+    x,
+    qweight,
+    scales_and_zeros,
+    perm,
+    shifts,
+    semaphores,
+    N,
+    kind,
+    group_size,
+    norm=None,
+    bias=None,
+    residual=None,
+    gated=0,
+    eps=1e-5,
+) -> Tensor:
     """The plain twin of packed_linear()."""
-    packed = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
+    packed = as_packed(
+        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
+    )
     w = plain_weights(packed, x.dtype)
     if perm is not None:
         x, norm = x[:, perm], None if norm is None else norm[perm]
@@ -132,14 +207,30 @@ def plain_packed_linear(x, qweight, scales_and_zeros, perm, shifts, semaphores, 
 
 # Nothing is mutated: when the kernels are done, semaphores is as it was.
 @library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
-def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Tensor | None, shifts: Tensor,
-                  semaphores: Tensor, N: int, kind: str, group_size: int, norm: Tensor | None = None,
-                  bias: Tensor | None = None, residual: Tensor | None = None, gated: int = 0,
-                  eps: float = 1e-5) -> Tensor:
-    """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left out.
+def packed_linear(
+    x: Tensor,
+    qweight: Tensor,
+    scales_and_zeros: Tensor,
+    perm: Tensor | None,
+    shifts: Tensor,
+    semaphores: Tensor,
+    N: int,
+    kind: str,
+    group_size: int,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: int = 0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left
+    out.
 
-    gated: see linear(); then there is no bias and no residual. The other arguments are a Packed's."""
-    w = as_packed(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated)
+    gated: see linear(); then there is no bias and no residual. The other arguments are a
+    Packed's."""
+    w = as_packed(
+        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
+    )
     if not N:  # of a rank
         return x.new_empty(len(x), 0)
     choice = choice_for(w, len(x), x.device)
@@ -149,7 +240,9 @@ def packed_linear(x: Tensor, qweight: Tensor, scales_and_zeros: Tensor, perm: Te
     if choice["kernel"] == "few" and perm is None:
         return few(x, w, norm, bias, residual, eps)
     if norm is not None:
-        x = rms_norm(x, norm, eps)  # before perm: a kernel may read norm while norm[perm] is being made
+        x = rms_norm(
+            x, norm, eps
+        )  # before perm: a kernel may read norm while norm[perm] is being made
     if perm is not None:
         x = x[:, perm]
     if choice["kernel"] == "few":
@@ -163,14 +256,28 @@ packed_linear.register_kernel("cpu")(plain_packed_linear)
 
 
 @packed_linear.register_fake
-def _(x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, norm=None, bias=None, residual=None,
-      gated=0, eps=1e-5):
+def _(
+    x,
+    qweight,
+    scales_and_zeros,
+    perm,
+    shifts,
+    semaphores,
+    N,
+    kind,
+    group_size,
+    norm=None,
+    bias=None,
+    residual=None,
+    gated=0,
+    eps=1e-5,
+):
     return x.new_empty(len(x), N // 2 if gated else N)
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
-    """layout.pack() of a layer or of experts, some rows at a time; experts' row blocks lie one behind the other.
-    ValueError for codes that no kernel knows."""
+    """layout.pack() of a layer or of experts, some rows at a time; experts' row blocks lie one
+    behind the other. ValueError for codes that no kernel knows."""
     kind, scales, zeros = layer.codes.name, layer.scales, layer.zeros
     if kind not in KINDS:
         raise ValueError(f"{kind}: the kernels know {', '.join(KINDS)}")
@@ -184,17 +291,31 @@ def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
     parts = []
     for start in range(0, max(1, len(words)), size):
         rows = slice(start, start + size)
-        codes, points = codes_of(words[rows], layer.codes.bits), None if zeros is None else zeros[rows]
+        codes, points = (
+            codes_of(words[rows], layer.codes.bits),
+            None if zeros is None else zeros[rows],
+        )
         parts.append(pack(codes, scales[rows], points, layer.g_idx, kind))
     qweight = torch.cat([part.qweight for part in parts])
-    most = max(part.scales_and_zeros.shape[2] for part in parts)  # 2 only where the rows of all parts share scales
-    scales = [part.scales_and_zeros.repeat_interleave(most // part.scales_and_zeros.shape[2], 2) for part in parts]
-    return parts[0]._replace(qweight=qweight, scales_and_zeros=torch.cat(scales), semaphores=new_semaphores(qweight),
-                             N=layer.out_features, gated=gated)
+    most = max(
+        part.scales_and_zeros.shape[2] for part in parts
+    )  # 2 only where the rows of all parts share scales
+    scales = [
+        part.scales_and_zeros.repeat_interleave(most // part.scales_and_zeros.shape[2], 2)
+        for part in parts
+    ]
+    return parts[0]._replace(
+        qweight=qweight,
+        scales_and_zeros=torch.cat(scales),
+        semaphores=new_semaphores(qweight),
+        N=layer.out_features,
+        gated=gated,
+    )
 
 
 class PackedLinear(nn.Module):
-    """A QuantizedLinear in the kernels' layout (see layout.py); gated: its rows are the gate's, then as many of up.
+    """A QuantizedLinear in the kernels' layout (see layout.py); gated: its rows are the gate's,
+    then as many of up.
 
     Its attributes are a Packed's and the bias; perm, shifts and semaphores are buffers."""
 
@@ -203,7 +324,12 @@ class PackedLinear(nn.Module):
         if gated and layer.bias is not None:
             raise ValueError("a gated layer with a bias: the kernels have no place for it")
         packed = pack_layer(layer, gated)
-        self.N, self.kind, self.group_size, self.gated = packed.N, packed.kind, packed.group_size, gated
+        self.N, self.kind, self.group_size, self.gated = (
+            packed.N,
+            packed.kind,
+            packed.group_size,
+            gated,
+        )
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
         self.bias = layer.bias
@@ -211,11 +337,31 @@ class PackedLinear(nn.Module):
         self.register_buffer("shifts", packed.shifts, persistent=False)
         self.register_buffer("semaphores", packed.semaphores, persistent=False)
 
-    def fused(self, x: Tensor, norm: Tensor | None = None, residual: Tensor | None = None, gated: int = 0,
-              eps: float = 1e-5) -> Tensor:
+    def fused(
+        self,
+        x: Tensor,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: int = 0,
+        eps: float = 1e-5,
+    ) -> Tensor:
         """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
-        return packed_linear(x, self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores, self.N,
-                             self.kind, self.group_size, norm, self.bias, residual, gated, eps)
+        return packed_linear(
+            x,
+            self.qweight,
+            self.scales_and_zeros,
+            self.perm,
+            self.shifts,
+            self.semaphores,
+            self.N,
+            self.kind,
+            self.group_size,
+            norm,
+            self.bias,
+            residual,
+            gated,
+            eps,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]; gated: [..., N / 2]"""

@@ -1,28 +1,32 @@
 """
 Kernels of sampling and of speculative acceptance: no sort, and the host waits for nothing.
 
-The kernels read the settings from a tensor on the GPU: fp32 [4] with temperature, top-k, top-p and min-p. So a CUDA
-graph serves all settings. sample() launches its kernels always, and those that the settings do not want return at once:
+The kernels read the settings from a tensor on the GPU: fp32 [4] with temperature, top-k, top-p and
+min-p. So a CUDA graph serves all settings. sample() launches its kernels always, and those that the
+settings do not want return at once:
 
     histogram_kernel     twice, for top-k alone
     choose_kernel        temperature and top-k: many programs for each row
     distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for each row
 
-Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of the high
-bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th largest logit itself.
+Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of
+the high bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th
+largest logit itself.
 
         high byte      0 . . . . . . . h . . . 255        h: the high byte of the k-th largest, by sums from the right
                                        |
         low byte           0 . . . . . l . . . 255        of the logits with high byte h alone
 
-Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that it and the larger
-ones have mass p, or are k in number, two bits a pass.
+Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that
+it and the larger ones have mass p, or are k in number, two bits a pass.
 
-A draw is an exponential race (the Gumbel-max trick): with exponential noise n of rate 1, argmax p / n is token i with
-probability p[i], and so is argmax log p - log n. The noise is made outside the kernels, by PyTorch's generator.
+A draw is an exponential race (the Gumbel-max trick): with exponential noise n of rate 1, argmax p /
+n is token i with probability p[i], and so is argmax log p - log n. The noise is made outside the
+kernels, by PyTorch's generator.
 
 Shapes: B sequences, R rows, V vocabulary, k drafted tokens, T = k + 1.
 """
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
@@ -35,37 +39,46 @@ KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Samplin
 
 
 def make_settings(sampling: Sampling, device: torch.device) -> Tensor | None:
-    """What the kernels read: fp32 [4]. None, and a line on stderr, where a field that they do not know has another
-    value than its default."""
+    """What the kernels read: fp32 [4]. None, and a line on stderr, where a field that they do not
+    know has another value than its default."""
     if unknown := unknown_values(sampling, KNOWN_FIELDS):
         say_once(f"plain PyTorch samples: fast/ does not know {', '.join(unknown)}")
         return None
     temperature = 0.0 if sampling.greedy else sampling.temperature
-    return torch.tensor([temperature, sampling.top_k, sampling.top_p, sampling.min_p], device=device)
+    return torch.tensor(
+        [temperature, sampling.top_k, sampling.top_p, sampling.min_p], device=device
+    )
 
 
 @jit
 def read_settings(settings, V):
-    """temperature (0: greedy), top_k (an integer, 0: off), top_p (1: off), min_p (0: off). Greedy, the rest is off."""
+    """temperature (0: greedy), top_k (an integer, 0: off), top_p (1: off), min_p (0: off). Greedy,
+    the rest is off."""
     temperature = tl.load(settings)
     top_k = tl.load(settings + 1)
     top_p = tl.load(settings + 2)
     min_p = tl.load(settings + 3)
     greedy = temperature < 1e-5
     top_k = tl.where(greedy | (top_k >= V), 0.0, top_k).to(tl.int32)
-    return tl.where(greedy, 0.0, temperature), top_k, tl.where(greedy, 1.0, top_p), tl.where(greedy, 0.0, min_p)
+    return (
+        tl.where(greedy, 0.0, temperature),
+        top_k,
+        tl.where(greedy, 1.0, top_p),
+        tl.where(greedy, 0.0, min_p),
+    )
 
 
 @jit
 def sortable_key(logits):
     """16-bit floats as integers 0 .. 65535 in the same order."""
     bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7fff, bits) + 0x8000
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits) + 0x8000
 
 
 @jit
 def kth_largest(counts, k):
-    """counts [256] of the values 0 .. 255 -> the k-th largest value, and how many values are larger."""
+    """counts [256] of the values 0 .. 255 -> the k-th largest value, and how many values are
+    larger."""
     larger = tl.sum(counts) - tl.cumsum(counts)  # of each value, how many are larger
     value = tl.sum((larger >= k).to(tl.int32))
     return value, tl.sum(tl.where(tl.arange(0, 256) > value, counts, 0))
@@ -73,9 +86,11 @@ def kth_largest(counts, k):
 
 @jit
 def histogram_kernel(logits, settings, counts, V, LOW: constexpr, BV: constexpr):
-    """Program (row, block of BV logits): adds its block to counts [B, 2, 256], of high bytes or, LOW, of low bytes.
+    """Program (row, block of BV logits): adds its block to counts [B, 2, 256], of high bytes or,
+    LOW, of low bytes.
 
-    LOW: the high bytes are counted, and only logits count whose high byte is that of the top_k-th largest."""
+    LOW: the high bytes are counted, and only logits count whose high byte is that of the top_k-th
+    largest."""
     temperature, top_k, top_p, min_p = read_settings(settings, V)
     if (top_k == 0) | (top_p < 1) | (min_p > 0):
         return
@@ -95,7 +110,8 @@ def histogram_kernel(logits, settings, counts, V, LOW: constexpr, BV: constexpr)
 
 @jit
 def kth_largest_key(counts, top_k):
-    """counts [2, 256] of a row, both halves filled by histogram_kernel() -> the key of the top_k-th largest logit."""
+    """counts [2, 256] of a row, both halves filled by histogram_kernel() -> the key of the top_k-th
+    largest logit."""
     bins = tl.arange(0, 256)
     high, larger = kth_largest(tl.load(counts + bins), top_k)
     low, _ = kth_largest(tl.load(counts + 256 + bins), top_k - larger)
@@ -104,7 +120,8 @@ def kth_largest_key(counts, top_k):
 
 @jit
 def best_of_blocks(bests, blocks, V, BP: constexpr):
-    """bests [blocks, 4] of a row, as choose_kernel() leaves them -> the best token, and the logsumexp of the row."""
+    """bests [blocks, 4] of a row, as choose_kernel() leaves them -> the best token, and the
+    logsumexp of the row."""
     p = tl.arange(0, BP)
     scores = tl.load(bests + p * 4, mask=p < blocks, other=float("-inf"))
     tokens = tl.load(bests + p * 4 + 1, mask=p < blocks, other=0).to(tl.int32, bitcast=True)
@@ -117,11 +134,24 @@ def best_of_blocks(bests, blocks, V, BP: constexpr):
 
 
 @jit
-def choose_kernel(logits, noise, settings, counts, semaphore, bests, tokens, logprobs, V, BV: constexpr, BP: constexpr):
-    """Program (row, block of BV logits): the best token of its block; a row's last program chooses among the bests.
+def choose_kernel(
+    logits,
+    noise,
+    settings,
+    counts,
+    semaphore,
+    bests,
+    tokens,
+    logprobs,
+    V,
+    BV: constexpr,
+    BP: constexpr,
+):
+    """Program (row, block of BV logits): the best token of its block; a row's last program chooses
+    among the bests.
 
-    bests, fp32 [B, blocks, 4]: score, token (the bits of an int32), largest logit, sum of exp(logit - largest).
-    BP: the number of blocks, rounded up to a power of two."""
+    bests, fp32 [B, blocks, 4]: score, token (the bits of an int32), largest logit, sum of exp(logit
+    - largest). BP: the number of blocks, rounded up to a power of two."""
     temperature, top_k, top_p, min_p = read_settings(settings, V)
     if (top_p < 1) | (min_p > 0):
         return
@@ -136,12 +166,16 @@ def choose_kernel(logits, noise, settings, counts, semaphore, bests, tokens, log
     if temperature > 0:
         score = x / temperature - tl.log(tl.load(noise + at, mask=v < V, other=1))
     if top_k > 0:
-        score = tl.where(sortable_key(raw) >= kth_largest_key(counts + row * 512, top_k), score, float("-inf"))
+        score = tl.where(
+            sortable_key(raw) >= kth_largest_key(counts + row * 512, top_k), score, float("-inf")
+        )
     best = tl.max(score, 0)
     peak = tl.max(x, 0)
     at = bests + (row * blocks + block) * 4
     tl.store(at, best)
-    tl.store(at + 1, tl.min(tl.where((score == best) & (v < V), v, V), 0).to(tl.float32, bitcast=True))
+    tl.store(
+        at + 1, tl.min(tl.where((score == best) & (v < V), v, V), 0).to(tl.float32, bitcast=True)
+    )
     tl.store(at + 2, peak)
     tl.store(at + 3, tl.sum(tl.exp(x - peak), 0))
 
@@ -156,20 +190,35 @@ def choose_kernel(logits, noise, settings, counts, semaphore, bests, tokens, log
 def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     """16-bit logits [B, V] -> tokens [B] and their log-probabilities [B] under the raw logits.
 
-    noise [B, V]: exponential, of rate 1. torch.topk alone takes 65 us for 32,000 logits on an H200."""
+    noise [B, V]: exponential, of rate 1. torch.topk alone takes 65 us for 32,000 logits on an
+    H200."""
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
-    block = 1024  # of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200)
+    block = (
+        1024  # of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200)
+    )
     blocks = triton.cdiv(V, block)
     zeros = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)  # in one launch
-    counts, semaphore = zeros[:B * 512], zeros[B * 512:]
+    counts, semaphore = zeros[: B * 512], zeros[B * 512 :]
     bests = torch.empty(B * blocks * 4, device=logits.device)
     logits = logits.contiguous()
     histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=False, BV=block, num_warps=4)
     histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=True, BV=block, num_warps=4)
-    choose_kernel[(B, blocks)](logits, noise, settings, counts, semaphore, bests, tokens, logprobs, V, BV=block,
-                               BP=triton.next_power_of_2(blocks), num_warps=4)
+    choose_kernel[(B, blocks)](
+        logits,
+        noise,
+        settings,
+        counts,
+        semaphore,
+        bests,
+        tokens,
+        logprobs,
+        V,
+        BV=block,
+        BP=triton.next_power_of_2(blocks),
+        num_warps=4,
+    )
     launch_distribution(logits, noise, settings, None, logprobs, tokens)
     return tokens, logprobs
 
@@ -183,12 +232,15 @@ def plain_sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tenso
 
 @sample.register_fake
 def _(logits, noise, settings):
-    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(
+        len(logits), dtype=torch.float32
+    )
 
 
 @jit
 def load_block(at, inside, row, WHOLE: constexpr):
-    """The logits of a row at pointers `at`; WHOLE: the program has the row in registers, one block, and it is `row`."""
+    """The logits of a row at pointers `at`; WHOLE: the program has the row in registers, one block,
+    and it is `row`."""
     if WHOLE:
         x = row
     else:
@@ -197,11 +249,14 @@ def load_block(at, inside, row, WHOLE: constexpr):
 
 
 @jit
-def threshold(logits, row, goal, mass, peak, temperature, floor, V, WHOLE: constexpr, BV: constexpr):
-    """The largest key such that the tokens of that key and of larger ones, none under `floor`, reach `goal`.
+def threshold(
+    logits, row, goal, mass, peak, temperature, floor, V, WHOLE: constexpr, BV: constexpr
+):
+    """The largest key such that the tokens of that key and of larger ones, none under `floor`,
+    reach `goal`.
 
-    They reach it in number or, if `mass`, in the sum of exp((logit - peak) / temperature). A pass finds two bits of the
-    key: it sums for three candidates at once."""
+    They reach it in number or, if `mass`, in the sum of exp((logit - peak) / temperature). A pass
+    finds two bits of the key: it sums for three candidates at once."""
     key = floor * 0
     for step in range(8):
         quarter = 16384 >> (2 * step)
@@ -219,14 +274,19 @@ def threshold(logits, row, goal, mass, peak, temperature, floor, V, WHOLE: const
             one += tl.where(found >= key + quarter, weight, 0.0)
             two += tl.where(found >= key + 2 * quarter, weight, 0.0)
             three += tl.where(found >= key + 3 * quarter, weight, 0.0)
-        reached = (tl.sum(one, 0) >= goal).to(tl.int32) + (tl.sum(two, 0) >= goal) + (tl.sum(three, 0) >= goal)
+        reached = (
+            (tl.sum(one, 0) >= goal).to(tl.int32)
+            + (tl.sum(two, 0) >= goal)
+            + (tl.sum(three, 0) >= goal)
+        )
         key += reached * quarter
     return tl.maximum(key, floor)
 
 
 @jit
 def peak_and_sum(logits, row, V, WHOLE: constexpr, BV: constexpr):
-    """A row's largest logit, the sum of exp(logit - largest), and the first token that has the largest logit."""
+    """A row's largest logit, the sum of exp(logit - largest), and the first token that has the
+    largest logit."""
     v = tl.arange(0, BV)
     largest = row.to(tl.float32)
     for v0 in range(BV, V, BV):
@@ -234,7 +294,7 @@ def peak_and_sum(logits, row, V, WHOLE: constexpr, BV: constexpr):
         largest = tl.maximum(largest, x.to(tl.float32))
     peak = tl.max(largest, 0)
     total = tl.zeros((BV,), tl.float32)
-    first = tl.full((BV,), 2 ** 30, tl.int32)
+    first = tl.full((BV,), 2**30, tl.int32)
     for v0 in range(0, V, BV):
         x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
         total += tl.exp(x.to(tl.float32) - peak)
@@ -244,7 +304,8 @@ def peak_and_sum(logits, row, V, WHOLE: constexpr, BV: constexpr):
 
 @jit
 def kept_weight(x, peak, temperature, floor, least):
-    """exp((logit - peak) / temperature) of logits x whose key is `floor` or larger, if it is `least` or larger; else 0.
+    """exp((logit - peak) / temperature) of logits x whose key is `floor` or larger, if it is
+    `least` or larger; else 0.
 
     A token's probability is this, divided by the sum over all tokens; the likeliest has 1."""
     weight = tl.exp((x.to(tl.float32) - peak) / temperature)
@@ -263,12 +324,23 @@ def kept_mass(logits, row, peak, temperature, floor, least, V, WHOLE: constexpr,
 
 
 @jit
-def distribution_kernel(logits, noise, settings, probs, totals, tokens, V,
-                        PROBS: constexpr, WHOLE: constexpr, BV: constexpr):
-    """A row's distribution and a token drawn from it. A program has a row; WHOLE: it fits into a block of BV logits.
+def distribution_kernel(
+    logits,
+    noise,
+    settings,
+    probs,
+    totals,
+    tokens,
+    V,
+    PROBS: constexpr,
+    WHOLE: constexpr,
+    BV: constexpr,
+):
+    """A row's distribution and a token drawn from it. A program has a row; WHOLE: it fits into a
+    block of BV logits.
 
-    PROBS: distribute(), and totals is the row's logsumexp. Otherwise this is the rest of sample(), which has nothing to
-    do without top-p and min-p, and totals is the token's log-probability."""
+    PROBS: distribute(), and totals is the row's logsumexp. Otherwise this is the rest of sample(),
+    which has nothing to do without top-p and min-p, and totals is the token's log-probability."""
     temperature, top_k, top_p, min_p = read_settings(settings, V)
     if (top_p == 1) & (min_p == 0) & (not PROBS):
         return
@@ -314,12 +386,29 @@ def distribution_kernel(logits, noise, settings, probs, totals, tokens, V,
         tl.store(totals + r, tl.load(logits + chosen).to(tl.float32) - logsumexp)
 
 
-def launch_distribution(logits: Tensor, noise: Tensor | None, settings: Tensor, probs: Tensor | None, totals: Tensor,
-                        tokens: Tensor) -> None:
+def launch_distribution(
+    logits: Tensor,
+    noise: Tensor | None,
+    settings: Tensor,
+    probs: Tensor | None,
+    totals: Tensor,
+    tokens: Tensor,
+) -> None:
     R, V = logits.shape
     block = min(32768, triton.next_power_of_2(V))
-    distribution_kernel[(R,)](logits, noise, settings, probs, totals, tokens, V, PROBS=probs is not None,
-                              WHOLE=V <= block, BV=block, num_warps=max(4, block // 1024))
+    distribution_kernel[(R,)](
+        logits,
+        noise,
+        settings,
+        probs,
+        totals,
+        tokens,
+        V,
+        PROBS=probs is not None,
+        WHOLE=V <= block,
+        BV=block,
+        num_warps=max(4, block // 1024),
+    )
 
 
 def exponential(like: Tensor) -> Tensor:
@@ -328,9 +417,11 @@ def exponential(like: Tensor) -> Tensor:
 
 
 @library.custom_op("llama_fast::distribute", mutates_args=(), device_types="cuda")
-def distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """16-bit logits [R, V] -> sampling.probabilities() [R, V], logsumexp [R] of the raw logits, and tokens [R] drawn
-    from the probabilities.
+def distribute(
+    logits: Tensor, noise: Tensor | None, settings: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """16-bit logits [R, V] -> sampling.probabilities() [R, V], logsumexp [R] of the raw logits, and
+    tokens [R] drawn from the probabilities.
 
     noise [R, V]: exponential, of rate 1; None: tokens are the likeliest."""
     R, V = logits.shape
@@ -342,7 +433,9 @@ def distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> tuple[
 
 
 @distribute.register_kernel("cpu")
-def plain_distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_distribute(
+    logits: Tensor, noise: Tensor | None, settings: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of distribute()."""
     temperature, top_k, top_p, min_p = settings.tolist()
     logits = logits.float()
@@ -353,13 +446,17 @@ def plain_distribute(logits: Tensor, noise: Tensor | None, settings: Tensor) -> 
 @distribute.register_fake
 def _(logits, noise, settings):
     R = len(logits)
-    return (logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(R, dtype=torch.float32),
-            logits.new_empty(R, dtype=torch.int64))
+    return (
+        logits.new_empty(logits.shape, dtype=torch.float32),
+        logits.new_empty(R, dtype=torch.float32),
+        logits.new_empty(R, dtype=torch.int64),
+    )
 
 
 @jit
 def draw_rest(p, q, noise, has_q, V, BV: constexpr):
-    """Draws a token from max(p - q, 0) [V] or, where nothing is left of it, from p; has_q: else q counts as 0."""
+    """Draws a token from max(p - q, 0) [V] or, where nothing is left of it, from p; has_q: else q
+    counts as 0."""
     best = tl.full((BV,), -1.0, tl.float32)  # of p - q
     best_p = tl.full((BV,), -1.0, tl.float32)  # of p
     token = tl.zeros((BV,), tl.int32)
@@ -382,12 +479,28 @@ def draw_rest(p, q, noise, has_q, V, BV: constexpr):
 
 
 @jit
-def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out, logprobs, accepted, k, V,
-                  BT: constexpr, BV: constexpr):
-    """speculative.accept() of a sequence, which one program has. Position i of 0 .. k holds drafted token i + 1.
+def accept_kernel(
+    logits,
+    p,
+    logsumexp,
+    tokens,
+    q,
+    proposed,
+    uniform,
+    noise,
+    out,
+    logprobs,
+    accepted,
+    k,
+    V,
+    BT: constexpr,
+    BV: constexpr,
+):
+    """speculative.accept() of a sequence, which one program has. Position i of 0 .. k holds drafted
+    token i + 1.
 
-    logits, p, q [B, k + 1, V]; logsumexp, tokens, out, logprobs [B, k + 1]; uniform [B, k]; noise [B, V].
-    Greedy, p is 1 for one token, and no noise changes what is drawn."""
+    logits, p, q [B, k + 1, V]; logsumexp, tokens, out, logprobs [B, k + 1]; uniform [B, k]; noise
+    [B, V]. Greedy, p is 1 for one token, and no noise changes what is drawn."""
     b = tl.program_id(0)
     i = tl.arange(0, BT)
     drafted = tl.load(tokens + b * (k + 1) + 1 + i, mask=i < k, other=0)
@@ -396,7 +509,9 @@ def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out
     q_x = tl.load(q + at, mask=i < k, other=0)
     count = tl.load(proposed + b)
     kept = (tl.load(uniform + b * k + i, mask=i < k, other=0) * q_x < p_x) & (i < count)
-    n = tl.min(tl.where(kept & (i < k), k, tl.minimum(i, k)), 0)  # the first position whose token is not kept, or k
+    n = tl.min(
+        tl.where(kept & (i < k), k, tl.minimum(i, k)), 0
+    )  # the first position whose token is not kept, or k
     tl.store(accepted + b, n)
 
     row = (b * (k + 1) + n).to(tl.int64) * V
@@ -409,24 +524,28 @@ def accept_kernel(logits, p, logsumexp, tokens, q, proposed, uniform, noise, out
 
 
 def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """sampling.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their log-probabilities [B]."""
+    """sampling.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their
+    log-probabilities [B]."""
     return sample(logits, exponential(logits), settings)
 
 
 def fast_choose_draft(logits: Tensor, vocab_size: int, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """speculative.choose_draft() with the kernel: a draft's logits [B, T, any] -> tokens [B], q [B, vocab_size]."""
+    """speculative.choose_draft() with the kernel: a draft's logits [B, T, any] -> tokens [B], q [B,
+    vocab_size]."""
     logits = logits[:, -1, :vocab_size]
     q, _, tokens = distribute(logits, exponential(logits), settings)
     missing = vocab_size - q.shape[-1]
     return tokens, F.pad(q, (0, missing)) if missing else q
 
 
-def fast_accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
-                settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """speculative.accept(), its plain twin, in two launches and those of the random numbers; for CUDA tensors.
+def fast_accept(
+    logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, settings: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """speculative.accept(), its plain twin, in two launches and those of the random numbers; for
+    CUDA tensors.
 
-    16-bit logits [B, T, V], tokens [B, T], q [B, T, V], proposed [B] -> tokens [B, T], log-probabilities [B, T],
-    accepted [B]."""
+    16-bit logits [B, T, V], tokens [B, T], q [B, T, V], proposed [B] -> tokens [B, T],
+    log-probabilities [B, T], accepted [B]."""
     B, T, V = logits.shape
     logits, q = logits.contiguous(), q.contiguous()
     p, logsumexp, _ = distribute(logits.view(-1, V), None, settings)
@@ -435,6 +554,22 @@ def fast_accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor,
     out = torch.empty_like(tokens)
     logprobs = logsumexp.new_empty(B, T)
     accepted = proposed.new_empty(B)
-    accept_kernel[(B,)](logits, p, logsumexp, tokens.contiguous(), q, proposed, uniform, noise, out, logprobs, accepted,
-                        T - 1, V, BT=triton.next_power_of_2(T), BV=min(4096, triton.next_power_of_2(V)), num_warps=8)
+    accept_kernel[(B,)](
+        logits,
+        p,
+        logsumexp,
+        tokens.contiguous(),
+        q,
+        proposed,
+        uniform,
+        noise,
+        out,
+        logprobs,
+        accepted,
+        T - 1,
+        V,
+        BT=triton.next_power_of_2(T),
+        BV=min(4096, triton.next_power_of_2(V)),
+        num_warps=8,
+    )
     return out, logprobs, accepted

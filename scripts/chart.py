@@ -9,6 +9,7 @@ figure stands and when it was measured. A figure [low, high] is a range. Of two
 lines of one configuration the later one counts, so append a newer measurement.
 All lines are of one kind of GPU. A chart that has no line is left out.
 """
+
 import argparse
 import json
 import textwrap
@@ -18,13 +19,37 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-WIDTH, MARGIN, LABELS, BARS, BARS_END = 838, 24, 100, 340, 734  # px from the left; the longest bar ends at BARS_END
+WIDTH, MARGIN, LABELS, BARS, BARS_END = (
+    838,
+    24,
+    100,
+    340,
+    734,
+)  # px from the left; the longest bar ends at BARS_END
 PITCH, THICK, GAP = 23, 15, 11  # px from bar to bar, of a bar, and between two groups
-CONFIGURATION = dict(engine="llama-fast", version=None, detail=None, what=None, quantize=None, group_size=None, batch=1,
-                     ranks=1, context=0, prompt_length=5, new_tokens=200, draft_tokens=None, compile=True, kernels=True,
-                     gpu=None)  # what tells two lines apart, and what a missing key means
+CONFIGURATION = dict(
+    engine="llama-fast",
+    version=None,
+    detail=None,
+    what=None,
+    quantize=None,
+    group_size=None,
+    batch=1,
+    ranks=1,
+    context=0,
+    prompt_length=5,
+    new_tokens=200,
+    draft_tokens=None,
+    compile=True,
+    kernels=True,
+    gpu=None,
+)  # what tells two lines apart, and what a missing key means
 PRECISIONS = {None: "bf16", "int8": "8 bits", "fp8": "8 bits", "int4": "4 bits"}
-POLICIES = {"auto": "auto, by measured time", "hf": "hf, transformers' rule", "bass": "bass, BASS's rule"}
+POLICIES = {
+    "auto": "auto, by measured time",
+    "hf": "hf, transformers' rule",
+    "bass": "bass, BASS's rule",
+}
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif; fill: #1f2328; }
 .title { font-size: 18px; font-weight: 600; } .strong { font-weight: 600; }
@@ -49,7 +74,11 @@ class Bar:
 
 def read(path: Path) -> list[dict]:
     """The newest line of each configuration."""
-    lines = [CONFIGURATION | json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = [
+        CONFIGURATION | json.loads(line)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line
+    ]
     return list({tuple(line[key] for key in CONFIGURATION): line for line in lines}.values())
 
 
@@ -60,7 +89,9 @@ def ends(line: dict) -> tuple[float, float]:
 
 def rate(line: dict) -> str:
     """1347 -> 1,347; 302.48 -> 302.5; [209, 216] -> 209 to 216"""
-    return " to ".join(f"{end:,.1f}" if isinstance(end, float) else f"{end:,}" for end in dict.fromkeys(ends(line)))
+    return " to ".join(
+        f"{end:,.1f}" if isinstance(end, float) else f"{end:,}" for end in dict.fromkeys(ends(line))
+    )
 
 
 def words(*parts: str | None, between: str = ", ") -> str:
@@ -68,7 +99,9 @@ def words(*parts: str | None, between: str = ", ") -> str:
 
 
 def quantized(line: dict) -> str | None:
-    return f"groups of {line['group_size'] or 32}" if line["quantize"] == "int4" else line["quantize"]
+    return (
+        f"groups of {line['group_size'] or 32}" if line["quantize"] == "int4" else line["quantize"]
+    )
 
 
 def precision(line: dict) -> int:
@@ -80,27 +113,59 @@ def precision(line: dict) -> int:
 
 def speed(lines: list[dict]) -> Iterator[Bar]:
     for line in sorted(lines, key=lambda line: (precision(line), -ends(line)[1])):
-        if line["what"] == "llama-2-7b" and line["ranks"] == line["batch"] == 1 and not line["context"]:
-            label = words(words(line["engine"], line["version"], between=" "), quantized(line), line["detail"],
-                          None if line["compile"] else "eager", None if line["kernels"] else "without fast/")
+        if (
+            line["what"] == "llama-2-7b"
+            and line["ranks"] == line["batch"] == 1
+            and not line["context"]
+        ):
+            label = words(
+                words(line["engine"], line["version"], between=" "),
+                quantized(line),
+                line["detail"],
+                None if line["compile"] else "eager",
+                None if line["kernels"] else "without fast/",
+            )
             yield Bar(line, PRECISIONS[line["quantize"]], label, ends(line), rate(line))
 
 
 def bandwidth(lines: list[dict]) -> Iterator[Bar]:
-    lines = [line for line in lines if line.get("share_of_read") and line["ranks"] == 1 and line["compile"]]
+    lines = [
+        line
+        for line in lines
+        if line.get("share_of_read") and line["ranks"] == 1 and line["compile"]
+    ]
     for line in sorted(lines, key=lambda line: (precision(line), -line["share_of_read"])):
-        label = words(line["what"], quantized(line), f"batch {line['batch']}" if line["batch"] > 1 else None,
-                      f"at {line['context']:,} tokens" if line["context"] else None)
+        label = words(
+            line["what"],
+            quantized(line),
+            f"batch {line['batch']}" if line["batch"] > 1 else None,
+            f"at {line['context']:,} tokens" if line["context"] else None,
+        )
         share = line["share_of_read"]
         yield Bar(line, PRECISIONS[line["quantize"]], label, (share, share), f"{share:.0%}")
 
 
 def gpus(lines: list[dict]) -> Iterator[Bar]:
     models, formats = ["llama-2-7b", "llama-2-70b"], [(None, None), ("int4", 128)]
-    lines = [line for line in lines if line["what"] in models and line["engine"] in ("llama-fast", "gpt-fast")
-             and (line["quantize"], line["group_size"]) in formats and line["batch"] == 1 and not line["context"]
-             and line["compile"] and line["kernels"]]
-    lines.sort(key=lambda line: (models.index(line["what"]), precision(line), line["ranks"], -ends(line)[1]))
+    lines = [
+        line
+        for line in lines
+        if line["what"] in models
+        and line["engine"] in ("llama-fast", "gpt-fast")
+        and (line["quantize"], line["group_size"]) in formats
+        and line["batch"] == 1
+        and not line["context"]
+        and line["compile"]
+        and line["kernels"]
+    ]
+    lines.sort(
+        key=lambda line: (
+            models.index(line["what"]),
+            precision(line),
+            line["ranks"],
+            -ends(line)[1],
+        )
+    )
     for line in lines:
         group = f"{line['what'].split('-')[-1].upper()}, {line['quantize'] or 'bf16'}"
         label = f"{line['ranks']} GPU{'s' if line['ranks'] > 1 else ''}, {line['engine']}"
@@ -112,35 +177,71 @@ def speculation(lines: list[dict]) -> Iterator[Bar]:
     for line in sorted(lines, key=lambda line: (line["batch"], order.index(line["draft_tokens"]))):
         label = POLICIES.get(line["draft_tokens"], f"always {line['draft_tokens']} tokens")
         figure, runs = line["speed_up"], line["speed_ups"]
-        yield Bar(line, f"batch {line['batch']}", label, (figure, figure), f"{figure:.2f}×", (runs[0], runs[-1]))
+        yield Bar(
+            line,
+            f"batch {line['batch']}",
+            label,
+            (figure, figure),
+            f"{figure:.2f}×",
+            (runs[0], runs[-1]),
+        )
 
 
 @dataclass(frozen=True)
 class Chart:
     """Braces in its texts stand for keys of the first line drawn."""
+
     bars: Callable[[list[dict]], Iterator[Bar]]  # of the lines that have `figure`
     figure: str
     title: str
     subtitle: str
     setting: str  # the caption goes on with when the lines were measured
-    accent: tuple[str, str] = ("engine", "llama-fast")  # the bars whose line has this value are in the accent color
+    accent: tuple[str, str] = (
+        "engine",
+        "llama-fast",
+    )  # the bars whose line has this value are in the accent color
     mark: tuple[float, str] | None = None  # a dashed line at a value, and its name
 
 
-DECODE = ("a prompt of {prompt_length} tokens, {new_tokens} new ones, temperature {temperature}, top-k {top_k}, torch "
-          "{torch}, random weights.")
+DECODE = (
+    "a prompt of {prompt_length} tokens, {new_tokens} new ones, temperature {temperature}, top-k "
+    "{top_k}, torch "
+    "{torch}, random weights."
+)
 CHARTS = {
-    "speed": Chart(speed, "tokens_per_s", "Llama-2-7B on one {gpu}, one sequence", "tokens a second; longer is better",
-                   f"Llama-2-7B's shape, batch 1, {DECODE}"),
-    "bandwidth": Chart(bandwidth, "share_of_read", "How much of the read bandwidth decoding uses, on one {gpu}",
-                       "bytes of weights, keys and values a second, as a share of a timed read of the same weights",
-                       f"Batch 1 unless said, {DECODE}", mark=(1, "100%")),
-    "gpus": Chart(gpus, "tokens_per_s", "Llama 2 on several {gpu} GPUs, one sequence",
-                  "tokens a second; longer is better", f"GPUs of one host, batch 1, int4 in groups of 128, {DECODE}"),
-    "speculation": Chart(speculation, "speed_up", "Speculation: times as fast as plain decoding of the same batch",
-                         "by how the number of drafted tokens is chosen; the thin line is the range of the runs",
-                         "One {gpu}, bf16, Llama-2-7B's cost, the bundled pair's text, temperature {temperature}, "
-                         "top-p {top_p}.", accent=("draft_tokens", "auto"), mark=(1, "plain decoding")),
+    "speed": Chart(
+        speed,
+        "tokens_per_s",
+        "Llama-2-7B on one {gpu}, one sequence",
+        "tokens a second; longer is better",
+        f"Llama-2-7B's shape, batch 1, {DECODE}",
+    ),
+    "bandwidth": Chart(
+        bandwidth,
+        "share_of_read",
+        "How much of the read bandwidth decoding uses, on one {gpu}",
+        "bytes of weights, keys and values a second, as a share of a timed read of the same "
+        "weights",
+        f"Batch 1 unless said, {DECODE}",
+        mark=(1, "100%"),
+    ),
+    "gpus": Chart(
+        gpus,
+        "tokens_per_s",
+        "Llama 2 on several {gpu} GPUs, one sequence",
+        "tokens a second; longer is better",
+        f"GPUs of one host, batch 1, int4 in groups of 128, {DECODE}",
+    ),
+    "speculation": Chart(
+        speculation,
+        "speed_up",
+        "Speculation: times as fast as plain decoding of the same batch",
+        "by how the number of drafted tokens is chosen; the thin line is the range of the runs",
+        "One {gpu}, bf16, Llama-2-7B's cost, the bundled pair's text, temperature {temperature}, "
+        "top-p {top_p}.",
+        accent=("draft_tokens", "auto"),
+        mark=(1, "plain decoding"),
+    ),
 }
 
 
@@ -148,11 +249,19 @@ def measured(bars: list[Bar]) -> str:
     """Which engine, when."""
     times, engines = {}, {}
     for line in (bar.line for bar in bars):
-        time = line["source"].partition("; measured ")[2] if "source" in line else f"at commit {line['commit']}"
+        time = (
+            line["source"].partition("; measured ")[2]
+            if "source" in line
+            else f"at commit {line['commit']}"
+        )
         times.setdefault(line["engine"], {})[time] = None
     for engine, found in times.items():
         engines.setdefault(" and ".join(sorted(found)), []).append(engine)
-    return "Measured: " + "; ".join(f"{', '.join(names)} {time}" for time, names in engines.items()) + "."
+    return (
+        "Measured: "
+        + "; ".join(f"{', '.join(names)} {time}" for time, names in engines.items())
+        + "."
+    )
 
 
 def text(x: float, y: float, words: str, style: str, anchor: str = "start") -> str:
@@ -165,7 +274,9 @@ def rect(x: float, y: float, width: float, style: str) -> str:
 
 def draw(chart: Chart, bars: list[Bar]) -> str:
     first = bars[0].line
-    title, subtitle, setting = (said.format_map(first) for said in (chart.title, chart.subtitle, chart.setting))
+    title, subtitle, setting = (
+        said.format_map(first) for said in (chart.title, chart.subtitle, chart.setting)
+    )
     reach = [value for bar in bars for value in (*bar.ends, *(bar.spread or ()))]
     scale = (BARS_END - BARS) / max(reach + [chart.mark[0] if chart.mark else 0])
     shapes, y = [], 96 if chart.mark else 82
@@ -173,36 +284,59 @@ def draw(chart: Chart, bars: list[Bar]) -> str:
         shapes.append(text(MARGIN, y + 12, group, "strong"))
         for bar in members:
             strong = bar.line[chart.accent[0]] == chart.accent[1]
-            style, (low, high) = "ours" if strong else "other", (scale * value for value in bar.ends)
+            style, (low, high) = (
+                "ours" if strong else "other",
+                (scale * value for value in bar.ends),
+            )
             shapes.append(text(LABELS, y + 12, bar.label, "" if strong else "soft"))
             shapes.append(rect(BARS, y, low, style if bar.line["kernels"] else f"{style} faint"))
             if high > low:
                 shapes.append(rect(BARS + low, y, high - low, f"{style} faint"))
             if bar.spread:
                 start, high = (scale * value for value in bar.spread)
-                shapes.append(f'<path d="M{BARS + start:.1f} {y + 7.5}H{BARS + high:.1f}" class="spread"/>')
-            shapes.append(text(round(BARS + high + 8, 1), y + 12, bar.text, "strong" if strong else "soft"))
+                shapes.append(
+                    f'<path d="M{BARS + start:.1f} {y + 7.5}H{BARS + high:.1f}" class="spread"/>'
+                )
+            shapes.append(
+                text(round(BARS + high + 8, 1), y + 12, bar.text, "strong" if strong else "soft")
+            )
             y += PITCH
         y += GAP
     if chart.mark:
         x = round(BARS + scale * chart.mark[0], 1)
-        shapes += [f'<path d="M{x} 90V{y - GAP}" class="mark"/>', text(x, 85, chart.mark[1], "small", "middle")]
+        shapes += [
+            f'<path d="M{x} 90V{y - GAP}" class="mark"/>',
+            text(x, 85, chart.mark[1], "small", "middle"),
+        ]
     caption = textwrap.wrap(f"{setting} {measured(bars)}", 126, break_on_hyphens=False)
     shapes += [text(MARGIN, y + 12 + 17 * i, line, "small") for i, line in enumerate(caption)]
     height = y + 18 + 17 * len(caption)
     spoken = "; ".join(f"{bar.group}, {bar.label}: {bar.text}" for bar in bars)
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'role="img">',
-        f"<title>{title}</title>", f"<desc>{escape(spoken, quote=False)}</desc>", f"<style>{STYLE}</style>",
-        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>',
-        text(MARGIN, 36, title, "title"), text(MARGIN, 58, subtitle, "soft"), *shapes, "</svg>", ""])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+            'role="img">',
+            f"<title>{title}</title>",
+            f"<desc>{escape(spoken, quote=False)}</desc>",
+            f"<style>{STYLE}</style>",
+            f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>',
+            text(MARGIN, 36, title, "title"),
+            text(MARGIN, 58, subtitle, "soft"),
+            *shapes,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lines", type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument("--out", type=Path, default=Path("assets"), metavar="DIR", help="default: assets")
+    parser.add_argument(
+        "--out", type=Path, default=Path("assets"), metavar="DIR", help="default: assets"
+    )
     args = parser.parse_args()
     lines = read(args.lines)
     if len(found := {str(line["gpu"]) for line in lines}) > 1:

@@ -4,9 +4,12 @@ and no others, into the Hub's own cache.
 
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct
 """
+
 import signal
 
-if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+if (
+    __name__ == "__main__"
+):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
@@ -20,7 +23,9 @@ from guard import find_checkpoint  # noqa: E402
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="a Hub id, owner/name; gated ones need `hf auth login` first")
+    parser.add_argument(
+        "checkpoint", help="a Hub id, owner/name; gated ones need `hf auth login` first"
+    )
     print(find_checkpoint(parser.parse_args().checkpoint))
 
 

@@ -1,7 +1,8 @@
 """
-The shapes of public models, as their config.json files have them: what benchmark.py measures with random weights, and
-tune.py chooses kernels for.
+The shapes of public models, as their config.json files have them: what benchmark.py measures with
+random weights, and tune.py chooses kernels for.
 """
+
 import sys
 from pathlib import Path
 
@@ -9,22 +10,55 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from families import config_from_hf  # noqa: E402
 from model import Config  # noqa: E402
 
-LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-               original_max_position_embeddings=8192)
-OLMO3_YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, beta_fast=32, beta_slow=1,
-                  attention_factor=1.2079441541679836)
+LLAMA31 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+OLMO3_YARN = dict(
+    rope_type="yarn",
+    factor=8.0,
+    original_max_position_embeddings=8192,
+    beta_fast=32,
+    beta_slow=1,
+    attention_factor=1.2079441541679836,
+)
 GPT_OSS = dict(head_dim=64, sliding_window=128, num_experts_per_tok=4)
 GEMMA_LINEAR = dict(rope_type="linear", factor=8.0)
-# Where these models' configs come from has no more digits than the model has use for: the factors change no speed.
+# Where these models' configs come from has no more digits than the model has use for: the factors
+# change no speed.
 PHI_LONG = dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.0] * 48)
 
 
-def shape(kind: str, dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, context: int,
-          theta: float = 1e4, **more) -> Config:
-    return config_from_hf(dict(
-        model_type=kind, hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, intermediate_size=ffn, vocab_size=vocab, max_position_embeddings=context,
-        rope_theta=theta, rms_norm_eps=1e-5) | more)
+def shape(
+    kind: str,
+    dim: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    context: int,
+    theta: float = 1e4,
+    **more,
+) -> Config:
+    return config_from_hf(
+        dict(
+            model_type=kind,
+            hidden_size=dim,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=ffn,
+            vocab_size=vocab,
+            max_position_embeddings=context,
+            rope_theta=theta,
+            rms_norm_eps=1e-5,
+        )
+        | more
+    )
 
 
 MXFP4_SHAPES = "gpt-oss-20b", "gpt-oss-120b"  # whose experts are published so
@@ -32,30 +66,137 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
     "llama-2-7b": shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096),
     "llama-2-13b": shape("llama", 5120, 40, 40, 40, 13824, 32000, 4096),
     "llama-2-70b": shape("llama", 8192, 80, 64, 8, 28672, 32000, 4096),
-    "llama-3.1-8b": shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, 5e5, rope_scaling=LLAMA31),
-    "llama-3.1-70b": shape("llama", 8192, 80, 64, 8, 28672, 128256, 131072, 5e5, rope_scaling=LLAMA31),
-    "llama-3.2-1b": shape("llama", 2048, 16, 32, 8, 8192, 128256, 131072, 5e5, tie_word_embeddings=True,
-                          rope_scaling=LLAMA31 | dict(factor=32.0)),
-    "qwen3-8b": shape("qwen3", 4096, 36, 32, 8, 12288, 151936, 40960, 1e6, head_dim=128, rms_norm_eps=1e-6),
+    "llama-3.1-8b": shape(
+        "llama", 4096, 32, 32, 8, 14336, 128256, 131072, 5e5, rope_scaling=LLAMA31
+    ),
+    "llama-3.1-70b": shape(
+        "llama", 8192, 80, 64, 8, 28672, 128256, 131072, 5e5, rope_scaling=LLAMA31
+    ),
+    "llama-3.2-1b": shape(
+        "llama",
+        2048,
+        16,
+        32,
+        8,
+        8192,
+        128256,
+        131072,
+        5e5,
+        tie_word_embeddings=True,
+        rope_scaling=LLAMA31 | dict(factor=32.0),
+    ),
+    "qwen3-8b": shape(
+        "qwen3", 4096, 36, 32, 8, 12288, 151936, 40960, 1e6, head_dim=128, rms_norm_eps=1e-6
+    ),
     "mistral-7b": shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
     "smollm2-135m": shape("llama", 576, 30, 9, 3, 1536, 49152, 8192, 1e5, tie_word_embeddings=True),
     "smollm3-3b": shape("smollm3", 2048, 36, 16, 4, 11008, 128256, 65536, 5e6, rms_norm_eps=1e-6),
     "phi-4": shape("phi3", 5120, 40, 40, 10, 17920, 100352, 16384, 2.5e5),
-    "phi-4-mini": shape("phi3", 3072, 32, 24, 8, 8192, 200064, 131072, tie_word_embeddings=True, rope_scaling=PHI_LONG,
-                        partial_rotary_factor=0.75, original_max_position_embeddings=4096),
-    "granite-3.3-8b": shape("granite", 4096, 40, 32, 8, 12800, 49159, 131072, 1e7, tie_word_embeddings=True,
-                            embedding_multiplier=12.0, attention_multiplier=0.0078125, residual_multiplier=0.22,
-                            logits_scaling=16.0),
-    "olmo-3-7b": shape("olmo3", 4096, 32, 32, 32, 11008, 100278, 65536, 5e5, rms_norm_eps=1e-6,
-                       rope_scaling=OLMO3_YARN),
-    "gemma-3-4b": shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, 1e6, rms_norm_eps=1e-6,
-                        sliding_window=1024, rope_scaling=GEMMA_LINEAR),
-    "gemma-3-12b": shape("gemma3_text", 3840, 48, 16, 8, 15360, 262208, 131072, 1e6, rms_norm_eps=1e-6,
-                         sliding_window=1024, rope_scaling=GEMMA_LINEAR),
-    "mixtral-8x7b": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, 1e6, num_local_experts=8,
-                          num_experts_per_tok=2),
-    "qwen3-30b-a3b": shape("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, 1e6, head_dim=128, rms_norm_eps=1e-6,
-                           num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
-    "gpt-oss-20b": shape("gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=32, **GPT_OSS),
-    "gpt-oss-120b": shape("gpt_oss", 2880, 36, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=128, **GPT_OSS),
+    "phi-4-mini": shape(
+        "phi3",
+        3072,
+        32,
+        24,
+        8,
+        8192,
+        200064,
+        131072,
+        tie_word_embeddings=True,
+        rope_scaling=PHI_LONG,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=4096,
+    ),
+    "granite-3.3-8b": shape(
+        "granite",
+        4096,
+        40,
+        32,
+        8,
+        12800,
+        49159,
+        131072,
+        1e7,
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=16.0,
+    ),
+    "olmo-3-7b": shape(
+        "olmo3",
+        4096,
+        32,
+        32,
+        32,
+        11008,
+        100278,
+        65536,
+        5e5,
+        rms_norm_eps=1e-6,
+        rope_scaling=OLMO3_YARN,
+    ),
+    "gemma-3-4b": shape(
+        "gemma3_text",
+        2560,
+        34,
+        8,
+        4,
+        10240,
+        262208,
+        131072,
+        1e6,
+        rms_norm_eps=1e-6,
+        sliding_window=1024,
+        rope_scaling=GEMMA_LINEAR,
+    ),
+    "gemma-3-12b": shape(
+        "gemma3_text",
+        3840,
+        48,
+        16,
+        8,
+        15360,
+        262208,
+        131072,
+        1e6,
+        rms_norm_eps=1e-6,
+        sliding_window=1024,
+        rope_scaling=GEMMA_LINEAR,
+    ),
+    "mixtral-8x7b": shape(
+        "mixtral",
+        4096,
+        32,
+        32,
+        8,
+        14336,
+        32000,
+        32768,
+        1e6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3-30b-a3b": shape(
+        "qwen3_moe",
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        151936,
+        40960,
+        1e6,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "gpt-oss-20b": shape(
+        "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=32, **GPT_OSS
+    ),
+    "gpt-oss-120b": shape(
+        "gpt_oss", 2880, 36, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=128, **GPT_OSS
+    ),
 }

@@ -1,10 +1,11 @@
 """
-An adapter for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), which is an optional
-install; scripts/evaluate.py --tasks runs it. The numbers are those of the harness's own `hf` model, but a context that
-several choices share is read once.
+An adapter for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), which is
+an optional install; scripts/evaluate.py --tasks runs it. The numbers are those of the harness's own
+`hf` model, but a context that several choices share is read once.
 
 Shapes: P contexts, n choices of each, T tokens of the longest choice, V vocabulary.
 """
+
 from collections import defaultdict
 from itertools import groupby
 
@@ -31,7 +32,9 @@ class Harness(TemplateLM):
         self.batch_tokens = 2048 if llm.device.type == "cpu" else 65536
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
-        self.prefix_token_id = self.encoder.bos if bos or self.encoder.add_bos else self.eot_token_id
+        self.prefix_token_id = (
+            self.encoder.bos if bos or self.encoder.add_bos else self.eot_token_id
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         if add_special_tokens is False:
@@ -41,45 +44,67 @@ class Harness(TemplateLM):
     def batches(self, items: list, size):
         """As many items at a time as have batch_tokens tokens if each has size(the first one)."""
         while items:
-            yield items[:(count := max(1, self.batch_tokens // size(items[0])))]
+            yield items[: (count := max(1, self.batch_tokens // size(items[0])))]
             items = items[count:]
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[tuple], **_) -> list[tuple[float, bool]]:
-        """(any, context, continuation) each -> its log-probability, and whether it is what greedy decoding gives."""
+        """(any, context, continuation) each -> its log-probability, and whether it is what greedy
+        decoding gives."""
         choices, results = defaultdict(list), {}  # context -> its continuations and their places
         for place, (_, context, continuation) in enumerate(requests):
-            context = [*context, *continuation][-self.llm.context - 1:-len(continuation)]  # the last one is not read
-            # Of a context of one token there is nothing to share, and a whole corpus may begin with it.
+            context = [*context, *continuation][
+                -self.llm.context - 1 : -len(continuation)
+            ]  # the last one is not read
+            # Of a context of one token there is nothing to share, and a whole corpus may begin with
+            # it.
             choices[place if len(context) == 1 else None, *context].append((continuation, place))
         groups = [(context, found) for (_, *context), found in choices.items()]
         # Contexts with equally many choices go together, the longest first.
-        groups.sort(key=lambda group: (len(group[1]), len(group[0]), len(group[1][0][0])), reverse=True)
+        groups.sort(
+            key=lambda group: (len(group[1]), len(group[0]), len(group[1][0][0])), reverse=True
+        )
         with tqdm(total=len(requests), desc="loglikelihood", disable=self.llm.team.rank > 0) as bar:
             for _, same in groupby(groups, key=lambda group: len(group[1])):
-                for batch in self.batches(list(same), lambda group: len(group[0]) + sum(len(c) for c, _ in group[1])):
+                for batch in self.batches(
+                    list(same), lambda group: len(group[0]) + sum(len(c) for c, _ in group[1])
+                ):
                     self.score(batch, results)
                     bar.update(len(results) - bar.n)
         return [results[place] for place in range(len(requests))]
 
     def score(self, batch: list[tuple], results: dict) -> None:
-        """Reads each context but for its last token, then that token and a continuation in a row each; results gets,
-        by place, what _loglikelihood_tokens() gives."""
+        """Reads each context but for its last token, then that token and a continuation in a row
+        each; results gets, by place, what _loglikelihood_tokens() gives."""
         model, device = self.llm.model, self.llm.device
-        rows = [(context, continuation, place) for context, choices in batch for continuation, place in choices]
+        rows = [
+            (context, continuation, place)
+            for context, choices in batch
+            for continuation, place in choices
+        ]
         # A context of one token is read twice, each time at position 0.
-        contexts, read = (torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, tokens)), batch_first=True)
-                          for tokens in ([context[:-1] or context for context, _ in batch],
-                                         [[context[-1], *continuation[:-1]] for context, continuation, _ in rows]))
+        contexts, read = (
+            torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, tokens)), batch_first=True)
+            for tokens in (
+                [context[:-1] or context for context, _ in batch],
+                [[context[-1], *continuation[:-1]] for context, continuation, _ in rows],
+            )
+        )
         self.llm.engine = self.llm.speculator = None  # they lose their cache
         model.setup(contexts.shape[1] + read.shape[1], len(rows), cache=self.kind)
         at = torch.arange(contexts.shape[1], device=device)[None]
         model(contexts.to(device), at, last=at.new_zeros(len(batch)))
-        model.arrange_rows([row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1])
+        model.arrange_rows(
+            [row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1]
+        )
         starts = torch.tensor([len(context) - 1 for context, _, _ in rows], device=device)
-        logits = model(read.to(device), starts[:, None] + torch.arange(read.shape[1], device=device))  # [P n, T, V]
+        logits = model(
+            read.to(device), starts[:, None] + torch.arange(read.shape[1], device=device)
+        )  # [P n, T, V]
         for (_, continuation, place), row in zip(rows, logits):
-            logprobs = row[:len(continuation)].float().log_softmax(-1)  # as the harness: 2e-6 off, all in one direction
+            logprobs = (
+                row[: len(continuation)].float().log_softmax(-1)
+            )  # as the harness: 2e-6 off, all in one direction
             total = logprobs[range(len(continuation)), continuation].sum().item()
             results[place] = total, logprobs.argmax(-1).tolist() == list(continuation)
 
@@ -87,7 +112,9 @@ class Harness(TemplateLM):
         windows, totals = [], [0.0] * len(requests)
         for place, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.llm.context, context_len=1):
+            for window in get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.llm.context, context_len=1
+            ):
                 windows.append((place, *make_disjoint_window(window)))
         for (place, _, _), (total, _) in zip(windows, self._loglikelihood_tokens(windows)):
             totals[place] += total
@@ -97,20 +124,33 @@ class Harness(TemplateLM):
         kinds, texts = defaultdict(list), {}
         for place, request in enumerate(requests):
             kinds[repr(request.args[1])].append((self.tok_encode(request.args[0]), place))
-        with tqdm(total=len(requests), desc="generate_until", disable=self.llm.team.rank > 0) as bar:
+        with tqdm(
+            total=len(requests), desc="generate_until", disable=self.llm.team.rank > 0
+        ) as bar:
             for items in kinds.values():
                 settings = normalize_gen_kwargs(requests[items[0][1]].args[1], 256)
                 limit, stops = settings["max_gen_toks"], list(filter(None, settings["until"]))
                 options = self.llm._options(dict(temperature=settings["temperature"]))
                 items.sort(key=lambda item: -len(item[0]))
-                # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads all weights.
-                for batch in self.batches(items, lambda item: 1 + (len(item[0]) + limit) * self.cache_bytes // 2 ** 19):
-                    done = [Completion("", ids[limit - self.llm.context:], self.encoder, limit, stops)
-                            for ids, _ in batch]
+                # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads
+                # all weights.
+                for batch in self.batches(
+                    items, lambda item: 1 + (len(item[0]) + limit) * self.cache_bytes // 2**19
+                ):
+                    done = [
+                        Completion("", ids[limit - self.llm.context :], self.encoder, limit, stops)
+                        for ids, _ in batch
+                    ]
                     for _ in self.llm._steps(done, options):
                         pass
                     bar.update(len(done))
                     for completion, (_, place) in zip(done, batch):
-                        text = self.encoder.decode(completion.tokens)  # as the harness decodes: without the prompt
-                        texts[place] = text[:min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
+                        text = self.encoder.decode(
+                            completion.tokens
+                        )  # as the harness decodes: without the prompt
+                        texts[place] = text[
+                            : min(
+                                (at for stop in stops if (at := text.find(stop)) >= 0), default=None
+                            )
+                        ]
         return [texts[place] for place in range(len(requests))]

@@ -12,9 +12,12 @@ behind openings of these stories: two and a half minutes on an H100.
 --measure measures what is there. Each checkpoint is written beside its place,
 then renamed.
 """
+
 import signal
 
-if __name__ == "__main__":  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+if (
+    __name__ == "__main__"
+):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -44,25 +47,53 @@ from cli.options import Parser, within  # noqa: E402
 from eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
 from families import config_from_hf  # noqa: E402
 from generate import Engine, generate  # noqa: E402
-from guard import is_file, memory_advice, open_checkpoint, open_draft, read_text, user_errors  # noqa: E402
+
+# noqa: E402
+from guard import is_file, memory_advice, open_checkpoint, open_draft, read_text, user_errors
 from model import Config, Transformer  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
-COMMON = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=128,
-              num_key_value_heads=1, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,
-              attention_bias=False, mlp_bias=False, tie_word_embeddings=True, dtype="bfloat16", bos_token_id=1,
-              eos_token_id=2)
+COMMON = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    head_dim=128,
+    num_key_value_heads=1,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    attention_bias=False,
+    mlp_bias=False,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_id=2,
+)
 PAIR = {
-    "tiny": dict(hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640),
-    "tiny-draft": dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384),
+    "tiny": dict(
+        hidden_size=256, num_hidden_layers=5, num_attention_heads=2, intermediate_size=640
+    ),
+    "tiny-draft": dict(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=1, intermediate_size=384
+    ),
 }
-FILES = {"model.safetensors", "tokenizer.model", "config.json", "generation_config.json", "README.md"}
+FILES = {
+    "model.safetensors",
+    "tokenizer.model",
+    "config.json",
+    "generation_config.json",
+    "README.md",
+}
 BOS, EOS = 1, 2
 TEXT = 244  # tokens of each text that a head learns from
 TEMPERATURES = 0.2, 0.2, 0.6, 1.0  # of these texts, in turns
-PLACES = 2, 4, 5  # of the target's hidden states: before layers 2 and 4 of its five, and behind the last
+PLACES = (
+    2,
+    4,
+    5,
+)  # of the target's hidden states: before layers 2 and 4 of its five, and behind the last
 DRAFT_VOCAB = 1024  # tokens that a head may draft
 DRAFTED = 5  # tokens that it learns to draft one after the other
 HEAD, MEASURED, NEW_TOKENS = "tiny-eagle", 5, 200
@@ -72,44 +103,80 @@ def read_stories(path: Path) -> list[str]:
     is_file(path)
     with user_errors(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
-        return [story.strip() for story in text.decode().replace("\r\n", "\n").split("\n\n") if story.strip()]
+        return [
+            story.strip()
+            for story in text.decode().replace("\r\n", "\n").split("\n\n")
+            if story.strip()
+        ]
 
 
 def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
-    """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does within its story."""
+    """A sentencepiece BPE; no space is added in front, so that a paragraph alone reads as it does
+    within its story."""
     from sentencepiece import SentencePieceTrainer
-    paragraphs, model = (line for story in stories[:30000] for line in story.split("\n")), io.BytesIO()
+
+    paragraphs, model = (
+        (line for story in stories[:30000] for line in story.split("\n")),
+        io.BytesIO(),
+    )
     with user_errors("sentencepiece"):
         SentencePieceTrainer.train(
-            sentence_iterator=paragraphs, model_writer=model, vocab_size=vocab_size, model_type="bpe",
-            byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, character_coverage=0.9999, bos_id=BOS, eos_id=EOS, minloglevel=2)
+            sentence_iterator=paragraphs,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            character_coverage=0.9999,
+            bos_id=BOS,
+            eos_id=EOS,
+            minloglevel=2,
+        )
     return model.getvalue()
 
 
 def token_stream(stories: list[str], tokenizer: bytes) -> tuple[Tensor, Tensor]:
-    """All stories as one stream [N], and where a row may start: at each story and at each paragraph within one."""
+    """All stories as one stream [N], and where a row may start: at each story and at each paragraph
+    within one."""
     from sentencepiece import SentencePieceProcessor
+
     processor = SentencePieceProcessor(model_proto=tokenizer)
-    stream = torch.tensor([i for ids in processor.encode(stories, add_bos=True, add_eos=True) for i in ids])
+    stream = torch.tensor(
+        [i for ids in processor.encode(stories, add_bos=True, add_eos=True) for i in ids]
+    )
     newline = processor.piece_to_id("<0x0A>")
     return stream, ((stream == BOS) | (stream == newline)).nonzero().squeeze(1)
 
 
-def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespace,
-          teacher: Transformer | None) -> Transformer:
-    """AdamW with a warm-up and a cosine to zero. A teacher's distribution is the target where there is one."""
+def train(
+    config: Config,
+    stream: Tensor,
+    starts: Tensor,
+    args: argparse.Namespace,
+    teacher: Transformer | None,
+) -> Transformer:
+    """AdamW with a warm-up and a cosine to zero. A teacher's distribution is the target where there
+    is one."""
     device = stream.device
     model = Transformer(config).to(device)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:  # GPT-2's: what writes into the residual stream starts smaller
             writers = name.endswith(("wo.weight", "w_down.weight"))
-            torch.nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layer) if writers else 0.02)
+            torch.nn.init.normal_(
+                weight, std=0.02 / math.sqrt(2 * config.n_layer) if writers else 0.02
+            )
     model.setup(args.context)
     decayed = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
-                                  lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=device.type == "cuda",
+    )
     columns = torch.arange(args.context + 1, device=device)
     positions = columns[None, :-1]
 
@@ -125,7 +192,9 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
     step_loss = torch.compile(loss_of) if device.type == "cuda" else loss_of
     begins = starts[starts + args.context < len(stream)]
     if not len(begins):
-        raise UserError(f"--text: {len(stream)} tokens are fewer than a row of {args.context}; give more text")
+        raise UserError(
+            f"--text: {len(stream)} tokens are fewer than a row of {args.context}; give more text"
+        )
     bar = tqdm(range(args.steps), unit="step", mininterval=5)
     for step in bar:
         warm, left = min(1.0, (step + 1) / 300), (1 + math.cos(math.pi * step / args.steps)) / 2
@@ -144,13 +213,18 @@ def train(config: Config, stream: Tensor, starts: Tensor, args: argparse.Namespa
     return model
 
 
-def write_texts(target: Transformer, tokenizer: Tokenizer, stories: list[str], count: int) -> Tensor:
-    """Texts of the target's own [count, TEXT], which go on from openings of the stories, at several temperatures."""
+def write_texts(
+    target: Transformer, tokenizer: Tokenizer, stories: list[str], count: int
+) -> Tensor:
+    """Texts of the target's own [count, TEXT], which go on from openings of the stories, at several
+    temperatures."""
     rows, texts = min(432, count, len(stories)), []
     for i in tqdm(range(-(-count // rows)), "writing", unit="batch"):
         chosen = enumerate(random.sample(stories, rows))
-        openings = [tokenizer.encode_text(story[:100])[:4 + b % 7] for b, story in chosen]
-        engine = Engine(target, TEXT + 7, rows, Sampling(TEMPERATURES[i % len(TEMPERATURES)], 0, 0.95))
+        openings = [tokenizer.encode_text(story[:100])[: 4 + b % 7] for b, story in chosen]
+        engine = Engine(
+            target, TEXT + 7, rows, Sampling(TEMPERATURES[i % len(TEMPERATURES)], 0, 0.95)
+        )
         found = [[*opening] for opening in openings]
         for step in generate(engine, openings, TEXT - 4):
             for row, [(token, _)] in zip(found, step):
@@ -160,7 +234,8 @@ def write_texts(target: Transformer, tokenizer: Tokenizer, stories: list[str], c
 
 
 class Unrolled:
-    """In the place of a KVCache: the keys and values of all steps of a head that is trained, one behind the other."""
+    """In the place of a KVCache: the keys and values of all steps of a head that is trained, one
+    behind the other."""
 
     def __init__(self):
         self.k, self.v = [], []
@@ -173,13 +248,16 @@ class Unrolled:
         return torch.cat(self.k, dim=2), torch.cat(self.v, dim=2)  # [B, K, steps x T, E]
 
 
-def unrolled_loss(head: Head, features: Tensor, tokens: Tensor, targets: Tensor, drafted: int) -> Tensor:
-    """Training-time test (arXiv 2503.01840, section 3.2): the head drafts so many tokens from every place of the texts,
-    and each of them counts.
+def unrolled_loss(
+    head: Head, features: Tensor, tokens: Tensor, targets: Tensor, drafted: int
+) -> Tensor:
+    """Training-time test (arXiv 2503.01840, section 3.2): the head drafts so many tokens from every
+    place of the texts, and each of them counts.
 
-    features [B, N, n D], tokens [B, N]; targets [B, N, draft's vocabulary]: the target's probabilities of its tokens.
-    In step j, row t of T reads token t + 1 + j beside what the step before made of row t. It attends to the true pairs
-    up to t, and to its own row in the steps between."""
+    features [B, N, n D], tokens [B, N]; targets [B, N, draft's vocabulary]: the target's
+    probabilities of its tokens. In step j, row t of T reads token t + 1 + j beside what the step
+    before made of row t. It attends to the true pairs up to t, and to its own row in the steps
+    between."""
     T, loss, device = tokens.shape[1] - drafted, 0.0, tokens.device
     own = torch.eye(T, dtype=torch.bool, device=device)
     causal = torch.ones_like(own).tril()
@@ -187,16 +265,19 @@ def unrolled_loss(head: Head, features: Tensor, tokens: Tensor, targets: Tensor,
     layer.attn.cache = Unrolled()
     states = head.project(features[:, :T])
     for j in range(drafted):
-        x = torch.cat((head.embed(tokens[:, 1 + j:1 + j + T]), states), dim=-1)
+        x = torch.cat((head.embed(tokens[:, 1 + j : 1 + j + T]), states), dim=-1)
         mask = torch.cat([causal] + [own] * j, dim=1)[None, None]
-        states = layer(x, None, *table(j + torch.arange(T, device=device)[None], len(x)), mask, None)
+        states = layer(
+            x, None, *table(j + torch.arange(T, device=device)[None], len(x)), mask, None
+        )
         logprobs = head.head(head.norm(states)).log_softmax(-1)
-        loss = loss - 0.8 ** j * (targets[:, 1 + j:1 + j + T] * logprobs).sum(-1).mean()
+        loss = loss - 0.8**j * (targets[:, 1 + j : 1 + j + T] * logprobs).sum(-1).mean()
     return loss
 
 
 def new_head(target: Transformer, texts: Tensor) -> Head:
-    """It begins as far as that goes as the target's last layer, norm and output, of what the last layer put out."""
+    """It begins as far as that goes as the target's last layer, norm and output, of what the last
+    layer put out."""
     counts = texts.flatten().bincount(minlength=target.config.vocab_size)
     known = counts.topk(min(DRAFT_VOCAB, len(counts))).indices.sort().values
     config = replace(target.config, layers=target.config.layers[:1], tied=False)
@@ -219,7 +300,8 @@ def new_head(target: Transformer, texts: Tensor) -> Head:
 
 
 def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> Head:
-    """AdamW with a warm-up and a cosine to zero; at first, while that is cheap, one token is drafted."""
+    """AdamW with a warm-up and a cosine to zero; at first, while that is cheap, one token is
+    drafted."""
     head, device = new_head(target, texts), texts.device
     head.setup(texts.shape[1])
     target.setup(texts.shape[1], args.batch, PLACES)
@@ -234,8 +316,10 @@ def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> 
         rows = texts[torch.randint(len(texts), (args.batch,), device=device)]
         with torch.no_grad():
             targets = target(rows, positions).softmax(-1)[:, :, head.vocabulary]
-        features = target.features[:, :texts.shape[1]]
-        loss = unrolled_loss(head, features, rows, targets, 1 if step < 0.7 * args.steps else DRAFTED)
+        features = target.features[:, : texts.shape[1]]
+        loss = unrolled_loss(
+            head, features, rows, targets, 1 if step < 0.7 * args.steps else DRAFTED
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -250,14 +334,22 @@ def check_out(out: Path, names: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for place in (out / name for name in names if (out / name).exists()):
         if others := sorted({path.name for path in place.iterdir()} - FILES):
-            raise UserError(f"--out {out}: {place} has other files ({others[0]}); name another directory")
+            raise UserError(
+                f"--out {out}: {place} has other files ({others[0]}); name another directory"
+            )
 
 
 def held(model: Transformer, table: dict[str, Weight]) -> dict[str, Tensor]:
     """The model's tensors by their names in a file, in bf16."""
     ours = dict(model.named_parameters())
-    return {name: ours[place.ours].detach()[place.row:place.row + place.shape[0]].bfloat16().cpu().contiguous()
-            for name, place in table.items()}
+    return {
+        name: ours[place.ours]
+        .detach()[place.row : place.row + place.shape[0]]
+        .bfloat16()
+        .cpu()
+        .contiguous()
+        for name, place in table.items()
+    }
 
 
 def save(weights: dict[str, Tensor], files: dict[str, dict | bytes], out: Path) -> None:
@@ -266,7 +358,9 @@ def save(weights: dict[str, Tensor], files: dict[str, dict | bytes], out: Path) 
     partial.mkdir(parents=True, exist_ok=True)
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     for name, content in files.items():
-        written = content if isinstance(content, bytes) else f"{json.dumps(content, indent=2)}\n".encode()
+        written = (
+            content if isinstance(content, bytes) else f"{json.dumps(content, indent=2)}\n".encode()
+        )
         (partial / name).write_bytes(written)
     if (card := out / "README.md").exists():
         shutil.copy(card, partial)
@@ -276,8 +370,14 @@ def save(weights: dict[str, Tensor], files: dict[str, dict | bytes], out: Path) 
 
 
 def save_pair_member(model: Transformer, hf_config: dict, tokenizer: bytes, out: Path) -> None:
-    generation = dict(bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9)
-    files = {"config.json": hf_config, "generation_config.json": generation, "tokenizer.model": tokenizer}
+    generation = dict(
+        bos_token_id=BOS, eos_token_id=EOS, do_sample=True, temperature=0.7, top_p=0.9
+    )
+    files = {
+        "config.json": hf_config,
+        "generation_config.json": generation,
+        "tokenizer.model": tokenizer,
+    }
     save(held(model, hf_weights(model.config)), files, out)
 
 
@@ -286,11 +386,22 @@ def save_head(head: Head, out: Path) -> None:
     known, V = head.vocabulary.cpu(), head.config.vocab_size
     table = head_weights(head.config, head.options)
     del table[EMBEDDING]
-    weights = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held(head, table).items()}
+    weights = {
+        name.replace("layers.0.", "midlayer."): tensor for name, tensor in held(head, table).items()
+    }
     weights |= dict(d2t=known - torch.arange(len(known)), t2d=torch.isin(torch.arange(V), known))
-    shape = COMMON | PAIR["tiny"] | dict(
-        architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, vocab_size=V, draft_vocab_size=len(known),
-        tie_word_embeddings=False, eagle_aux_hidden_state_layer_ids=list(PLACES))
+    shape = (
+        COMMON
+        | PAIR["tiny"]
+        | dict(
+            architectures=["LlamaForCausalLMEagle3"],
+            num_hidden_layers=1,
+            vocab_size=V,
+            draft_vocab_size=len(known),
+            tie_word_embeddings=False,
+            eagle_aux_hidden_state_layer_ids=list(PLACES),
+        )
+    )
     save(weights, {"config.json": shape}, out)
 
 
@@ -304,8 +415,8 @@ def read_paragraphs(text: Path) -> list[str]:
 
 @torch.no_grad()
 def measure(directory: Path, paragraphs: list[str], device: torch.device) -> None:
-    """Bits per byte of the paragraphs, each alone after the beginning of sequence, and on how many of their tokens the
-    draft's greedy choice is the target's."""
+    """Bits per byte of the paragraphs, each alone after the beginning of sequence, and on how many
+    of their tokens the draft's greedy choice is the target's."""
     choices = {}
     for name in PAIR:
         checkpoint, tokenizer = open_checkpoint(directory / name)
@@ -320,7 +431,10 @@ def measure(directory: Path, paragraphs: list[str], device: torch.device) -> Non
             choices[name].append(logits.argmax(-1))
         size = sum(p.numel() for p in model.parameters())
         text_bytes = sum(len(paragraph.encode()) for paragraph in paragraphs)
-        print(f"{name}: {size / 1e6:.2f}M parameters, {nats / math.log(2) / text_bytes:.4f} bits per byte")
+        print(
+            f"{name}: {size / 1e6:.2f}M parameters, {nats / math.log(2) / text_bytes:.4f} bits per "
+            f"byte"
+        )
     target, draft = (torch.cat(choices[name]) for name in PAIR)
     print(f"greedy agreement: {(target == draft).float().mean():.1%} of {len(target)} tokens")
 
@@ -331,22 +445,33 @@ def train_pair(args: argparse.Namespace, device: torch.device) -> None:
     tokenizer = train_tokenizer(stories, args.vocab)
     stream, starts = (t.to(device) for t in token_stream(stories, tokenizer))
     seen = args.steps * args.batch * args.context
-    print(f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens; {seen / len(stream):.1f} times over")
+    print(
+        f"{len(stories)} stories, {len(stream) / 1e6:.1f}M tokens; {seen / len(stream):.1f} times "
+        f"over"
+    )
     for name, shape in PAIR.items():
         begun = time.perf_counter()
         hf_config = COMMON | shape | dict(vocab_size=args.vocab)
-        teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(False)
+        teacher = train(config_from_hf(hf_config), stream, starts, args, teacher).requires_grad_(
+            False
+        )
         save_pair_member(teacher, hf_config, tokenizer, (args.out / name).resolve())
         print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 
 
 @torch.no_grad()
-def acceptance(target: Transformer, draft: Transformer, openings: list[list[int]], stops: set[int]) -> list[float]:
-    """How often the 1st, 2nd, ... drafted token is kept where all before it are, in texts behind the openings at
-    temperature 0.2 and top-p 0.95."""
+def acceptance(
+    target: Transformer, draft: Transformer, openings: list[list[int]], stops: set[int]
+) -> list[float]:
+    """How often the 1st, 2nd, ... drafted token is kept where all before it are, in texts behind
+    the openings at temperature 0.2 and top-p 0.95."""
     rows, tried = len(openings), Counter()
-    engine = partial(Engine, max_seq_len=max(map(len, openings)) + NEW_TOKENS + SLACK, batch_size=rows,
-                     sampling=Sampling(0.2, 0, 0.95))
+    engine = partial(
+        Engine,
+        max_seq_len=max(map(len, openings)) + NEW_TOKENS + SLACK,
+        batch_size=rows,
+        sampling=Sampling(0.2, 0, 0.95),
+    )
     if isinstance(draft, Head):
         whole = engine(target, features=draft.options.places)
         drafter = EagleDraft(engine(draft), whole)
@@ -374,8 +499,13 @@ def measure_head(directory: Path, paragraphs: list[str], device: torch.device) -
         draft = load_model(open_draft(directory / name, opened), device, torch.float32)
         if name == HEAD:
             draft.share_embedding(target)
-        shares = " ".join(f"{share:.1%}" for share in acceptance(target, draft, openings, tokenizer.stops))
-        print(f"{name}: of the 1st to {MEASURED}th drafted token, where those before it are accepted, {shares} are")
+        shares = " ".join(
+            f"{share:.1%}" for share in acceptance(target, draft, openings, tokenizer.stops)
+        )
+        print(
+            f"{name}: of the 1st to {MEASURED}th drafted token, where those before it are "
+            f"accepted, {shares} are"
+        )
 
 
 def make_head(args: argparse.Namespace, device: torch.device) -> None:
@@ -392,21 +522,50 @@ def make_head(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, help="stories, a blank line between two; .xz is unpacked")
-    parser.add_argument("--eval", type=Path, required=True, help="text of the same kind that is not in --text")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"),
-                        help="the directory of all of them (default: checkpoints)")
-    parser.add_argument("--eagle", action="store_true", help="the head for the tiny model in --out, not the pair")
-    parser.add_argument("--measure", action="store_true", help="no training: measure what is in --out")
-    parser.add_argument("--vocab", type=within(int, 1, 10 ** 6), default=2048,
-                        help="pieces of the tokenizer (default: 2048)")
-    parser.add_argument("--steps", type=within(int, 1), help="of each training (default: 6000; of the head 5000)")
-    parser.add_argument("--batch", type=within(int, 1, 10 ** 6), default=64, help="rows a step (default: 64)")
-    parser.add_argument("--context", type=within(int, 1, 10 ** 6), default=512, help="tokens a row (default: 512)")
-    parser.add_argument("--texts", type=within(int, 1, 10 ** 6), default=13000,
-                        help="that the head learns from (default: 13000)")
-    parser.add_argument("--lr", type=within(float, 1e-9, 1),
-                        help="the highest learning rate (default: 0.01; of the head 0.005)")
+    parser.add_argument(
+        "--text", type=Path, help="stories, a blank line between two; .xz is unpacked"
+    )
+    parser.add_argument(
+        "--eval", type=Path, required=True, help="text of the same kind that is not in --text"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("checkpoints"),
+        help="the directory of all of them (default: checkpoints)",
+    )
+    parser.add_argument(
+        "--eagle", action="store_true", help="the head for the tiny model in --out, not the pair"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="no training: measure what is in --out"
+    )
+    parser.add_argument(
+        "--vocab",
+        type=within(int, 1, 10**6),
+        default=2048,
+        help="pieces of the tokenizer (default: 2048)",
+    )
+    parser.add_argument(
+        "--steps", type=within(int, 1), help="of each training (default: 6000; of the head 5000)"
+    )
+    parser.add_argument(
+        "--batch", type=within(int, 1, 10**6), default=64, help="rows a step (default: 64)"
+    )
+    parser.add_argument(
+        "--context", type=within(int, 1, 10**6), default=512, help="tokens a row (default: 512)"
+    )
+    parser.add_argument(
+        "--texts",
+        type=within(int, 1, 10**6),
+        default=13000,
+        help="that the head learns from (default: 13000)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=within(float, 1e-9, 1),
+        help="the highest learning rate (default: 0.01; of the head 0.005)",
+    )
     args = parser.parse_args()
     usual = dict(steps=5000, lr=5e-3) if args.eagle else dict(steps=6000, lr=1e-2)
     for name, value in usual.items():

@@ -13,9 +13,11 @@ from typing import BinaryIO
 import pytest
 
 os.environ |= dict(
-    OMP_WAIT_POLICY="passive",  # a thread that spins takes the core from what runs beside it, ten times as long
+    # a thread that spins takes the core from what runs beside it, ten times as long
+    OMP_WAIT_POLICY="passive",
     TORCHINDUCTOR_COMPILE_THREADS="1",  # no process that imports PyTorch beside each that compiles
-    TORCHINDUCTOR_VEC_ISA_OK="1")  # Inductor compiles four programs to find out, 7 s
+    TORCHINDUCTOR_VEC_ISA_OK="1",
+)  # Inductor compiles four programs to find out, 7 s
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they share the cores
     os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // int(workers)))
 import torch  # noqa: E402
@@ -27,15 +29,18 @@ from cli.errors import report_errors  # noqa: E402
 from helpers import JOBS, ROOT, with_template  # noqa: E402
 from tp import Shard  # noqa: E402
 
-# Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain PyTorch alone. So then
-# no test runs here. A repository whose fast/ was deleted has the tests of the core left.
+# Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain
+# PyTorch alone. So then no test runs here. A repository whose fast/ was deleted has the tests of
+# the core left.
 if (ROOT / "fast").exists():
     importlib.import_module("fast")
-LONGEST = "test_without_fast test_llm test_tp test_speculative"  # -n 28 on two GPUs: 276 s, in order over 392
+# -n 28 on two GPUs: 276 s, in order over 392
+LONGEST = "test_without_fast test_llm test_tp test_speculative"
 
 
 def pytest_configure(config):
-    """pytest -n gives a worker one test after the other: of several in a row the first would hold up the rest."""
+    """pytest -n gives a worker one test after the other: of several in a row the first would hold
+    up the rest."""
     config.option.maxschedchunk = 1
 
 
@@ -45,8 +50,9 @@ def alone(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where there is a GPU; elsewhere they count as deselected, and the header says so. Those that wait
-    for all others come first, so that one worker has them and no other test behind them; then the longest."""
+    """GPU tests run where there is a GPU; elsewhere they count as deselected, and the header says
+    so. Those that wait for all others come first, so that one worker has them and no other test
+    behind them; then the longest."""
     items.sort(key=lambda item: (alone(item), item.path.stem in LONGEST), reverse=True)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
@@ -55,7 +61,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_report_header():
-    return "GPU tests: " + ("run" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA GPU here")
+    return "GPU tests: " + (
+        "run" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA GPU here"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +75,8 @@ def fresh_compiler():
 
 @pytest.fixture(scope="session", autouse=True)
 def started(request, tmp_path_factory):
-    """See helpers.beside(): one of the jobs after the other, from the first test on. Of pytest's workers (-n) one does
-    a job, and the others read what it gave."""
+    """See helpers.beside(): one of the jobs after the other, from the first test on. Of pytest's
+    workers (-n) one does a job, and the others read what it gave."""
     root, several = tmp_path_factory.getbasetemp(), hasattr(request.config, "workerinput")
     root = root.parent if several else root
 
@@ -104,8 +112,8 @@ def started(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def others_wait(request, tmp_path_factory):
-    """pytest -n runs several tests at once. A GPU test marked gpu(alone=True) measures times: it waits for those that
-    run, and the next ones wait for it."""
+    """pytest -n runs several tests at once. A GPU test marked gpu(alone=True) measures times: it
+    waits for those that run, and the next ones wait for it."""
     if not request.node.get_closest_marker("gpu"):
         yield
         return
@@ -128,8 +136,12 @@ def lone(monkeypatch):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Runs a command's main() with these arguments in this process; returns exit code, stdout, stderr."""
-    def run(name: str, main: Callable[[], None], *args, stdin: str | bytes | BinaryIO = "") -> tuple[int, str, str]:
+    """Runs a command's main() with these arguments in this process; returns exit code, stdout,
+    stderr."""
+
+    def run(
+        name: str, main: Callable[[], None], *args, stdin: str | bytes | BinaryIO = ""
+    ) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
         stdin = stdin.encode() if isinstance(stdin, str) else stdin
         stream = io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin
@@ -141,4 +153,5 @@ def call(monkeypatch, capsys):
             code = stop.code
         captured = capsys.readouterr()
         return code, captured.out, captured.err
+
     return run

@@ -1,4 +1,5 @@
 """Runs fast/gemv.cu and fast/few.cu without a GPU."""
+
 import ctypes
 import subprocess
 from functools import cache
@@ -16,7 +17,9 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 
 
 def build(*args: str | Path) -> None:
-    built = subprocess.run([*"g++ -std=c++20 -O1 -fPIC -pthread -w".split(), *args], capture_output=True, text=True)
+    built = subprocess.run(
+        [*"g++ -std=c++20 -O1 -fPIC -pthread -w".split(), *args], capture_output=True, text=True
+    )
     assert not built.returncode, built.stderr
 
 
@@ -30,12 +33,26 @@ def prepared() -> TemporaryDirectory:
     return directory
 
 
-def run_on_cpu(directory: Path, name: str, macros: dict, programs: int, threads: int, shared_bytes: int,
-               arguments: list, out: Tensor) -> Tensor:
+def run_on_cpu(
+    directory: Path,
+    name: str,
+    macros: dict,
+    programs: int,
+    threads: int,
+    shared_bytes: int,
+    arguments: list,
+    out: Tensor,
+) -> Tensor:
     """out, of so many programs of gemv.cu or few.cu, whose threads are threads of the CPU."""
     library = directory / f"{name}{abs(hash(str(macros)))}.so"
-    lines = ['#include "library.h"', *(f"#define {macro} {int(value)}" for macro, value in macros.items()),
-             "#define CUDA_ON_CPU", *["#define FEW"] * (name == "few"), f'#include "{HEADER}"', source_of(name)]
+    lines = [
+        '#include "library.h"',
+        *(f"#define {macro} {int(value)}" for macro, value in macros.items()),
+        "#define CUDA_ON_CPU",
+        *["#define FEW"] * (name == "few"),
+        f'#include "{HEADER}"',
+        source_of(name),
+    ]
     library.with_suffix(".cpp").write_text("\n".join(lines))
     build("-shared", "-I", prepared().name, library.with_suffix(".cpp"), "-o", library)
     out.fill_(torch.nan)
@@ -43,18 +60,37 @@ def run_on_cpu(directory: Path, name: str, macros: dict, programs: int, threads:
     return out
 
 
-def gemv_on_cpu(directory: Path, x: Tensor, packed: Packed, norm: Tensor | None = None, bias: Tensor | None = None,
-                residual: Tensor | None = None, experts: Experts | None = None) -> Tensor:
+def gemv_on_cpu(
+    directory: Path,
+    x: Tensor,
+    packed: Packed,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    experts: Experts | None = None,
+) -> Tensor:
     sizes, shared_bytes = sizes_for(packed, 60_000, experts)
     macros = macros_for(x, packed, norm, bias, residual, experts) | sizes
     arguments = arguments_for(x, packed, norm, bias, residual, 1e-5, experts)[0]
     threads = (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32
-    return run_on_cpu(directory, "gemv", macros, 2, threads, shared_bytes, arguments, arguments[OUT])
+    return run_on_cpu(
+        directory, "gemv", macros, 2, threads, shared_bytes, arguments, arguments[OUT]
+    )
 
 
-def few_on_cpu(directory: Path, cluster: int, x: Tensor, packed: Packed, *others: Tensor | None) -> Tensor:
+def few_on_cpu(
+    directory: Path, cluster: int, x: Tensor, packed: Packed, *others: Tensor | None
+) -> Tensor:
     """In clusters of so many programs. others: the norm's weight, the bias, the residual."""
     sizes, shared_bytes = few_sizes(packed, 100_000, (cluster,))
     arguments = few_arguments(x, packed, *others, 1e-5)
-    return run_on_cpu(directory, "few", macros_for(x, packed, *others) | sizes, 2 * cluster, (sizes["WIDTH"] + 1) * 32,
-                      shared_bytes, arguments, arguments[6])
+    return run_on_cpu(
+        directory,
+        "few",
+        macros_for(x, packed, *others) | sizes,
+        2 * cluster,
+        (sizes["WIDTH"] + 1) * 32,
+        shared_bytes,
+        arguments,
+        arguments[6],
+    )

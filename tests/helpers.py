@@ -1,4 +1,6 @@
-"""What several test files share: paths, tiny models and checkpoints, and running a generator, a command or ranks."""
+"""What several test files share: paths, tiny models and checkpoints, and running a generator, a
+command or ranks."""
+
 import json
 import math
 import os
@@ -43,10 +45,14 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 CHATS = ROOT / "tests" / "chats"
 ENVIRONMENT = dict(os.environ)  # which tests change
 CPU, F32 = torch.device("cpu"), torch.float32
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+on_each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 of_each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = Sampling(temperature=0)
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}assistant:"  # a chat's
+)
 
 
 def error(out: Tensor, ref: Tensor) -> float:
@@ -54,10 +60,18 @@ def error(out: Tensor, ref: Tensor) -> float:
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-def exact_linear(x: Tensor, w: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-                 gated: bool) -> Tensor:
+def exact_linear(
+    x: Tensor,
+    w: Tensor,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
     """fast.linear.linear() in float64."""
-    x, w, norm, bias, residual = (None if t is None else t.double() for t in (x, w, norm, bias, residual))
+    x, w, norm, bias, residual = (
+        None if t is None else t.double() for t in (x, w, norm, bias, residual)
+    )
     y = F.linear(x if norm is None else F.rms_norm(x, x.shape[-1:], norm, 1e-5), w, bias)
     if gated:
         gate, up = y.chunk(2, dim=-1)
@@ -71,37 +85,43 @@ def rope_of(E: int, theta: float = 10000.0, **more) -> Rope:
 
 
 def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window, complete=False):
-    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches afterwards.
-    complete: the new keys and values are in the caches already."""
+    """Sequence by sequence and token by token in float64 -> the output [B, T, H, E], and the caches
+    afterwards. complete: the new keys and values are in the caches already."""
     B, T, heads, E = qkv.shape
     rope, R = attn.rope, len(attn.rope.frequencies)
     K = k_cache.shape[1]
     H, G = heads - 2 * K, heads // K - 2
-    k_cache, v_cache, out = k_cache.double(), v_cache.double(), torch.zeros(B, T, H, E, dtype=torch.float64)
+    k_cache, v_cache, out = (
+        k_cache.double(),
+        v_cache.double(),
+        torch.zeros(B, T, H, E, dtype=torch.float64),
+    )
 
     def turned(x, norm, at):
         x = x.double()
         if isinstance(norm, nn.Module) and hasattr(norm, "weight"):
             of = x.reshape(-1, len(norm.weight))  # a head or, of the whole, all of them
-            x = (of / (of.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()).view(x.shape)
-        half = torch.cat((-x[..., R:2 * R], x[..., :R], torch.zeros_like(x[..., 2 * R:])), -1)
+            x = (
+                of / (of.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+            ).view(x.shape)
+        half = torch.cat((-x[..., R : 2 * R], x[..., :R], torch.zeros_like(x[..., 2 * R :])), -1)
         return x * table.cos[at].double() + half * table.sin[at].double()
 
     for b in range(B):
         for t, at in enumerate(positions[b % len(positions)].tolist()):
             row = at + int(table.offset[b % len(table.offset)])
             if not complete:
-                k_cache[b, :, at] = turned(qkv[b, t, H:H + K], attn.k_norm, row)
-                v_cache[b, :, at] = qkv[b, t, H + K:].double()
+                k_cache[b, :, at] = turned(qkv[b, t, H : H + K], attn.k_norm, row)
+                v_cache[b, :, at] = qkv[b, t, H + K :].double()
             first = max(0, at + 1 - window) if window else 0
             q = turned(qkv[b, t, :H], attn.q_norm, row).view(K, G, E)
             if rope.q_growth:
                 q = q * (1 + rope.q_growth * math.log(1 + at // rope.original))
-            scores = q @ k_cache[b, :, first:at + 1].mT * (attn.scale or E ** -0.5)
+            scores = q @ k_cache[b, :, first : at + 1].mT * (attn.scale or E**-0.5)
             if attn.sinks is not None:
                 scores = torch.cat((scores, attn.sinks.double().view(K, G, 1)), -1)
-            shares = scores.softmax(-1)[..., :at + 1 - first]
-            out[b, t] = (shares @ v_cache[b, :, first:at + 1]).view(H, E).cpu()
+            shares = scores.softmax(-1)[..., : at + 1 - first]
+            out[b, t] = (shares @ v_cache[b, :, first : at + 1]).view(H, E).cpu()
     return out, k_cache, v_cache
 
 
@@ -141,17 +161,27 @@ def tiny_head(directory: Path = EAGLE, **how) -> Head:
 def golden(family: Path) -> tuple[list[Tensor], list[Tensor]]:
     """Of each row tokens, as transformers goes on greedily, and their logits."""
     values = load_file(family / "golden.safetensors")
-    return tuple([values[f"{kind}.{row}"] for row in range(len(values) // 2)] for kind in ("tokens", "logits"))
+    return tuple(
+        [values[f"{kind}.{row}"] for row in range(len(values) // 2)]
+        for kind in ("tokens", "logits")
+    )
 
 
 def is_golden(engine: Engine, family: Path) -> bool:
-    """Whether greedy rows go on as the golden ones do, of which a ragged batch has read all but 24 tokens."""
+    """Whether greedy rows go on as the golden ones do, of which a ragged batch has read all but 24
+    tokens."""
     rows = [row.tolist() for row in golden(family)[0]]
     return run(engine, [row[:-24] for row in rows], 24) == [row[-24:] for row in rows]
 
 
-def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dtype = F32, quantize: str | None = None,
-                    group_size: int | None = None, **more) -> Transformer:
+def load_checkpoint(
+    directory: Path,
+    device: torch.device = CPU,
+    dtype: torch.dtype = F32,
+    quantize: str | None = None,
+    group_size: int | None = None,
+    **more,
+) -> Transformer:
     """A checkpoint, vetted and loaded."""
     opened, _ = guard.open_checkpoint(directory, tokenizer=False)
     formats.check_quantize(opened, formats.read_settings(opened), quantize, group_size)
@@ -161,16 +191,35 @@ def load_checkpoint(directory: Path, device: torch.device = CPU, dtype: torch.dt
 def random_model(seed: int, vocab_size: int = 8, dim: int = 16, layers: int = 2) -> Transformer:
     """Of one head and 512 positions; its distributions are neither flat nor certain."""
     layer = LayerConfig(rope=rope_of(8))
-    model = Transformer(Config(dim, (layer,) * layers, n_head=1, n_kv_head=1, head_dim=8, ffn_dim=32,
-                               vocab_size=vocab_size, context=512))
+    model = Transformer(
+        Config(
+            dim,
+            (layer,) * layers,
+            n_head=1,
+            n_kv_head=1,
+            head_dim=8,
+            ffn_dim=32,
+            vocab_size=vocab_size,
+            context=512,
+        )
+    )
     random = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.dim() == 2):
-        p.data = torch.randn(p.shape, generator=random) * (1.2 if p is model.head.weight else 2) / p.shape[1] ** 0.5
+        p.data = (
+            torch.randn(p.shape, generator=random)
+            * (1.2 if p is model.head.weight else 2)
+            / p.shape[1] ** 0.5
+        )
     return model
 
 
-def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, start: int = 0,
-        samples: int = 1) -> list[list[int]]:
+def run(
+    engine: Engine | Speculator,
+    prompts: list[list[int]],
+    new_tokens: int,
+    start: int = 0,
+    samples: int = 1,
+) -> list[list[int]]:
     """The new tokens of each row that is in use."""
     rows = [[] for _ in range(len(prompts) * samples)]
     for step in generate(engine, prompts, new_tokens, start, samples):
@@ -179,9 +228,17 @@ def run(engine: Engine | Speculator, prompts: list[list[int]], new_tokens: int, 
     return [row[:new_tokens] for row in rows]
 
 
-def speculator(model: Transformer, length: int, draft: Transformer | None, policy: str, rows: int = 1,
-               sampling: Sampling = GREEDY, mode: str = "eager", agree: Callable = Team().agree,
-               cache: str = "16-bit") -> Speculator:
+def speculator(
+    model: Transformer,
+    length: int,
+    draft: Transformer | None,
+    policy: str,
+    rows: int = 1,
+    sampling: Sampling = GREEDY,
+    mode: str = "eager",
+    agree: Callable = Team().agree,
+    cache: str = "16-bit",
+) -> Speculator:
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
     places = draft.options.places if isinstance(draft, Head) else ()
     target = Engine(model, length + SLACK, rows, sampling, mode, places, cache)
@@ -189,14 +246,24 @@ def speculator(model: Transformer, length: int, draft: Transformer | None, polic
     return Speculator(target, make_draft(target, draft, engine, length + SLACK), policy, agree)
 
 
-def random_head(seed: int, target: Transformer, known: list[int], places: tuple[int, ...] = (0, 1, 2), dim: int = 12,
-                **options) -> Head:
+def random_head(
+    seed: int,
+    target: Transformer,
+    known: list[int],
+    places: tuple[int, ...] = (0, 1, 2),
+    dim: int = 12,
+    **options,
+) -> Head:
     """An EAGLE head of a width of its own for a random_model(), of whose tokens it knows some."""
     config = replace(target.config, dim=dim, layers=target.config.layers[:1])
-    head = Head(config, HeadConfig(places, target.config.dim, len(known), **options), torch.tensor(known))
+    head = Head(
+        config, HeadConfig(places, target.config.dim, len(known), **options), torch.tensor(known)
+    )
     random = torch.Generator().manual_seed(seed)
     for p in head.parameters():
-        p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.3)
+        p.data = torch.randn(p.shape, generator=random) * (
+            2 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.3
+        )
         p.data += p.dim() == 1
     return head.requires_grad_(False)
 
@@ -208,28 +275,37 @@ def logits_of(model: Transformer, tokens: Tensor = torch.arange(20, 60)) -> Tens
     return read(model, tokens[None])[0]
 
 
-def same_but_for_ties(exact: Transformer, prompts: list[list[int]], rows: list[list[int]], found: list[list[int]],
-                      bound: float) -> None:
-    """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a rounding apart."""
+def same_but_for_ties(
+    exact: Transformer,
+    prompts: list[list[int]],
+    rows: list[list[int]],
+    found: list[list[int]],
+    bound: float,
+) -> None:
+    """Greedy rows are those found; where two part, the two tokens' logits in exact, on a CPU, are a
+    rounding apart."""
     for prompt, row, other in zip(prompts, rows, found, strict=True):
         assert len(row) == len(other)
         if row != other:
             at = next(at for at, (a, b) in enumerate(zip(row, other)) if a != b)
             logits = logits_of(exact, torch.tensor([*prompt, *row[:at]]))[-1]
             gap = logits[row[at]] - logits[other[at]]
-            assert gap.abs() < bound * logits.abs().max(), f"token {at} is {other[at]}, not {row[at]}"
+            assert gap.abs() < bound * logits.abs().max(), (
+                f"token {at} is {other[at]}, not {row[at]}"
+            )
 
 
 def check_logprobs(model: Transformer, prompt: list[int], pairs: list[tuple[int, float]]) -> None:
     """Tokens behind the prompt have the log-probabilities of the model's raw logits."""
     tokens, logprobs = zip(*pairs)
-    logits = logits_of(model, torch.tensor([*prompt, *tokens]))[len(prompt) - 1:-1]
+    logits = logits_of(model, torch.tensor([*prompt, *tokens]))[len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
     assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 
 
 def traced():
-    """While it holds, what torch.compile traces runs as PyTorch runs it: two ranks need 20 s of CPU time, not 60."""
+    """While it holds, what torch.compile traces runs as PyTorch runs it: two ranks need 20 s of CPU
+    time, not 60."""
     return patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
@@ -238,14 +314,32 @@ def traced():
 
 def trained(directory: Path, sentences: list[str], settings: dict, **options) -> Tokenizer:
     """A tokenizer.model of one's own, opened."""
-    SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_prefix=str(directory / "tokenizer"),
-                               model_type="bpe", minloglevel=2, **options)
-    return described(directory, dict(vocab_size=400, bos_token_id=None, eos_token_id=None), settings)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_prefix=str(directory / "tokenizer"),
+        model_type="bpe",
+        minloglevel=2,
+        **options,
+    )
+    return described(
+        directory, dict(vocab_size=400, bos_token_id=None, eos_token_id=None), settings
+    )
 
 
-LLAMA = dict(model_type="llama", hidden_act="silu", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, intermediate_size=48, vocab_size=64, max_position_embeddings=128,
-             rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
+LLAMA = dict(
+    model_type="llama",
+    hidden_act="silu",
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=64,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def put(path: Path, content) -> None:
@@ -267,21 +361,35 @@ def described(directory: Path, config: dict, settings: dict) -> Tokenizer:
     return open_tokenizer(directory)
 
 
-BOS, EOS, EOT, IM_END = range(256, 260)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
+BOS, EOS, EOT, IM_END = range(
+    256, 260
+)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
 
 
-def with_json(directory: Path, config: dict | None = None, post_process: bool = True, more: tuple[str, ...] = (),
-              **settings) -> Tokenizer:
+def with_json(
+    directory: Path,
+    config: dict | None = None,
+    post_process: bool = True,
+    more: tuple[str, ...] = (),
+    **settings,
+) -> Tokenizer:
     """Bytes as tokens, special tokens, and a post-processor that adds <s>."""
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     made = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False), hf.decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        hf.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        hf.decoders.ByteLevel(),
+    )
     made.add_special_tokens(["<s>", "</s>", "<|eot_id|>", "<|im_end|>", *more])
     if post_process:
-        made.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+        made.post_processor = hf.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", BOS)]
+        )
     made.save(str(directory / "tokenizer.json"))
     ids = dict(vocab_size=260 + len(more), bos_token_id=BOS, eos_token_id=EOS)
-    return described(directory, ids | (config or {}), dict(bos_token="<s>", eos_token="</s>") | settings)
+    return described(
+        directory, ids | (config or {}), dict(bos_token="<s>", eos_token="</s>") | settings
+    )
 
 
 def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
@@ -310,9 +418,19 @@ def drawn(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) ->
     return {name: (torch.randn(weight.shape) / 8).to(dtype) for name, weight in weights.items()}
 
 
-def write(directory: Path, out: Path, bits: int, group_size: int, sym: bool, act_order: bool = False,
-          head: bool = False, form: str = "gptq", **config) -> Transformer:
-    """A quantized checkpoint as the command writes it; the model of which it was written. config: keys to change."""
+def write(
+    directory: Path,
+    out: Path,
+    bits: int,
+    group_size: int,
+    sym: bool,
+    act_order: bool = False,
+    head: bool = False,
+    form: str = "gptq",
+    **config,
+) -> Transformer:
+    """A quantized checkpoint as the command writes it; the model of which it was written. config:
+    keys to change."""
     source = Checkpoint(directory)
     model = load_model(source, CPU, F32)
     how = f"int{bits}", group_size, sym
@@ -334,19 +452,24 @@ def change(directory: Path, config: dict = {}, **tensors) -> None:
 
 
 def awq(path: Path) -> dict[str, Tensor | None]:
-    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's layout."""
+    """Random codes and zero points as AWQ has them, eight outputs to a word, for a file in GPTQ's
+    layout."""
     changes = {}
     for name, t in load_file(path).items():
         if name.endswith(("qweight", "qzeros")):  # zero points are as wide already
             shape = t.shape if name.endswith("qzeros") else (len(t) * 8, t.shape[1] // 8)
-            changes[name] = torch.randint(-2 ** 31, 2 ** 31 - 1, shape).int()
+            changes[name] = torch.randint(-(2**31), 2**31 - 1, shape).int()
         elif name.endswith("g_idx"):
             changes[name] = None
     return changes
 
 
 def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
 
 
 # Processes and the README
@@ -354,7 +477,9 @@ def quantized_layers(model: Transformer) -> dict[str, QuantizedLinear]:
 
 def python_blocks() -> list[str]:
     """The README's Python code."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
 
 
 def torchrun(*args, ranks: int = 2) -> list[str]:
@@ -362,10 +487,19 @@ def torchrun(*args, ranks: int = 2) -> list[str]:
     return [sys.executable, *map(str, (*command, *args))]
 
 
-def ended(command: list, typed: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+def ended(
+    command: list, typed: str = "", cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess:
     """A command that is over, and all that it started with it; so is one that hangs."""
-    process = subprocess.Popen([*map(str, command)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd,
-                               env=ENVIRONMENT | dict(OMP_NUM_THREADS="1") | environment)
+    process = subprocess.Popen(
+        [*map(str, command)],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        cwd=cwd,
+        env=ENVIRONMENT | dict(OMP_NUM_THREADS="1") | environment,
+    )
     try:
         out, errors = process.communicate(typed, timeout=550)
     finally:
@@ -374,9 +508,15 @@ def ended(command: list, typed: str = "", cwd: Path = ROOT, **environment: str) 
 
 
 def interrupted(*args, path="") -> tuple[int, bytes]:
-    """Exit code and stderr of a script that gets Ctrl-C once it has printed something. path: where it looks first."""
-    process = subprocess.Popen([sys.executable, *args], stdout=PIPE, stderr=PIPE, cwd=ROOT,
-                               env=os.environ | dict(PYTHONPATH=str(path)))
+    """Exit code and stderr of a script that gets Ctrl-C once it has printed something. path: where
+    it looks first."""
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        stdout=PIPE,
+        stderr=PIPE,
+        cwd=ROOT,
+        env=os.environ | dict(PYTHONPATH=str(path)),
+    )
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]
@@ -387,14 +527,15 @@ JOBS = {}  # of a fixture's name what prepares it
 
 
 def beside(job: Callable):
-    """A fixture of what job(directory) prepares, a function: it runs other processes, beside the tests of this one. So
-    job itself may draw random numbers, the function may not."""
+    """A fixture of what job(directory) prepares, a function: it runs other processes, beside the
+    tests of this one. So job itself may draw random numbers, the function may not."""
     JOBS[job.__name__] = job
     return pytest.fixture(scope="session", name=job.__name__)(lambda started: started(job.__name__))
 
 
 def python(*args, **more) -> subprocess.CompletedProcess:
-    """A script or code (-c) in a process of its own. With cwd and PYTHONPATH="" it finds no other module of ours."""
+    """A script or code (-c) in a process of its own. With cwd and PYTHONPATH="" it finds no other
+    module of ours."""
     return ended([sys.executable, *args], **more)
 
 
@@ -413,17 +554,24 @@ def told(done: subprocess.CompletedProcess, script: str = "generate.py") -> list
 def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
     """Replaces tensors of model.safetensors, or drops them where they are None."""
     held = load_file(directory / "model.safetensors") | tensors
-    save_file({name: t.contiguous() for name, t in held.items() if t is not None}, directory / "model.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in held.items() if t is not None},
+        directory / "model.safetensors",
+    )
 
 
 def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:
     """model.safetensors; with an index where shards are asked for."""
-    file = {name: f"model-{i % shards}.safetensors" if shards else "model.safetensors"
-            for i, name in enumerate(tensors)}
+    file = {
+        name: f"model-{i % shards}.safetensors" if shards else "model.safetensors"
+        for i, name in enumerate(tensors)
+    }
     if shards:
         put(directory / "model.safetensors.index.json", dict(weight_map=file))
     for one in set(file.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if file[name] == one}, directory / one
+        )
 
 
 def with_template(directory: Path, source: Path = TINY) -> Path:
@@ -434,9 +582,10 @@ def with_template(directory: Path, source: Path = TINY) -> Path:
 
 
 def make_endless(directory: Path) -> None:
-    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a story."""
+    """The bundled model with a context of 2 ** 14 tokens, and without the token that ends a
+    story."""
     shutil.copytree(TINY, directory)
-    rewrite(directory / "config.json", max_position_embeddings=2 ** 14, eos_token_id=None)
+    rewrite(directory / "config.json", max_position_embeddings=2**14, eos_token_id=None)
     rewrite(directory / "generation_config.json", eos_token_id=None)
 
 

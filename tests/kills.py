@@ -4,10 +4,12 @@ Ends quantize.py and two ranks of generate.py at random moments, and looks at wh
     python tests/kills.py --quantize 100 --ranks 20
     python tests/kills.py --quantize 0 --ranks 20 --seconds 150 --device cuda --compile      # wants two GPUs
 
-quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte; what SIGKILL left
-beside it goes with the next run. Of two ranks, which start and then decode a text of 16,000 tokens, one gets SIGKILL,
-or torchrun SIGTERM or SIGINT; all processes end within 15 seconds. Any other end is bad, and the exit code is 1.
+quantize.py gets SIGTERM, SIGINT or SIGKILL. Then --out is not there, or it is whole, byte for byte;
+what SIGKILL left beside it goes with the next run. Of two ranks, which start and then decode a text
+of 16,000 tokens, one gets SIGKILL, or torchrun SIGTERM or SIGINT; all processes end within 15
+seconds. Any other end is bad, and the exit code is 1.
 """
+
 import argparse
 import os
 import random
@@ -33,7 +35,11 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def quantize(out: Path) -> list:
-    return [sys.executable, ROOT / "quantize.py", *f"--checkpoint {TINY} --out {out} --device cpu".split()]
+    return [
+        sys.executable,
+        ROOT / "quantize.py",
+        *f"--checkpoint {TINY} --out {out} --device cpu".split(),
+    ]
 
 
 def kill_quantize(root: Path, whole: dict[str, bytes], longest: float) -> str:
@@ -56,13 +62,19 @@ def kill_quantize(root: Path, whole: dict[str, bytes], longest: float) -> str:
 
 def running() -> list[int]:
     """torchrun and what it started, by the environment that all of them have."""
-    found = subprocess.run(f"grep -ls {MARK} /proc/[0-9]*/environ", shell=True, capture_output=True, text=True)
+    found = subprocess.run(
+        f"grep -ls {MARK} /proc/[0-9]*/environ", shell=True, capture_output=True, text=True
+    )
     return [int(path.split("/")[2]) for path in found.stdout.split()]
 
 
 def kill_ranks(options: list, longest: float) -> str:
-    process = subprocess.Popen(torchrun(ROOT / "generate.py", *options), stdout=DEVNULL, stderr=DEVNULL,
-                               env=os.environ | {MARK: "1"})
+    process = subprocess.Popen(
+        torchrun(ROOT / "generate.py", *options),
+        stdout=DEVNULL,
+        stderr=DEVNULL,
+        env=os.environ | {MARK: "1"},
+    )
     time.sleep(random.uniform(0, longest))
     started = [pid for pid in running() if pid != process.pid]
     number = random.choice(SIGNALS if started else SIGNALS[:2])
@@ -80,26 +92,45 @@ def kill_ranks(options: list, longest: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quantize", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=20, help="within which ranks are ended; they start and decode")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20,
+        help="within which ranks are ended; they start and decode",
+    )
     parser.add_argument("--device", default="cpu", help="of the ranks")
-    parser.add_argument("--compile", action="store_true", help="the ranks' code: on GPUs, CUDA graphs and kernels")
+    parser.add_argument(
+        "--compile", action="store_true", help="the ranks' code: on GPUs, CUDA graphs and kernels"
+    )
     args, counts = parser.parse_args(), Counter()
     random.seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
-        root, endless, begun = Path(directory, "quantized"), Path(directory, "endless"), time.monotonic()
+        root, endless, begun = (
+            Path(directory, "quantized"),
+            Path(directory, "endless"),
+            time.monotonic(),
+        )
         subprocess.run(quantize(Path(directory, "whole")), check=True, capture_output=True)
         longest, whole = time.monotonic() - begun, content(Path(directory, "whole"))
         make_endless(endless)
-        options = f"-p Once --checkpoint {endless} --max-new-tokens 16000 --device {args.device}".split()
+        options = (
+            f"-p Once --checkpoint {endless} --max-new-tokens 16000 --device {args.device}".split()
+        )
         options += ["--compile"] * args.compile
         root.mkdir()
         for trial in range(args.quantize + args.ranks):
             of_ranks = trial >= args.quantize
-            happened = kill_ranks(options, args.seconds) if of_ranks else kill_quantize(root, whole, longest)
+            happened = (
+                kill_ranks(options, args.seconds)
+                if of_ranks
+                else kill_quantize(root, whole, longest)
+            )
             print(happened, flush=True)
             counts[happened.partition(":")[0]] += 1
         subprocess.run(quantize(root / "out"), check=True, capture_output=True)

@@ -1,10 +1,11 @@
 """
-Write tests/chats/FAMILY.json: what transformers makes of each conversation (messages and a template's options) of
-conversations.json with FAMILY.jinja, or why it refuses. The templates are written for these tests, in the manner of
-the family's own. Run once, with transformers 5.24.
+Write tests/chats/FAMILY.json: what transformers makes of each conversation (messages and a
+template's options) of conversations.json with FAMILY.jinja, or why it refuses. The templates are
+written for these tests, in the manner of the family's own. Run once, with transformers 5.24.
 
     pip install transformers==5.24 && PYTHONPATH=. python tests/make_chat_golden.py
 """
+
 import json
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +21,16 @@ from helpers import CHATS, read_json, with_json
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict], options: dict) -> dict:
     render = tokenizer.apply_chat_template
     try:
-        text, tokens = (render(messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False, **options)
-                        for tokenize in (False, True))
+        text, tokens = (
+            render(
+                messages,
+                add_generation_prompt=True,
+                tokenize=tokenize,
+                return_dict=False,
+                **options,
+            )
+            for tokenize in (False, True)
+        )
         return dict(text=text, tokens=tokens)
     except TemplateError as error:
         return dict(refused=str(error))

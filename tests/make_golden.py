@@ -1,10 +1,12 @@
 """
-Write tests/golden: a tiny random model of every family as transformers saves it, with the logits and greedy tokens that
-transformers gives for it. Run once; transformers is needed here and in make_chat_golden.py alone. Written with
-transformers 5.24 (the first eight families with 5.23) and torch 2.13.
+Write tests/golden: a tiny random model of every family as transformers saves it, with the logits
+and greedy tokens that transformers gives for it. Run once; transformers is needed here and in
+make_chat_golden.py alone. Written with transformers 5.24 (the first eight families with 5.23) and
+torch 2.13.
 
     pip install transformers==5.24 && python tests/make_golden.py [FAMILY ...]
 """
+
 import sys
 from pathlib import Path
 
@@ -12,25 +14,68 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
-from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig,
-                          Ministral3Config, MistralConfig, MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config,
-                          PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config)
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 OUT = Path(__file__).parent / "golden"
 PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24
-# With LongRoPE transformers changes the frequencies where a text reaches the original context of 32: no text does.
-COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=False,
-              bos_token_id=1, eos_token_id=None, pad_token_id=None)
-LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=32)
+# With LongRoPE transformers changes the frequencies where a text reaches the original context of
+# 32: no text does.
+COMMON = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
 # Frequencies that differ enough for a wrong one to be seen.
-LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32,
-                short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.0, 1.5, 3.0, 4.0])
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    original_max_position_embeddings=32,
+    short_factor=[1.0, 1.1, 1.3, 1.6],
+    long_factor=[1.0, 1.5, 3.0, 4.0],
+)
 SIX = dict(short_factor=[1.0, 1.1, 1.3, 1.6, 1.7, 1.8], long_factor=[1.0, 1.5, 2.0, 3.0, 3.5, 4.0])
-MINISTRAL = YARN | dict(factor=16.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0,
-                        llama_4_scaling_beta=0.1)
+MINISTRAL = YARN | dict(
+    factor=16.0,
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
 TIED = dict(tie_word_embeddings=True)
 FAMILIES = {
     "llama2": LlamaConfig(**COMMON | dict(num_key_value_heads=4)),
@@ -40,43 +85,85 @@ FAMILIES = {
     "mistral": MistralConfig(**COMMON, sliding_window=5, head_dim=16),
     "qwen2": Qwen2Config(**COMMON),
     "qwen3": Qwen3Config(**COMMON, head_dim=16),
-    "smollm2": LlamaConfig(**COMMON | TIED | dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)),
-    "qwen2-yarn": Qwen2Config(**COMMON, rope_parameters=YARN | dict(truncate=False, mscale=0.7, mscale_all_dim=0.3)),
+    "smollm2": LlamaConfig(
+        **COMMON | TIED | dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)
+    ),
+    "qwen2-yarn": Qwen2Config(
+        **COMMON, rope_parameters=YARN | dict(truncate=False, mscale=0.7, mscale_all_dim=0.3)
+    ),
     "smollm3": SmolLM3Config(**COMMON | TIED | dict(num_hidden_layers=4)),
     "phi3": Phi3Config(**COMMON, sliding_window=5),
-    "phi3-long": Phi3Config(**COMMON, original_max_position_embeddings=32, rope_parameters=LONGROPE),
-    "phi4-mini": Phi3Config(**COMMON | TIED | dict(num_attention_heads=2, num_key_value_heads=1),
-                            original_max_position_embeddings=32,
-                            rope_parameters=LONGROPE | SIX | dict(partial_rotary_factor=0.75)),
-    "granite": GraniteConfig(**COMMON | TIED, embedding_multiplier=3.0, attention_multiplier=0.2,
-                             residual_multiplier=0.7, logits_scaling=4.0),
+    "phi3-long": Phi3Config(
+        **COMMON, original_max_position_embeddings=32, rope_parameters=LONGROPE
+    ),
+    "phi4-mini": Phi3Config(
+        **COMMON | TIED | dict(num_attention_heads=2, num_key_value_heads=1),
+        original_max_position_embeddings=32,
+        rope_parameters=LONGROPE | SIX | dict(partial_rotary_factor=0.75),
+    ),
+    "granite": GraniteConfig(
+        **COMMON | TIED,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=4.0,
+    ),
     "ministral3": Ministral3Config(**COMMON, head_dim=16, rope_parameters=MINISTRAL),
     "olmo2": Olmo2Config(**COMMON),
-    "olmo3": Olmo3Config(**COMMON | dict(num_hidden_layers=4), sliding_window=5,
-                         rope_parameters=dict(full_attention=YARN, sliding_attention=dict(
-                             rope_type="default", rope_theta=10000.0))),
-    "gemma3": Gemma3TextConfig(**COMMON | TIED | dict(num_hidden_layers=7), head_dim=16, sliding_window=5,
-                               query_pre_attn_scalar=24,
-                               rope_parameters=dict(
-                                   full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
-                                   sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+    "olmo3": Olmo3Config(
+        **COMMON | dict(num_hidden_layers=4),
+        sliding_window=5,
+        rope_parameters=dict(
+            full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0)
+        ),
+    ),
+    "gemma3": Gemma3TextConfig(
+        **COMMON | TIED | dict(num_hidden_layers=7),
+        head_dim=16,
+        sliding_window=5,
+        query_pre_attn_scalar=24,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
     "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": Qwen3MoeConfig(**COMMON | dict(num_hidden_layers=4), head_dim=16, moe_intermediate_size=24,
-                                num_experts=8, num_experts_per_tok=3, mlp_only_layers=[3], decoder_sparse_step=2,
-                                norm_topk_prob=False),
-    "gpt-oss": GptOssConfig(**COMMON | dict(hidden_size=40, intermediate_size=32), head_dim=16, sliding_window=5,
-                            num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.5, swiglu_alpha=1.5,
-                            rope_parameters=YARN | dict(rope_theta=150000.0, truncate=False)),
+    "qwen3-moe": Qwen3MoeConfig(
+        **COMMON | dict(num_hidden_layers=4),
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+        norm_topk_prob=False,
+    ),
+    "gpt-oss": GptOssConfig(
+        **COMMON | dict(hidden_size=40, intermediate_size=32),
+        head_dim=16,
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.5,
+        rope_parameters=YARN | dict(rope_theta=150000.0, truncate=False),
+    ),
 }
 
 
 def new_model(config) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def randomize(model: Module) -> Module:
     for name, weight in model.named_parameters():  # every one matters: no ones, no zeros
-        weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.25 * torch.randn_like(weight))
+        weight.copy_(
+            1 + 0.3 * torch.randn_like(weight)
+            if "norm" in name
+            else 0.25 * torch.randn_like(weight)
+        )
         weight.copy_(weight.bfloat16())  # the files hold bf16
     return model
 
@@ -103,7 +190,9 @@ def main() -> None:
         long = (config.rope_parameters or {}).get("rope_type") == "longrope"
         for row, length in enumerate((40, 1, 6) if long else PROMPT_LENGTHS):
             golden[f"tokens.{row}"], golden[f"logits.{row}"] = greedy(model, length, NEW_TOKENS)
-        model.bfloat16().save_pretrained(OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB")
+        model.bfloat16().save_pretrained(
+            OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB"
+        )
         save_file(golden, OUT / family / "golden.safetensors")
 
 

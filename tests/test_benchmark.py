@@ -1,4 +1,5 @@
 """scripts/benchmark.py as a user runs it, on the CPU."""
+
 import json
 import sys
 from dataclasses import replace
@@ -8,8 +9,21 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from helpers import (CPU, F32, GOLDEN, ROOT, absent, error, load_checkpoint, logits_of, one_line, python, read, tiny,
-                     tiny_head)
+from helpers import (
+    CPU,
+    F32,
+    GOLDEN,
+    ROOT,
+    absent,
+    error,
+    load_checkpoint,
+    logits_of,
+    one_line,
+    python,
+    read,
+    tiny,
+    tiny_head,
+)
 from model import Config, LayerConfig
 from scripts.benchmark import main, part_for, random_model, widen, widen_head
 from scripts.shapes import SHAPES
@@ -22,9 +36,12 @@ def benchmark(call, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def run(options: str, what: str = "checkpoints/tiny") -> list[dict]:
-        code, out, err = call("benchmark.py", main, what, "--device", "cpu", "--no-compile", *options.split())
+        code, out, err = call(
+            "benchmark.py", main, what, "--device", "cpu", "--no-compile", *options.split()
+        )
         assert code == 0, err
         return [json.loads(line) for line in out.splitlines()]
+
     return run
 
 
@@ -35,15 +52,22 @@ def test_a_line_says_what_was_measured(benchmark):
     assert (line["weights_bytes"], line["batch"], line["steps_per_s"]["runs"]) == (weights, 2, 3)
     assert line["tokens_per_s"] == pytest.approx(2e3 / line["ms_per_token"])
     keys = line["gb_per_s"] * 1e9 * line["ms_per_token"] / 1e3 - weights  # in use, of the cache's
-    assert keys / line["cache_bytes"] == pytest.approx((20 + 9 + 6) / 64)  # 41 tokens and the engine's slack
+    assert keys / line["cache_bytes"] == pytest.approx(
+        (20 + 9 + 6) / 64
+    )  # 41 tokens and the engine's slack
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
 
 
-@pytest.mark.parametrize("options, converter, error", [
-    ("--quantize int4", "open(sys.argv[3], 'w')", ""), ("", "sys.exit('no converter')", "no converter"),
-    ("--temperature 1", "", "--temperature 0")])
+@pytest.mark.parametrize(
+    "options, converter, error",
+    [
+        ("--quantize int4", "open(sys.argv[3], 'w')", ""),
+        ("", "sys.exit('no converter')", "no converter"),
+        ("--temperature 1", "", "--temperature 0"),
+    ],
+)
 def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, converter, error):
     """A stand-in for its module, and one for its converter."""
     monkeypatch.chdir(ROOT)
@@ -55,7 +79,9 @@ def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, converter, 
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
     monkeypatch.setitem(main.__globals__, "find_spec", lambda name: name)
     line = "checkpoints/tiny --device cpu --no-compile --runs 3 --new-tokens 6 --against llama.cpp --temperature 0"
-    code, out, err = call("benchmark.py", main, *line.split(), "--llama-cpp", tmp_path, *options.split())
+    code, out, err = call(
+        "benchmark.py", main, *line.split(), "--llama-cpp", tmp_path, *options.split()
+    )
     if error:
         assert code == 2 and error in err.splitlines()[-1]
         return
@@ -80,30 +106,45 @@ def test_of_experts_those_that_were_chosen_are_counted(benchmark, rows):
 
 
 def test_random_mxfp4_experts_are_as_large_as_published_ones():
-    config = replace(SHAPES["gpt-oss-20b"], layers=SHAPES["gpt-oss-20b"].layers[:1], dim=64, vocab_size=64)
+    config = replace(
+        SHAPES["gpt-oss-20b"], layers=SHAPES["gpt-oss-20b"].layers[:1], dim=64, vocab_size=64
+    )
     model = random_model(config, CPU, F32, mxfp4=True)
-    experts = [weight for weight in model.layers[0].ffn.parameters() if not weight.is_floating_point()]
+    experts = [
+        weight for weight in model.layers[0].ffn.parameters() if not weight.is_floating_point()
+    ]
     assert sum(weight.nbytes for weight in experts) == 32 * 3 * 2880 * 64 * 4.25 / 8
     assert logits_of(model, torch.arange(6)).isfinite().all()
 
 
-@pytest.mark.parametrize("args, words", [
-    ("llama-9b", "llama-9b llama-2-7b smollm2-135m"), ("", "llama-2-7b"), ("smollm2-135m --context 9000", "9000 8192"),
-    ("llama-3.2-1b --device cpu --batch 100000", "GiB of cache 100000 rows"),
-    ("smollm2-135m --against vllm", "vllm eager"), ("smollm2-135m --group-size 64", "--group-size 64 --quantize"),
-    ("smollm2-135m --draft-tokens 6", "--draft-tokens 6 --speculate"),
-    ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
-    ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
-    ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
-    ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),
-    ("llama-2-7b --speculate --against cublas --device cpu", "--against cublas")])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("llama-9b", "llama-9b llama-2-7b smollm2-135m"),
+        ("", "llama-2-7b"),
+        ("smollm2-135m --context 9000", "9000 8192"),
+        ("llama-3.2-1b --device cpu --batch 100000", "GiB of cache 100000 rows"),
+        ("smollm2-135m --against vllm", "vllm eager"),
+        ("smollm2-135m --group-size 64", "--group-size 64 --quantize"),
+        ("smollm2-135m --draft-tokens 6", "--draft-tokens 6 --speculate"),
+        ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
+        ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
+        ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
+        ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),
+        ("llama-2-7b --speculate --against cublas --device cpu", "--against cublas"),
+    ],
+)
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(main.__globals__, "find_spec", lambda name: None)  # as if it were not installed
+    monkeypatch.setitem(
+        main.__globals__, "find_spec", lambda name: None
+    )  # as if it were not installed
     assert absent(words, one_line(call("benchmark.py", main, *args.split()))) == []
 
 
-@pytest.mark.parametrize("shape", [(1024, 7, 8, 8, 128, 1100), (512, 6, 8, 4, 128, 700), (256, 5, 4, 2, 128, 640)])
+@pytest.mark.parametrize(
+    "shape", [(1024, 7, 8, 8, 128, 1100), (512, 6, 8, 4, 128, 700), (256, 5, 4, 2, 128, 640)]
+)
 @torch.no_grad()
 def test_a_widened_model_keeps_the_logits(shape):
     """So does its head, of the features at the same places, and with 32,000 rows of output."""
@@ -119,9 +160,12 @@ def test_a_widened_model_keeps_the_logits(shape):
         head.setup(64, 2)
         ours = read(model, tokens)
         head.states[:, :30] = head.project(model.features[:, :30])
-        logits.append((ours, read(head, tokens)[..., :len(head.vocabulary)]))
+        logits.append((ours, read(head, tokens)[..., : len(head.vocabulary)]))
     assert all(error(out, ref) < 1e-5 for ref, out in zip(*logits))
-    assert wide_head.head.weight.shape == (32000, dim) and wide_head.layers[0].attn.wqkv.weight.shape[1] == 2 * dim
+    assert (
+        wide_head.head.weight.shape == (32000, dim)
+        and wide_head.layers[0].attn.wqkv.weight.shape[1] == 2 * dim
+    )
 
 
 @pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
@@ -132,17 +176,33 @@ def test_speculation_is_measured_against_plain_decoding(benchmark, draft):
     for line in lines:
         least, most = line["speed_ups"]  # of two texts, each against a plain one of its own
         assert line["speed_up"] == pytest.approx((least + most) / 2)
-        assert least * 0.999 < line["plain_ms_per_token"] / line["ms_per_token"]["mean"] < most * 1.001
-        assert line["ms_per_token"]["first"] <= line["ms_per_token"]["mean"] <= line["ms_per_token"]["last"]
+        assert (
+            least * 0.999 < line["plain_ms_per_token"] / line["ms_per_token"]["mean"] < most * 1.001
+        )
+        assert (
+            line["ms_per_token"]["first"]
+            <= line["ms_per_token"]["mean"]
+            <= line["ms_per_token"]["last"]
+        )
         assert 0 < line["accepted_of_drafted"] <= line["acceptance"] <= 1 < line["tokens_per_step"]
 
 
 def test_ranks_draw_and_speculate_as_one_does(benchmark):
     options = "--speculate --draft eagle --batch 2 --runs 1 --new-tokens 20 --draft-tokens 3,2"
-    done = python("scripts/benchmark.py", "checkpoints/tiny", "--device", "cpu", "--no-compile", "--ranks", "2",
-                  *options.split())
+    done = python(
+        "scripts/benchmark.py",
+        "checkpoints/tiny",
+        "--device",
+        "cpu",
+        "--no-compile",
+        "--ranks",
+        "2",
+        *options.split(),
+    )
     assert done.returncode == 0, done.stderr
-    for line, of_one in zip(map(json.loads, done.stdout.splitlines()), benchmark(options), strict=True):
+    for line, of_one in zip(
+        map(json.loads, done.stdout.splitlines()), benchmark(options), strict=True
+    ):
         assert (line["ranks"], of_one["ranks"]) == (2, 1)
         for name in "draft_tokens", "tokens_per_step", "acceptance", "accepted_of_drafted":
             assert line[name] == of_one[name]
@@ -153,7 +213,9 @@ def test_parts_of_a_model_and_of_a_head_are_those_that_the_ranks_load(lone):
     qwen2 = GOLDEN / "qwen2"
     for rank in range(2):
         split = partial(Shard, rank=rank, ranks=2)
-        for whole, loaded in ((tiny(directory=qwen2), load_checkpoint(qwen2, split=split)),
-                              (tiny_head(), tiny_head(split=split))):
+        for whole, loaded in (
+            (tiny(directory=qwen2), load_checkpoint(qwen2, split=split)),
+            (tiny_head(), tiny_head(split=split)),
+        ):
             part = part_for(split(whole.config, 1, outputs=len(whole.head.weight)), whole)
             torch.testing.assert_close(part.state_dict(), loaded.state_dict(), rtol=0, atol=0)

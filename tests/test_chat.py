@@ -1,4 +1,5 @@
 """The chat: turns, commands, Ctrl-C, a context that fills, and a session on a terminal."""
+
 import builtins
 import os
 import pty
@@ -24,13 +25,34 @@ from tokenizer import Tokenizer
 
 
 class Session:
-    """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each prefill."""
+    """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each
+    prefill."""
 
-    def __init__(self, monkeypatch, capsys, chatty: str, *lines: str, directory: Path | None = None, length: int = 300,
-                 on_prefill=lambda count: None, draft: str | None = None, **options):
-        llm = LLM(str(directory or chatty), device="cpu", max_batch_size=1, max_seq_length=length, temperature=0,
-                  quiet=True, draft=draft, draft_tokens=draft and 4)
-        typed = Mock(side_effect=[*(KeyboardInterrupt if line == "^C" else line for line in lines), EOFError])
+    def __init__(
+        self,
+        monkeypatch,
+        capsys,
+        chatty: str,
+        *lines: str,
+        directory: Path | None = None,
+        length: int = 300,
+        on_prefill=lambda count: None,
+        draft: str | None = None,
+        **options,
+    ):
+        llm = LLM(
+            str(directory or chatty),
+            device="cpu",
+            max_batch_size=1,
+            max_seq_length=length,
+            temperature=0,
+            quiet=True,
+            draft=draft,
+            draft_tokens=draft and 4,
+        )
+        typed = Mock(
+            side_effect=[*(KeyboardInterrupt if line == "^C" else line for line in lines), EOFError]
+        )
         self.widths, prefill = [], llm.engine.prefill
 
         def watch(prompts, *rest):
@@ -40,10 +62,13 @@ class Session:
 
         llm.engine.prefill = watch
         monkeypatch.setattr(builtins, "input", typed)
-        options = dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False) | options
+        options = (
+            dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False)
+            | options
+        )
         self.chat = Chat(llm, Namespace(**options))
         self.answers = self.chat.run()
-        self.left = [*lines[typed.call_count:]]  # what nobody read
+        self.left = [*lines[typed.call_count :]]  # what nobody read
         self.out, self.err = capsys.readouterr()
 
 
@@ -63,22 +88,29 @@ def asked(messages: list[dict]) -> list[str]:
 
 @pytest.mark.parametrize("draft", [None, "prompt-lookup", "itself"])
 @of_each_family
-def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(session, monkeypatch, tmp_path, family,
-                                                                                draft):
-    """The tokens are letters, so that any answer is read as it was written. A window is full, and LongRoPE's original
-    length exceeded, in the second turn."""
+def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(
+    session, monkeypatch, tmp_path, family, draft
+):
+    """The tokens are letters, so that any answer is read as it was written. A window is full, and
+    LongRoPE's original length exceeded, in the second turn."""
     directory = with_template(tmp_path / family, GOLDEN / family)
     letters = hf.Tokenizer(hf.models.BPE({chr(32 + i): i for i in range(96)}, []))
     letters.decoder = hf.decoders.Fuse()
     letters.save(str(directory / "tokenizer.json"))
     # The 11th token ends a step that kept its 4 drafts: the draft has not read the last of them.
-    options = dict(directory=directory, length=100, max_new_tokens=11,
-                   draft=str(directory) if draft == "itself" else draft)
+    options = dict(
+        directory=directory,
+        length=100,
+        max_new_tokens=11,
+        draft=str(directory) if draft == "itself" else draft,
+    )
     kept = session("Hi", "And?", **options)
     monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
     fresh = session("Hi", "And?", **options)
     assert [answer.tokens for answer in kept.answers] == [answer.tokens for answer in fresh.answers]
-    assert fresh.widths[1] - kept.widths[1] == kept.widths[0] + 10  # the last of 11 tokens may not have been read
+    assert (
+        fresh.widths[1] - kept.widths[1] == kept.widths[0] + 10
+    )  # the last of 11 tokens may not have been read
     if draft == "itself":
         counts = kept.chat.llm.speculator.counts
         assert counts["accepted"] == counts["drafted"] > 0
@@ -91,12 +123,21 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
 
     before = signal.getsignal(signal.SIGINT)
     ended = session("Hello", "^C", "Hello again", on_prefill=interrupt_first)
-    assert [len(answer.tokens) for answer in ended.answers] == [12] and signal.getsignal(signal.SIGINT) is before
+    assert [len(answer.tokens) for answer in ended.answers] == [12] and signal.getsignal(
+        signal.SIGINT
+    ) is before
     assert asked(ended.chat.messages) == ["Hello again"]  # a turn has an answer
 
 
-@pytest.mark.parametrize("lines, left", {
-    "^C, ^C, Hello": ["Hello"], "^C, Hello, ^C, bye": [], " /quit , Hello": ["Hello"], "exit now": []}.items())
+@pytest.mark.parametrize(
+    "lines, left",
+    {
+        "^C, ^C, Hello": ["Hello"],
+        "^C, Hello, ^C, bye": [],
+        " /quit , Hello": ["Hello"],
+        "exit now": [],
+    }.items(),
+)
 def test_leaving(session, lines, left):
     """Ctrl-C leaves when it comes twice at one prompt."""
     assert session(*lines.split(", ")).left == left
@@ -107,16 +148,28 @@ def test_several_lines_and_a_path_are_no_commands(session, text):
     assert asked(session(text).chat.messages) == [text]
 
 
-def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(session, tmp_path):
-    """What is dropped of thousands is found by bisection: turn by turn it took more than a minute."""
+def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(
+    session, tmp_path
+):
+    """What is dropped of thousands is found by bisection: turn by turn it took more than a
+    minute."""
     system = dict(role="system", content="Be brief.")
-    said = [dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")]
+    said = [
+        dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")
+    ]
     put(tmp_path / "long.json", [system, *said])
     with patch.object(Chat, "encode", autospec=True, side_effect=Chat.encode) as encode:
         ended = session(*[f"/load {tmp_path}/long.json", "And then?"] * 2)
     chat, (first, *kept, question, _) = ended.chat, ended.chat.messages
-    assert encode.call_count < 40 and first == system and kept == said[-len(kept):] and len(kept) % 2 == 0
-    fits, too_many = (len(chat.encode([system, *said[-n:], question])) for n in (len(kept), len(kept) + 2))
+    assert (
+        encode.call_count < 40
+        and first == system
+        and kept == said[-len(kept) :]
+        and len(kept) % 2 == 0
+    )
+    fits, too_many = (
+        len(chat.encode([system, *said[-n:], question])) for n in (len(kept), len(kept) + 2)
+    )
     assert fits <= chat.llm.room * 3 // 4 < too_many
     assert len(ended.answers) == 2 and ended.err.count("oldest turns are dropped") == 1
 
@@ -127,21 +180,33 @@ def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
     assert asked(ended.chat.messages) == ["Hello", "And then?"]
 
 
-def test_without_a_template_the_text_is_continued_and_special_tokens_that_are_typed_are_text(session):
+def test_without_a_template_the_text_is_continued_and_special_tokens_that_are_typed_are_text(
+    session,
+):
     ended = session("Once upon a time", "Then</s>", directory=TINY)
-    assert ended.out.startswith(", there was") and ended.widths[1] <= 9 and "your text is continued" in ended.err
+    assert (
+        ended.out.startswith(", there was")
+        and ended.widths[1] <= 9
+        and "your text is continued" in ended.err
+    )
     assert 2 not in ended.answers[1].prompt_tokens
 
 
 def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
     ended = session("Once upon a time", "dog", directory=TINY, stop=["little"])
-    assert ended.widths[1] > len(Tokenizer(Checkpoint(TINY)).encode_text("dog"))  # the text so far is read, too
+    assert ended.widths[1] > len(
+        Tokenizer(Checkpoint(TINY)).encode_text("dog")
+    )  # the text so far is read, too
 
 
 def test_reset_and_system(session):
     chat = session("Hello", "/system Be brief.", "Hi", "/reset", "Ho").chat
-    assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"] and len(chat.messages) == 3
-    assert session("Hello", "/system Be brief.", "/system", "Hi").chat.messages[0]["content"] == "Hi"
+    assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"] and len(
+        chat.messages
+    ) == 3
+    assert (
+        session("Hello", "/system Be brief.", "/system", "Hi").chat.messages[0]["content"] == "Hi"
+    )
     assert "no chat template" in session("/system Be brief.", directory=TINY).err
 
 
@@ -174,20 +239,29 @@ def test_what_a_command_says_that_changes_nothing(session, tmp_path, case):
     os.mkfifo(tmp_path / "pipe")
     line, said = case.format(tmp_path).split(" -> ")
     ended = session("Hello", line)
-    assert said in ended.err and roles(ended.chat.messages) == "user assistant" and (tmp_path / "pipe").is_fifo()
+    assert (
+        said in ended.err
+        and roles(ended.chat.messages) == "user assistant"
+        and (tmp_path / "pipe").is_fifo()
+    )
 
 
 class Terminal:
     """generate.py on a pseudo terminal."""
 
     def __init__(self, directory: str, new_tokens: int):
-        line = f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 " \
-               f"--max-new-tokens {new_tokens}"
+        line = (
+            f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 "
+            f"--max-new-tokens {new_tokens}"
+        )
         self.process, self.master = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
-            os.execve(sys.executable, [sys.executable, *line.split()],
-                      os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"))
+            os.execve(
+                sys.executable,
+                [sys.executable, *line.split()],
+                os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"),
+            )
         self.screen, self.seen = "", 0
 
     def type(self, text: str, want: str = "") -> None:
@@ -196,9 +270,10 @@ class Terminal:
         self.read(want)
 
     def read(self, want: str) -> None:
-        """Waits for a text that matches `want`, behind what the last call waited for, a minute at a time."""
-        while not (found := re.search(want, self.screen[self.seen:])):
-            assert select.select([self.master], [], [], 60)[0], self.screen[self.seen:]
+        """Waits for a text that matches `want`, behind what the last call waited for, a minute at a
+        time."""
+        while not (found := re.search(want, self.screen[self.seen :])):
+            assert select.select([self.master], [], [], 60)[0], self.screen[self.seen :]
             self.screen += os.read(self.master, 65536).decode(errors="replace")
         self.seen += found.end()
 
@@ -230,14 +305,17 @@ def test_a_session_on_a_terminal(terminal, tmp_path):
     assert asked(read_json(file)) == ["Hello fox", "one\ntwo\nthree"]
     for _ in range(2):
         terminal.read("> ")
-        time.sleep(0.5)  # readline prints its prompt before it waits: a signal between the two is seen at the next key
+        time.sleep(
+            0.5
+        )  # readline prints its prompt before it waits: a signal between the two is seen at the next key
         terminal.type("\x03")
     assert terminal.ended() == 0 and "Traceback" not in terminal.screen
 
 
 @pytest.mark.parametrize("terminal", [150], indirect=True)
 def test_lines_that_come_during_an_answer_are_one_turn(terminal, tmp_path):
-    """A terminal sends what is pasted then as if it were typed. A last line without an end waits for the user's."""
+    """A terminal sends what is pasted then as if it were typed. A last line without an end waits
+    for the user's."""
     terminal.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
     terminal.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
     terminal.type(" and six\r", "tokens/s(?s:.*)> ")

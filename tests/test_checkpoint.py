@@ -1,7 +1,9 @@
 """
-Checkpoints in Hugging Face layout, as good and as bad as they come: config, weights, links, the Hub. All but the
-bundled tokenizer.model is made here; the Hub is a server of our own, which the real client asks. See test_tokenizer.py.
+Checkpoints in Hugging Face layout, as good and as bad as they come: config, weights, links, the
+Hub. All but the bundled tokenizer.model is made here; the Hub is a server of our own, which the
+real client asks. See test_tokenizer.py.
 """
+
 import json
 import os
 import pickle
@@ -55,29 +57,51 @@ def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_ope
 
 def test_a_tied_head_is_the_embedding_and_tensors_without_effect_are_skipped(tmp_path):
     theirs = make(tmp_path, tie_word_embeddings=True)
-    save(tmp_path, theirs | {"lm_head.weight": torch.ones(64, 32),
-                             LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4),
-                             LAYER + "self_attn.o_proj.bias": torch.zeros(32)})
+    save(
+        tmp_path,
+        theirs
+        | {
+            "lm_head.weight": torch.ones(64, 32),
+            LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4),
+            LAYER + "self_attn.o_proj.bias": torch.zeros(32),
+        },
+    )
     model = load(tmp_path)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.head.weight, theirs["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("name, tensor, words", [
-    (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""), ("model.layers.2.mlp.up_proj.weight", torch.ones(1), ""),
-    (Q, None, "missing"), (Q, torch.ones(16, 32), "[16, [32,"), (Q, torch.ones(32, 32).to(torch.int8), "I8"),
-    ("x.bias", torch.zeros(10 ** 6), "")])  # zeros, but of no layer's size
+@pytest.mark.parametrize(
+    "name, tensor, words",
+    [
+        (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""),
+        ("model.layers.2.mlp.up_proj.weight", torch.ones(1), ""),
+        (Q, None, "missing"),
+        (Q, torch.ones(16, 32), "[16, [32,"),
+        (Q, torch.ones(32, 32).to(torch.int8), "I8"),
+        ("x.bias", torch.zeros(10**6), ""),
+    ],
+)  # zeros, but of no layer's size
 def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, words):
     tensors = make(tmp_path) | {name: tensor}
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     assert absent(f"{name} {words}", refusal(load, tmp_path)) == []
 
 
-@pytest.mark.parametrize("file, content, words", [
-    *product([SHARD], [None, 4, 100, -1], [""]), (SHARD, (2 ** 24 + 1).to_bytes(8, "little"), "header 16777216"),
-    (INDEX, dict(weight_map=[]), ""), (INDEX, dict(weight_map={"x": SHARD}), f"{SHARD}: x is not in it"),
-    *((INDEX, dict(weight_map={Q: name}), "inside") for name in (1, "/x.safetensors", "x/../../x.safetensors")),
-    *product(["config.json"], [None, b"{", [1], b"\xff\xfe", b"[" * 100_000], [""])])
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        *product([SHARD], [None, 4, 100, -1], [""]),
+        (SHARD, (2**24 + 1).to_bytes(8, "little"), "header 16777216"),
+        (INDEX, dict(weight_map=[]), ""),
+        (INDEX, dict(weight_map={"x": SHARD}), f"{SHARD}: x is not in it"),
+        *(
+            (INDEX, dict(weight_map={Q: name}), "inside")
+            for name in (1, "/x.safetensors", "x/../../x.safetensors")
+        ),
+        *product(["config.json"], [None, b"{", [1], b"\xff\xfe", b"[" * 100_000], [""]),
+    ],
+)
 def test_a_damaged_file_and_an_index_that_misleads_are_refused(tmp_path, file, content, words):
     """It names what a file lacks, or leads out of the directory."""
     save(tmp_path, make(tmp_path), shards=2)
@@ -100,18 +124,29 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path):
     assert (tmp_path / "made").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="peak memory is read from Linux' /proc"
+)
 def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
-    save(tmp_path, make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6), shards=6)
-    program = ("import torch, safetensors.torch, tqdm; from pathlib import Path\n"
-               "from checkpoint import Checkpoint, load_model\n"
-               "def status(key): return int(Path('/proc/self/status').read_text().split(key + ':')[1].split()[0])\n"
-               f"checkpoint = Checkpoint(Path('{tmp_path}'))\n"
-               "before = status('VmRSS')\n"
-               "model = load_model(checkpoint, torch.device('cpu'), torch.float32)\n"
-               "print(status('VmHWM') - before)")
+    save(
+        tmp_path,
+        make(tmp_path, hidden_size=1024, intermediate_size=1024, num_hidden_layers=6),
+        shards=6,
+    )
+    program = (
+        "import torch, safetensors.torch, tqdm; from pathlib import Path\n"
+        "from checkpoint import Checkpoint, load_model\n"
+        "def status(key): return int(Path('/proc/self/status').read_text().split(key + "
+        "':')[1].split()[0])\n"
+        f"checkpoint = Checkpoint(Path('{tmp_path}'))\n"
+        "before = status('VmRSS')\n"
+        "model = load_model(checkpoint, torch.device('cpu'), torch.float32)\n"
+        "print(status('VmHWM') - before)"
+    )
     grown = int(python("-c", program).stdout) / 1024
-    shards = [file.stat().st_size / 2 ** 20 for file in tmp_path.glob("*.safetensors")]  # 144 MiB, the largest of 36
+    shards = [
+        file.stat().st_size / 2**20 for file in tmp_path.glob("*.safetensors")
+    ]  # 144 MiB, the largest of 36
     assert sum(shards) < grown < sum(shards) + max(shards) + 25
 
 
@@ -166,7 +201,10 @@ def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, case):
 
 def test_only_mistral_has_a_sliding_window():
     for kind, window in dict(mistral=16, llama=None, qwen2=None).items():
-        assert config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).layers[0].window == window
+        assert (
+            config_from_hf(LLAMA | dict(model_type=kind, sliding_window=16)).layers[0].window
+            == window
+        )
 
 
 def test_each_file_is_opened_once_to_load(tmp_path, monkeypatch):
@@ -185,15 +223,23 @@ def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
 
 
 def test_a_message_shows_control_characters_escaped_and_is_cut(tmp_path):
-    name = "\x1b]0;title\x07\x9b31m\u202e" + "x" * 10 ** 6 + " end"
+    name = "\x1b]0;title\x07\x9b31m\u202e" + "x" * 10**6 + " end"
     save(tmp_path, make(tmp_path) | {name: torch.ones(1)})
     said = refusal(load, tmp_path)
     assert r"\x1b]0;title\x07\x9b31m\u202e" in said and said.isprintable() and len(said) <= 1000
-    assert said.startswith(str(tmp_path)) and said.endswith("config.json is of another model")  # the remedy is kept
+    assert said.startswith(str(tmp_path)) and said.endswith(
+        "config.json is of another model"
+    )  # the remedy is kept
 
 
-LINKED = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja",
-          INDEX]
+LINKED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    INDEX,
+]
 
 
 def open_all(directory: Path) -> None:
@@ -204,7 +250,8 @@ def open_all(directory: Path) -> None:
 
 @pytest.mark.parametrize("file", [*LINKED, "tokenizer.json", WHOLE, "prompts.txt"])
 def test_a_pipe_and_a_file_of_absurd_size_are_refused_by_name(tmp_path, file):
-    """Whoever opened the pipe would wait for good. fuzz.py has directories, devices and sockets, too."""
+    """Whoever opened the pipe would wait for good. fuzz.py has directories, devices and sockets,
+    too."""
     place = tmp_path / file
     with_model(tmp_path)
     save(tmp_path, make(tmp_path, vocab_size=2048))
@@ -213,8 +260,8 @@ def test_a_pipe_and_a_file_of_absurd_size_are_refused_by_name(tmp_path, file):
     assert f"{place}: want a regular file" in refusal(open_all, tmp_path)
     place.unlink()
     place.touch()
-    os.truncate(place, 2 ** 34)  # a hole: no disk is filled
-    size = "" if file == WHOLE else f"{2 ** 34} bytes"
+    os.truncate(place, 2**34)  # a hole: no disk is filled
+    size = "" if file == WHOLE else f"{2**34} bytes"
     assert f"{place}: {size}" in refusal(open_all, tmp_path)
 
 
@@ -239,15 +286,26 @@ def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, 
     link_to(tmp_path / "elsewhere", tmp_path / "in", file)
     for there in (True, False):
         said = refusal(open_all, tmp_path / "in")
-        assert said.startswith(f"{tmp_path / 'in' / file}: a link to {tmp_path / 'elsewhere' / file}, ")
+        assert said.startswith(
+            f"{tmp_path / 'in' / file}: a link to {tmp_path / 'elsewhere' / file}, "
+        )
         assert there or "not there" in said
-        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)  # no silence about a file that was there once
+        shutil.rmtree(
+            tmp_path / "elsewhere", ignore_errors=True
+        )  # no silence about a file that was there once
 
 
-@pytest.mark.parametrize("place, directory, files", [
-    ("hub/blobs", "hub/snapshots/abc", [*LINKED, SHARD]), ("in/deeper", "in", [*LINKED, SHARD]),
-    ("disk", "in", [SHARD])])  # weights may lie on another disk
-def test_links_are_followed_in_the_hubs_cache_inside_of_the_directory_and_to_it(tmp_path, place, directory, files):
+@pytest.mark.parametrize(
+    "place, directory, files",
+    [
+        ("hub/blobs", "hub/snapshots/abc", [*LINKED, SHARD]),
+        ("in/deeper", "in", [*LINKED, SHARD]),
+        ("disk", "in", [SHARD]),
+    ],
+)  # weights may lie on another disk
+def test_links_are_followed_in_the_hubs_cache_inside_of_the_directory_and_to_it(
+    tmp_path, place, directory, files
+):
     with_all(tmp_path / directory)
     for file in files:
         link_to(tmp_path / place, tmp_path / directory, file)
@@ -265,15 +323,33 @@ def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_fol
     assert "out of its" in refusal(vet, snapshot)
 
 
-WANTED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", INDEX,
-          "chat_template.jinja", "model.safetensors", "model-00001-of-00002.safetensors"]
-SURPLUS = ["consolidated.safetensors", "pytorch_model.bin", "README.md", "original/consolidated.00.pth",
-           "original/tokenizer.model", "onnx/model.safetensors"]
+WANTED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    INDEX,
+    "chat_template.jinja",
+    "model.safetensors",
+    "model-00001-of-00002.safetensors",
+]
+SURPLUS = [
+    "consolidated.safetensors",
+    "pytorch_model.bin",
+    "README.md",
+    "original/consolidated.00.pth",
+    "original/tokenizer.model",
+    "onnx/model.safetensors",
+]
 COMMIT = "0123456789" * 4
-NOT_DOWNLOADED = {  # a name -> what the Hub refuses, with which status and error code (None: it hangs up); what is said
+# a name -> what the Hub refuses, with which status and error code (None: it hangs up); what is said
+NOT_DOWNLOADED = {
     "a/b1": (("/api/", 401, "RepoNotFound"), "401 licence hf auth login"),
     "a/b2": (("/resolve/", 403, "GatedRepo"), "403 licence hf auth login"),
-    "a/b3": (("/api/", 404, ""), "404"), "a/b4": (None, "network another machine")}
+    "a/b3": (("/api/", 404, ""), "404"),
+    "a/b4": (None, "network another machine"),
+}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -287,12 +363,18 @@ class Hub(BaseHTTPRequestHandler):
         part, status, code = refused[0] if refused else ("", 200, "")
         answer = dict(id="owner/name", sha=COMMIT, siblings=[])
         if "/tree/" in path:
-            answer = [dict(type="file", path=file, size=len(file), oid="") for file in WANTED + SURPLUS]
+            answer = [
+                dict(type="file", path=file, size=len(file), oid="") for file in WANTED + SURPLUS
+            ]
         file = path.partition(f"/resolve/{COMMIT}/")[2]  # it holds its own name
         body = file.encode() if file else json.dumps(answer).encode()
         self.send_response(status if part in path else 200)
-        for key, value in {"X-Error-Code": code, "X-Repo-Commit": COMMIT, "ETag": f'"{hash(body)}"',
-                           "Content-Length": str(len(body))}.items():
+        for key, value in {
+            "X-Error-Code": code,
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{hash(body)}"',
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body if self.command == "GET" else b"")
@@ -312,10 +394,16 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 
 def download(home: Path, hub: ThreadingHTTPServer, *names: str) -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of scripts/download.py for each name; one process, as each imports PyTorch."""
+    """Exit code, stdout and stderr of scripts/download.py for each name; one process, as each
+    imports PyTorch."""
     environment = {key: "" for key in os.environ if key.upper().startswith(("HF_", "HUGGING"))}
-    environment |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(home), NO_PROXY="127.0.0.1",
-                        HF_HUB_DISABLE_XET="1", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'scripts'}")
+    environment |= dict(
+        HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}",
+        HF_HOME=str(home),
+        NO_PROXY="127.0.0.1",
+        HF_HUB_DISABLE_XET="1",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'scripts'}",
+    )
     done = python("-c", ONE_BY_ONE, *names, cwd=home, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -325,7 +413,11 @@ def test_the_hub_gives_the_files_that_are_read_and_the_cache_gives_them_again(tm
     [(code, out, errors)] = download(tmp_path, hub, "owner/name").values()
     assert code == 0, errors
     place = Path(out.strip())
-    files = {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()}
+    files = {
+        str(file.relative_to(place)): file.read_text()
+        for file in place.rglob("*")
+        if file.is_file()
+    }
     assert files == {file: file for file in WANTED}
     hub.shutdown()
     hub.server_close()
@@ -364,12 +456,16 @@ def test_a_name_that_is_neither_directory_nor_id_is_refused_without_asking(name)
     assert "not a Hub id" in refusal(find_checkpoint, name)
 
 
-@pytest.mark.parametrize("file, words", [("M.GGUF", "a GGUF file"), ("m.bin", "a pickle"), ("notes", "a file")])
+@pytest.mark.parametrize(
+    "file, words", [("M.GGUF", "a GGUF file"), ("m.bin", "a pickle"), ("notes", "a file")]
+)
 def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_path, file, words):
     path = tmp_path / file
     put(path, b"")
     said = refusal(find_checkpoint, str(path))
-    assert f"{path} is {words}" in said and "Hugging Face layout: config.json, *.safetensors" in said
+    assert (
+        f"{path} is {words}" in said and "Hugging Face layout: config.json, *.safetensors" in said
+    )
     put(tmp_path / "config.json", {})
     assert refusal(find_checkpoint, str(path)).endswith(f"want its directory, {tmp_path}")
 
@@ -386,13 +482,18 @@ empt -> in {}, and not
 
 
 @pytest.mark.parametrize("case", NEAR)
-def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_the_hub(tmp_path, monkeypatch, case):
+def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_the_hub(
+    tmp_path, monkeypatch, case
+):
     for directory in ("checkpoints/tiny", "checkpoints/tiny-draft", "SMOLLM"):
         (tmp_path / directory).mkdir(parents=True)
         put(tmp_path / directory / "config.json", {})
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", MagicMock(side_effect=LocalEntryNotFoundError("offline")))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        MagicMock(side_effect=LocalEntryNotFoundError("offline")),
+    )
     name, said = case.replace("{}", str(tmp_path)).split(" -> ")
     assert refusal(find_checkpoint, name).startswith(f"{name}: no such directory {said}")
 
@@ -400,6 +501,8 @@ def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_
 def test_a_directory_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = find_checkpoint(".")
-    assert refusal(vet, directory).startswith(f"{tmp_path / 'config.json'}: no such file; want a dir")
+    assert refusal(vet, directory).startswith(
+        f"{tmp_path / 'config.json'}: no such file; want a dir"
+    )
     put(directory / "config.json", LLAMA)
     assert refusal(load, directory).startswith(f"{tmp_path}: no ")

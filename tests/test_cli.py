@@ -1,4 +1,6 @@
-"""The command line as a user meets it: what is printed where, exit codes, and one line for each mistake."""
+"""The command line as a user meets it: what is printed where, exit codes, and one line for each
+mistake."""
+
 import io
 import json
 import os
@@ -23,8 +25,23 @@ import generate
 import quantize
 from checkpoint import UserError
 from cli.output import format_report, show, speculation
-from helpers import (DRAFT, EAGLE, ROOT, TINY, absent, change_tensors, ended, interrupted, one_line, open_tokenizer,
-                     put, python, read_json, tiny, with_json)
+from helpers import (
+    DRAFT,
+    EAGLE,
+    ROOT,
+    TINY,
+    absent,
+    change_tensors,
+    ended,
+    interrupted,
+    one_line,
+    open_tokenizer,
+    put,
+    python,
+    read_json,
+    tiny,
+    with_json,
+)
 from scripts import train_tiny
 
 COMMANDS = "generate quantize scripts.benchmark scripts.download scripts.evaluate scripts.train_tiny".split()
@@ -34,16 +51,20 @@ SHORT = "--max-new-tokens 3 --temperature 0 --json"
 @pytest.fixture
 def cli(call):
     """generate.py on the CPU, with a command line."""
-    return lambda line="", **more: call("generate.py", generate.main, "--device", "cpu", *shlex.split(line), **more)
+    return lambda line="", **more: call(
+        "generate.py", generate.main, "--device", "cpu", *shlex.split(line), **more
+    )
 
 
 @pytest.fixture
 def result_of(cli):
     """The object of --json."""
+
     def run(line: str, **more) -> dict:
         code, out, err = cli(f"--json {line}", **more)
         assert code == 0 and out.count("\n") == 1, err
         return json.loads(out)
+
     return run
 
 
@@ -54,19 +75,29 @@ def test_no_arguments_tell_a_story_that_ends():
     assert "decode tokens/s" in done.stderr and len(done.stderr.strip().splitlines()) == 2
 
 
-KEYS = ("checkpoint device dtype quantize world_size batch samples load_s compile_s first_token_s decode_tokens_per_s "
-        "per_token_ms weights_bytes bandwidth_gb_s bandwidth_utilization peak_memory_bytes speculation")
+KEYS = (
+    "checkpoint device dtype quantize world_size batch samples load_s compile_s first_token_s "
+    "decode_tokens_per_s "
+    "per_token_ms weights_bytes bandwidth_gb_s bandwidth_utilization peak_memory_bytes speculation"
+)
 
 
 def test_json_is_one_line_with_every_key(result_of):
-    result = result_of("--logprobs --prompt 'One day' --prompt 'Tom and Sue' --num-samples 2 --max-new-tokens 9")
+    result = result_of(
+        "--logprobs --prompt 'One day' --prompt 'Tom and Sue' --num-samples 2 --max-new-tokens 9"
+    )
     assert result.keys() == {*KEYS.split()}
-    assert result["batch"] == 4 and [s["prompt"] for s in result["samples"]] == ["One day"] * 2 + ["Tom and Sue"] * 2
+    assert (
+        result["batch"] == 4
+        and [s["prompt"] for s in result["samples"]] == ["One day"] * 2 + ["Tom and Sue"] * 2
+    )
     keys = "prompt text prompt_tokens tokens finish_reason mean_logprob seconds logprobs"
     for sample in result["samples"]:
         assert sample.keys() == {*keys.split()} and sample["mean_logprob"] < 0 < sample["seconds"]
         assert sample["mean_logprob"] == sum(sample["logprobs"]) / len(sample["tokens"])
-    assert result["weights_bytes"] == 4 * sum(p.numel() for p in tiny().parameters())  # tied: all of the embedding
+    assert result["weights_bytes"] == 4 * sum(
+        p.numel() for p in tiny().parameters()
+    )  # tied: all of the embedding
 
 
 def test_a_seed_repeats_the_text_and_another_does_not(cli):
@@ -75,14 +106,22 @@ def test_a_seed_repeats_the_text_and_another_does_not(cli):
 
 
 def test_stop_text_ends_the_text_before_it(cli):
-    assert cli("--temperature 0 --stop 'little girl' --quiet")[1:] == ("Once upon a time, there was a \n", "")
+    assert cli("--temperature 0 --stop 'little girl' --quiet")[1:] == (
+        "Once upon a time, there was a \n",
+        "",
+    )
 
 
 def test_prompt_file_is_a_batch_with_headings(cli, tmp_path):
     (tmp_path / "prompts.txt").write_text("One day\n\nTom and Sue\n")
     _, out, _ = cli(f"--prompt-file {tmp_path}/prompts.txt --max-new-tokens 5 --num-samples 2")
     headings = [line for line in out.splitlines() if line.startswith("--- ")]
-    assert headings == ["--- One day (1)", "--- One day (2)", "--- Tom and Sue (1)", "--- Tom and Sue (2)"]
+    assert headings == [
+        "--- One day (1)",
+        "--- One day (2)",
+        "--- Tom and Sue (1)",
+        "--- Tom and Sue (2)",
+    ]
 
 
 @pytest.mark.parametrize("line", ["--max-new-tokens 3", "--interactive"])
@@ -94,9 +133,10 @@ def test_a_profile_replaces_a_file_and_leaves_nothing_else(cli, tmp_path, line):
     assert [*tmp_path.iterdir()] == [trace] and read_json(trace)["traceEvents"]
 
 
-@pytest.mark.parametrize("name, said", [
-    ("pipe", "want a file"), ("none/file", "No such file")])
-def test_a_profile_that_cannot_be_written_is_refused_before_the_work(cli, monkeypatch, tmp_path, name, said):
+@pytest.mark.parametrize("name, said", [("pipe", "want a file"), ("none/file", "No such file")])
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(
+    cli, monkeypatch, tmp_path, name, said
+):
     monkeypatch.setattr("formats.load", None)
     os.mkfifo(tmp_path / "pipe")
     told = f"--profile {tmp_path / name}: cannot write there, name another place: {said}"
@@ -114,9 +154,12 @@ def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path
 
 def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
     out = tmp_path / "a b"
-    code, printed, err = call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu")
+    code, printed, err = call(
+        "quantize.py", quantize.main, "--checkpoint", TINY, "--out", out, "--device", "cpu"
+    )
     assert (code, printed) == (0, "") and err.endswith(
-        f"MB of weights, 7.94MB before\nnext: python generate.py --checkpoint '{out}' --compile\n")
+        f"MB of weights, 7.94MB before\nnext: python generate.py --checkpoint '{out}' --compile\n"
+    )
 
 
 def test_compile_wants_the_compiler_that_inductor_runs(cli, monkeypatch):
@@ -170,8 +213,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli, case):
     assert err.startswith("generate.py: ") and said in err
 
 
-@pytest.mark.parametrize("options, said", {
-    f"--json --draft {DRAFT}": "", "": "Once upon a time\n"}.items())  # the message has a line of its own
+@pytest.mark.parametrize(
+    "options, said", {f"--json --draft {DRAFT}": "", "": "Once upon a time\n"}.items()
+)  # the message has a line of its own
 def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     directory = shutil.copytree(TINY, tmp_path / "tiny")
     change_tensors(directory, **{"model.norm.weight": torch.full((256,), torch.nan)})
@@ -179,10 +223,15 @@ def test_weights_that_are_no_numbers_are_said(cli, tmp_path, options, said):
     assert (code, out) == (2, said) and "the logits are not finite" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("redirected, code, out, said", [
-    ("<&- 2>&-", 0, "Once upon ", ""), (">&-", 0, "", "tokens/s"),
-    ("> /dev/full", 2, "", "generate.py: [Errno 28] No space left on device\n"),
-    ("| head -c 10; exit ${PIPESTATUS[0]}", 141, "Once upon ", "")])
+@pytest.mark.parametrize(
+    "redirected, code, out, said",
+    [
+        ("<&- 2>&-", 0, "Once upon ", ""),
+        (">&-", 0, "", "tokens/s"),
+        ("> /dev/full", 2, "", "generate.py: [Errno 28] No space left on device\n"),
+        ("| head -c 10; exit ${PIPESTATUS[0]}", 141, "Once upon ", ""),
+    ],
+)
 def test_streams_may_be_closed_full_or_read_in_part(redirected, code, out, said):
     command = f"{sys.executable} {ROOT}/generate.py --max-new-tokens 99 --stop zzz {redirected}"
     done = ended(["bash", "-c", command])
@@ -191,19 +240,26 @@ def test_streams_may_be_closed_full_or_read_in_part(redirected, code, out, said)
 
 
 def test_ctrl_c_is_quiet():
-    assert interrupted("generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz") == (130, b"")
+    assert interrupted("generate.py", "--quiet", "--max-new-tokens", "400", "--stop", "zzz") == (
+        130,
+        b"",
+    )
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "scripts.tune"])
 def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     """A module that sleeps stands for it."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)"
+    )
     assert interrupted(f"{name.replace('.', '/')}.py", path=tmp_path) == (-signal.SIGINT, b"")
 
 
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said = one_line(call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", tmp_path / "out"))
+    said = one_line(
+        call("quantize.py", quantize.main, "--checkpoint", TINY, "--out", tmp_path / "out")
+    )
     assert said == "quantize.py: 2 processes, want one: start it without torchrun\n"
 
 
@@ -214,14 +270,18 @@ def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
 
 def test_a_draft_larger_than_its_target_is_said_and_runs(cli):
     code, out, err = cli(f"--checkpoint {DRAFT} --draft {TINY} --max-new-tokens 9 --quiet")
-    assert code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
+    assert (
+        code == 0 and err.count("\n") == 1 and "3,967,744 parameters, the checkpoint 475,520" in err
+    )
 
 
 @pytest.mark.parametrize("draft", [f"{EAGLE} --draft-quantize int4", "prompt-lookup"])
 def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
     """A stop text may end inside of an accepted run, and a row with its first token."""
-    line = ("--temperature 0 --prompt One --prompt 'the dog and the cat and the dog and the cat and' "
-            "--max-new-tokens 40 --stop ' play' --stop ' day' --quantize int8")
+    line = (
+        "--temperature 0 --prompt One --prompt 'the dog and the cat and the dog and the cat and' "
+        "--max-new-tokens 40 --stop ' play' --stop ' day' --quantize int8"
+    )
     plain, fast = result_of(line), result_of(f"{line} --draft-tokens 3 --draft {draft}")
     outcome, counts = itemgetter("text", "tokens", "finish_reason"), fast["speculation"]
     assert [*map(outcome, plain["samples"])] == [*map(outcome, fast["samples"])]
@@ -231,15 +291,21 @@ def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
 def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
     """Time passes by a second a step: rows of 3 tokens end, the others do not."""
     monkeypatch.setattr(generate.time, "perf_counter", partial(next, count(0.0)))
-    line = "--num-samples 6 --seed 5 --prompt 'One day' --time-budget 12 --stop . --max-new-tokens 99"
-    ranks = [(sample["finish_reason"], -sample["mean_logprob"]) for sample in result_of(line)["samples"]]
+    line = (
+        "--num-samples 6 --seed 5 --prompt 'One day' --time-budget 12 --stop . --max-new-tokens 99"
+    )
+    ranks = [
+        (sample["finish_reason"], -sample["mean_logprob"]) for sample in result_of(line)["samples"]
+    ]
     assert ranks == sorted(ranks) and {reason for reason, _ in ranks} == {"stop", "time"}
     unfinished = [reason for reason, _ in ranks].count("time")
     assert cli(f"{line} --quiet")[1].count("[unfinished]") == unfinished
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
-    monkeypatch.setattr("formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    monkeypatch.setattr(
+        "formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    )
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
 
@@ -248,15 +314,27 @@ def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, tmp_pat
     text, out = ROOT / "checkpoints" / "stories.txt", tmp_path / "out"
     line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 350"
     monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
-    for more, words in ("", "greedy agreement"), ("--eagle --texts 2", "tiny-eagle: of the 1st to 5th drafted token"):
+    for more, words in (
+        ("", "greedy agreement"),
+        ("--eagle --texts 2", "tiny-eagle: of the 1st to 5th drafted token"),
+    ):
         code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), *more.split())
         assert code == 0 and words in said, err
     assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft", "tiny-eagle"]
 
 
-@pytest.mark.parametrize("more, said", [
-    ("--lr nan", "--lr"), ("--eval none", "none: "), ("--out full/tiny/mine", "mine"), ("--out full", "mine")])
-def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call, tmp_path, monkeypatch, more, said):
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("--lr nan", "--lr"),
+        ("--eval none", "none: "),
+        ("--out full/tiny/mine", "mine"),
+        ("--out full", "mine"),
+    ],
+)
+def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(
+    call, tmp_path, monkeypatch, more, said
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_tiny, "train_pair", None)
     mine, text = tmp_path / "full" / "tiny" / "mine", ROOT / "checkpoints" / "stories.txt"
@@ -266,13 +344,22 @@ def test_train_tiny_refuses_before_it_trains_and_deletes_nothing_of_others(call,
     assert said in one_line(call("train_tiny.py", train_tiny.main, *line.split())) and mine.exists()
 
 
-@pytest.mark.parametrize("line, stdin, prompts", [
-    ("", "One\nday\n\n", "One\nday\n"), ("", " \n", "Once upon a time"),
-    ("-p Tom --prompt -", "One\nday\n", "Tom|One\nday"), ("--prompt-file -", "One day\n\nTom\n", "One day|Tom"),
-    ("-p A --prompt-file prompts", "", "A|One\u2028day|Tom"),
-    ("--prompt-file prompts --whole", "", "One\u2028day\n\nTom")])
-def test_prompts_from_options_stdin_and_files(result_of, tmp_path, monkeypatch, line, stdin, prompts):
-    """The file is from another system: a byte order mark, CRLF, and a character that str.splitlines would cut at."""
+@pytest.mark.parametrize(
+    "line, stdin, prompts",
+    [
+        ("", "One\nday\n\n", "One\nday\n"),
+        ("", " \n", "Once upon a time"),
+        ("-p Tom --prompt -", "One\nday\n", "Tom|One\nday"),
+        ("--prompt-file -", "One day\n\nTom\n", "One day|Tom"),
+        ("-p A --prompt-file prompts", "", "A|One\u2028day|Tom"),
+        ("--prompt-file prompts --whole", "", "One\u2028day\n\nTom"),
+    ],
+)
+def test_prompts_from_options_stdin_and_files(
+    result_of, tmp_path, monkeypatch, line, stdin, prompts
+):
+    """The file is from another system: a byte order mark, CRLF, and a character that str.splitlines
+    would cut at."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts").write_bytes("\ufeffOne\u2028day\r\n\r\nTom\r\n".encode())
     samples = result_of(f"{line} --max-new-tokens 1", stdin=stdin)["samples"]
@@ -303,15 +390,23 @@ def test_after_a_second_of_waiting_it_says_that_stdin_is_read(cli):
 def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, chatty):
     tokenizer = open_tokenizer(Path(chatty))
     user, system = dict(role="user", content="Hi"), dict(role="system", content="Be brief.")
-    for more, tokens in {"": tokenizer.encode_text("Hi"), "--chat": tokenizer.encode_chat([user]),
-                         "--chat --system 'Be brief.'": tokenizer.encode_chat([system, user])}.items():
+    for more, tokens in {
+        "": tokenizer.encode_text("Hi"),
+        "--chat": tokenizer.encode_chat([user]),
+        "--chat --system 'Be brief.'": tokenizer.encode_chat([system, user]),
+    }.items():
         _, out, err = cli(f"--checkpoint {chatty} -p Hi {SHORT} {more}")
         assert json.loads(out)["samples"][0]["prompt_tokens"] == len(tokens)
         assert ("--chat puts it into the checkpoint's chat template" in err) == (not more)
 
 
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
-    first = Namespace(prompt="", heading="--- A\n", finish_reason=None, visible=Mock(side_effect=["", " 1", " 123"]))
+    first = Namespace(
+        prompt="",
+        heading="--- A\n",
+        finish_reason=None,
+        visible=Mock(side_effect=["", " 1", " 123"]),
+    )
     second = Namespace(prompt="", heading="--- B\n", finish_reason="stop", visible=lambda: " abc")
 
     def steps():
@@ -326,43 +421,66 @@ def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys, terminal):
+def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is(
+    monkeypatch, capsys, terminal
+):
     text = "a\x1b]0;title\x07b\tc\nd\r\x00\x9b2Je\u00e9\u65e5"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     show([Namespace(finish_reason="stop", prompt=text, heading=text, visible=lambda: text)])
-    assert capsys.readouterr().out == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
+    assert (
+        capsys.readouterr().out
+        == 2 * ("a]0;titleb\tc\nd2Je\u00e9\u65e5" if terminal else text) + "\n"
+    )
 
 
-@pytest.mark.parametrize("more, terminal, said", [
-    ("", False, "compiling ...\n"), ("", True, "compiling ...\r\n"), ("--quiet", False, "")])
+@pytest.mark.parametrize(
+    "more, terminal, said",
+    [("", False, "compiling ...\n"), ("", True, "compiling ...\r\n"), ("--quiet", False, "")],
+)
 def test_the_command_says_once_that_it_compiles(cli, monkeypatch, more, terminal, said):
     monkeypatch.setattr("cli.generate.sys.stderr.isatty", lambda: terminal)
     monkeypatch.setattr(generate.Engine, "compile", Mock(side_effect=UserError("")))
     assert cli(f"--compile {more}") == (2, "", f"{said}generate.py: \n")
 
 
-@pytest.mark.parametrize("error, said", [
-    (type("PanicException", (BaseException,), {})("no such token\nxxx"), "no such token xxx"),
-    (MemoryError(), "out of memory")])
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (type("PanicException", (BaseException,), {})("no such token\nxxx"), "no such token xxx"),
+        (MemoryError(), "out of memory"),
+    ],
+)
 def test_what_nobody_expects_of_a_library_is_one_line(call, error, said):
     assert one_line(call("generate.py", Mock(side_effect=error))) == f"generate.py: {said}\n"
 
 
 def test_the_report_has_the_drafts_part_in_lines_of_its_own_and_no_line_over_80_columns():
-    result = dict(load_s=123.456, compile_s=123.4, first_token_s=12.3, decode_tokens_per_s=12345.6, bandwidth_gb_s=4321,
-                  bandwidth_utilization=0.987, peak_memory_bytes=1e11,
-                  speculation=speculation(dict(steps=3, drafted=12, accepted=9, row_steps=3)))
-    assert format_report(result) == """\
+    result = dict(
+        load_s=123.456,
+        compile_s=123.4,
+        first_token_s=12.3,
+        decode_tokens_per_s=12345.6,
+        bandwidth_gb_s=4321,
+        bandwidth_utilization=0.987,
+        peak_memory_bytes=1e11,
+        speculation=speculation(dict(steps=3, drafted=12, accepted=9, row_steps=3)),
+    )
+    assert (
+        format_report(result)
+        == """\
 load s  compile s  first token s  decode tokens/s    GB/s  of read bw  peak GiB
 123.46      123.4         12.300          12345.6  4321.0         99%     93.13
 accepted  tokens a step
      75%           4.00"""
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
-    with patch.object(ArgumentParser, "parse_known_args", autospec=True, side_effect=KeyboardInterrupt) as parse:
+    with patch.object(
+        ArgumentParser, "parse_known_args", autospec=True, side_effect=KeyboardInterrupt
+    ) as parse:
         with pytest.raises(KeyboardInterrupt):
             import_module(name).main()
     [parser] = parse.call_args.args
@@ -370,4 +488,6 @@ def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(mon
     assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
     for option in parser._actions:
         if option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, generate.TINY):
-            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, option.option_strings
+            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, (
+                option.option_strings
+            )

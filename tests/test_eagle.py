@@ -1,4 +1,6 @@
-"""EAGLE-3 heads: their logits are those of others, and a drafted token depends on the text alone."""
+"""EAGLE-3 heads: their logits are those of others, and a drafted token depends on the text
+alone."""
+
 import re
 import shutil
 from pathlib import Path
@@ -13,8 +15,24 @@ import guard
 from checkpoint import Checkpoint
 from eagle import Head, HeadCheckpoint, find_places
 from formats import load
-from helpers import (CPU, F32, ROOT, absent, change_tensors, error, make, one_line, python, random_head, random_model,
-                     read, refusal, rewrite, run, speculator)
+from helpers import (
+    CPU,
+    F32,
+    ROOT,
+    absent,
+    change_tensors,
+    error,
+    make,
+    one_line,
+    python,
+    random_head,
+    random_model,
+    read,
+    refusal,
+    rewrite,
+    run,
+    speculator,
+)
 from policies import Fixed
 from sampling import Sampling
 from speculative import Speculator
@@ -26,7 +44,14 @@ HEADS = ROOT / "tests" / "eagle"
 def target(tmp_path_factory) -> Checkpoint:
     """A model that the heads of tests/eagle fit."""
     directory = tmp_path_factory.mktemp("target") / "model"
-    make(directory, hidden_size=32, vocab_size=96, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1)
+    make(
+        directory,
+        hidden_size=32,
+        vocab_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     return Checkpoint(directory)
 
 
@@ -42,8 +67,8 @@ def copied(tmp_path) -> Path:
 
 
 def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> Tensor:
-    """What the head, new, predicts behind the pairs of features [N, n D] and tokens [N], and behind each token that it
-    drafted but the last [len(drafted), draft's V]."""
+    """What the head, new, predicts behind the pairs of features [N, n D] and tokens [N], and behind
+    each token that it drafted but the last [len(drafted), draft's V]."""
     n = len(tokens)
     head.setup(n + len(drafted), 1)
     head.states[0, :n] = head.project(features)
@@ -53,19 +78,23 @@ def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> 
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("name, places", [
-    ("authors", (2, 4, 5)), ("authors-norms", (2, 4)), ("speculators", (0, 2, 4))])
+@pytest.mark.parametrize(
+    "name, places", [("authors", (2, 4, 5)), ("authors-norms", (2, 4)), ("speculators", (0, 2, 4))]
+)
 @torch.no_grad()
 def test_logits_are_those_of_the_speculators_package(target, name, places):
-    """Behind each pair, and of four more tokens, each beside the head's own state. The last head's second layer sees 5
-    tokens. The heads have no ids of places, those of layers' outputs, those of places."""
+    """Behind each pair, and of four more tokens, each beside the head's own state. The last head's
+    second layer sees 5 tokens. The heads have no ids of places, those of layers' outputs, those of
+    places."""
     checkpoint, head = open_head(HEADS / name, target)
     assert checkpoint.options.places == places
-    features, tokens, expected = (load_file(HEADS / name / "golden.safetensors")[key]
-                                  for key in ("features", "tokens", "logits"))
+    features, tokens, expected = (
+        load_file(HEADS / name / "golden.safetensors")[key]
+        for key in ("features", "tokens", "logits")
+    )
     steps, pairs, _ = expected.shape
     for t in range(1, pairs - steps + 2):
-        found = drafts(head, features[:t], tokens[:t], tokens[t:t + steps - 1].tolist() + [0])
+        found = drafts(head, features[:t], tokens[:t], tokens[t : t + steps - 1].tolist() + [0])
         # The package lets a drafted token see as far back as its first one does, beyond its window.
         alike = steps if name != "speculators" else max(1, 6 - t)
         assert error(found[:alike], expected[:alike, t - 1]) < 1e-5
@@ -80,8 +109,8 @@ KNOWN = [1, 2, 3, 5, 7]
 
 
 def watched(policy: str, rows: int, room: int = 160) -> Speculator:
-    """A speculator whose drafts are compared with drafts(), of the features of the text so far, read anew. The head is
-    narrower than its target. checked: their lengths."""
+    """A speculator whose drafts are compared with drafts(), of the features of the text so far,
+    read anew. The head is narrower than its target. checked: their lengths."""
     model, whole = random_model(1), random_model(1)
     head, new = (random_head(5, model, KNOWN) for _ in range(2))
     made = speculator(model, room, head, policy, rows, Sampling(temperature=1.0))
@@ -90,7 +119,7 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
     def compared(text: Tensor, last: Tensor, k: int, n_slots: int) -> tuple[Tensor, ...]:
         drafted, q, proposed = propose(text, last, k, n_slots)
         for b in (made.last < made.ends).nonzero().flatten().tolist():
-            tokens = text[b, :last[b] + 1]
+            tokens = text[b, : last[b] + 1]
             whole.setup(len(tokens), 1, head.options.places)
             read(whole, tokens[None])
             logits = drafts(new, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
@@ -106,22 +135,32 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
 TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
 
 
-@pytest.mark.parametrize("policy, texts, samples", [
-    ("4", TEXTS, 1), ("bass", TEXTS[:1], 1), ("3", [TEXTS[0] * 7 + [5, 6], TEXTS[2] * 10], 2), ("1", TEXTS[1:2], 2)])
+@pytest.mark.parametrize(
+    "policy, texts, samples",
+    [
+        ("4", TEXTS, 1),
+        ("bass", TEXTS[:1], 1),
+        ("3", [TEXTS[0] * 7 + [5, 6], TEXTS[2] * 10], 2),
+        ("1", TEXTS[1:2], 2),
+    ],
+)
 def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
-    """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long prompt is read in
-    pieces, by the target 16 tokens at a time, by the head 32."""
+    """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long
+    prompt is read in pieces, by the target 16 tokens at a time, by the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
     monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
     made = watched(policy, len(texts) * samples)
     rows = run(made, texts, 40, samples=samples)
-    assert len(made.checked) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
+    assert (
+        len(made.checked) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
+    )
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[:2]])
 def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
-    """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind the text, whose end
-    it has not heard of, and behind a part of it, which only a row alone can have."""
+    """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind
+    the text, whose end it has not heard of, and behind a part of it, which only a row alone can
+    have."""
     monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
     made = watched("auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2]]
@@ -140,19 +179,31 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("config, tensors, words", [
-    ({}, {"fc.weight": zeros(32, 90)}, "fc.weight [32, 90] [32, 96] another model"),
-    ({}, {"fc.weight": None}, "fc.weight is missing"),
-    (dict(vocab_size=100), {}, "vocab_size is 100 96"),
-    (dict(draft_vocab_size=97), {}, "draft_vocab_size 97 96"),
-    (dict(draft_vocab_size=41), {}, "d2t [40] [41]"),
-    ({}, dict(d2t=torch.full((40,), 60)), "d2t from 60 to 99 0 to 95"),
-    ({}, dict(d2t=-torch.arange(40)), "d2t from 0 to 0 distinct"),
-    (dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), {}, "(2, 4, 9) 0 to 8"),
-    (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[2, 2])), {}, "(2, 2) distinct"),
-    (dict(eagle_aux_hidden_state_layer_ids=["a"]), {}, "eagle_aux_hidden_state_layer_ids=['a']"),
-    (dict(hidden_size=16), {"fc.weight": zeros(16, 96), "embed_tokens.weight": None}, "embed_tokens.weight 32 16"),
-    (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config")])
+@pytest.mark.parametrize(
+    "config, tensors, words",
+    [
+        ({}, {"fc.weight": zeros(32, 90)}, "fc.weight [32, 90] [32, 96] another model"),
+        ({}, {"fc.weight": None}, "fc.weight is missing"),
+        (dict(vocab_size=100), {}, "vocab_size is 100 96"),
+        (dict(draft_vocab_size=97), {}, "draft_vocab_size 97 96"),
+        (dict(draft_vocab_size=41), {}, "d2t [40] [41]"),
+        ({}, dict(d2t=torch.full((40,), 60)), "d2t from 60 to 99 0 to 95"),
+        ({}, dict(d2t=-torch.arange(40)), "d2t from 0 to 0 distinct"),
+        (dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), {}, "(2, 4, 9) 0 to 8"),
+        (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[2, 2])), {}, "(2, 2) distinct"),
+        (
+            dict(eagle_aux_hidden_state_layer_ids=["a"]),
+            {},
+            "eagle_aux_hidden_state_layer_ids=['a']",
+        ),
+        (
+            dict(hidden_size=16),
+            {"fc.weight": zeros(16, 96), "embed_tokens.weight": None},
+            "embed_tokens.weight 32 16",
+        ),
+        (dict(quantization_config=dict(quant_method="fp8")), {}, "quantization_config"),
+    ],
+)
 def test_a_head_that_does_not_fit_is_refused_in_one_line(target, copied, config, tensors, words):
     change_tensors(copied, **tensors)
     rewrite(copied / "config.json", **config)
@@ -169,7 +220,9 @@ def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, copied):
     command = re.search('python -c "(.*)"$', said.strip())[1]
     assert python("-c", command, cwd=copied).returncode == 0
     assert load_file(copied / "model.safetensors").keys() == held.keys()
-    assert "give its directory as --draft" in one_line(call("generate.py", generate.main, "--checkpoint", copied))
+    assert "give its directory as --draft" in one_line(
+        call("generate.py", generate.main, "--checkpoint", copied)
+    )
 
 
 def test_embeddings_are_the_targets_where_a_head_has_none(target, copied):

@@ -1,4 +1,6 @@
-"""scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs it."""
+"""scripts/evaluate.py: against a loop that reads one token's context at a time, and as a user runs
+it."""
+
 import json
 import math
 from argparse import Namespace
@@ -9,19 +11,36 @@ import torch
 from tqdm import tqdm
 
 from generate import LLM
-from helpers import (GOLDEN, ROOT, TINY, absent, load_checkpoint, logits_of, one_line, open_tokenizer, python,
-                     refusal, rewrite, tiny, with_json)
+from helpers import (
+    GOLDEN,
+    ROOT,
+    TINY,
+    absent,
+    load_checkpoint,
+    logits_of,
+    one_line,
+    open_tokenizer,
+    python,
+    refusal,
+    rewrite,
+    tiny,
+    with_json,
+)
 from scripts import evaluate
 from tokenizer import Tokenizer
 
-STORY = "Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n \"Привет, 世界!\"  The end. "
+STORY = (
+    'Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n "Привет, 世界!"  The end. '
+)
 TEXT = ROOT / "checkpoints" / "stories.txt"
 TEXTS = [STORY, "🐈 cats", " two  spaces", "e\u0301te\u0301 x", "世界", "\u00a0no break"]
 
 
-def naive(directory: Path, ids: list[int], first: int, context: int, stride: int) -> tuple[float, list]:
-    """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of the first window
-    that predicts it."""
+def naive(
+    directory: Path, ids: list[int], first: int, context: int, stride: int
+) -> tuple[float, list]:
+    """Nats of ids[first:] in float64, and the likeliest tokens: each token alone, after its part of
+    the first window that predicts it."""
     model = load_checkpoint(directory, dtype=torch.float64)
     nats, choices = 0.0, []
     for at in range(first, len(ids)):
@@ -33,7 +52,9 @@ def naive(directory: Path, ids: list[int], first: int, context: int, stride: int
 
 
 @pytest.mark.parametrize("context, stride", [(8, 8), (8, 3), (1, 1), (90, 45)])
-@pytest.mark.parametrize("name", ["phi3-long", "mistral"])  # LongRoPE beyond 32 tokens; a window of 5
+@pytest.mark.parametrize(
+    "name", ["phi3-long", "mistral"]
+)  # LongRoPE beyond 32 tokens; a window of 5
 def test_each_token_counts_once_after_its_context(monkeypatch, name, context, stride):
     """Without a cache and through one."""
     directory, ids = GOLDEN / name, torch.randint(96, (31,)).tolist()
@@ -42,13 +63,16 @@ def test_each_token_counts_once_after_its_context(monkeypatch, name, context, st
         nats, choices = naive(directory, ids, first, context, stride)
         for cache in (None, "16-bit", "int8"):
             model, bar = tiny(directory=directory), tqdm(disable=True)
-            found, chosen = evaluate.score(model, torch.tensor(ids), first, context, stride, cache, bar)
+            found, chosen = evaluate.score(
+                model, torch.tensor(ids), first, context, stride, cache, bar
+            )
             exact = found == pytest.approx(nats, rel=1e-5) and chosen.tolist() == choices
             assert exact == (cache != "int8")
 
 
 def tokenizer_of(directory: Path, kind: str) -> Tokenizer:
-    """SentencePiece's, or tokenizer.json's: a byte a token, with normalization or with a beginning of sequence."""
+    """SentencePiece's, or tokenizer.json's: a byte a token, with normalization or with a beginning
+    of sequence."""
     if kind == "pieces":
         return open_tokenizer(TINY)
     made = with_json(directory, post_process=kind != "bytes")
@@ -59,7 +83,9 @@ def tokenizer_of(directory: Path, kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes-bos", "bytes-nfc", "pieces"])
-def test_all_but_the_first_token_is_scored_and_a_cut_text_is_the_longest_of_whole_characters(tmp_path, kind):
+def test_all_but_the_first_token_is_scored_and_a_cut_text_is_the_longest_of_whole_characters(
+    tmp_path, kind
+):
     """Where there is no beginning of sequence, the first character is read."""
     tokenizer = tokenizer_of(tmp_path, kind)
     for text in TEXTS:
@@ -68,26 +94,41 @@ def test_all_but_the_first_token_is_scored_and_a_cut_text_is_the_longest_of_whol
         for limit in range(1, 30):
             cut = evaluate.beginning(tokenizer, text, limit)
             assert text.startswith(cut) and len(tokenizer.encode_text(cut)) <= limit + 1
-            assert cut == text or len(tokenizer.encode_text(text[:len(cut) + 1])) > limit + 1
+            assert cut == text or len(tokenizer.encode_text(text[: len(cut) + 1])) > limit + 1
 
 
 @pytest.mark.parametrize("text, size, words", [("é x\u3000世 y\n", 11, 3), ("ab", 1, 1)])
-def test_what_nothing_predicts_is_neither_scored_nor_counted(tmp_path, monkeypatch, text, size, words):
+def test_what_nothing_predicts_is_neither_scored_nor_counted(
+    tmp_path, monkeypatch, text, size, words
+):
     """Each token, a byte here, is 1 of 600; 600 ** 3 are more words than there are."""
-    monkeypatch.setattr(evaluate, "score", lambda model, ids, first, *rest: (
-        (len(ids) - first) * math.log(600), ids[first:]))
+    monkeypatch.setattr(
+        evaluate,
+        "score",
+        lambda model, ids, first, *rest: ((len(ids) - first) * math.log(600), ids[first:]),
+    )
     llm = LLM(str(TINY), load=False, device="cpu", quiet=True)
     llm.tokenizer = tokenizer_of(tmp_path, "bytes")
-    line = evaluate.evaluate(evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2), [])
-    known = dict(tokens=size, bytes=size, words=words, bits_per_byte=math.log2(600), token_perplexity=600)
+    line = evaluate.evaluate(
+        evaluate.parse_spec("x"), llm, text, Namespace(context=3, stride=2), []
+    )
+    known = dict(
+        tokens=size, bytes=size, words=words, bits_per_byte=math.log2(600), token_perplexity=600
+    )
     assert {key: line[key] for key in known} == pytest.approx(known)
     assert line["word_perplexity"] == (pytest.approx(600) if size == words else None)
 
 
-@pytest.mark.parametrize("spec, want", {
-    "a/b": "a/b None None None None", "a:int4-g64:head-int8": "a int4 64 int8 None",
-    "a:b:int4-g-1": "a:b int4 -1 None None", "a:int5": "a:int5 None None None None",
-    "a:head-int4:kv-int8-values": "a None None int4 int8-values"}.items())
+@pytest.mark.parametrize(
+    "spec, want",
+    {
+        "a/b": "a/b None None None None",
+        "a:int4-g64:head-int8": "a int4 64 int8 None",
+        "a:b:int4-g-1": "a:b int4 -1 None None",
+        "a:int5": "a:int5 None None None None",
+        "a:head-int4:kv-int8-values": "a None None int4 int8-values",
+    }.items(),
+)
 def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
     found = evaluate.parse_spec(spec)
     names = "checkpoint", "quantize", "group_size", "quantize_head", "kv_cache"
@@ -96,10 +137,15 @@ def test_a_spec_names_a_checkpoint_and_its_rounding(spec, want):
 
 @pytest.fixture
 def measured(call, monkeypatch):
-    """evaluate.py of the bundled model, with TEXT unless it is told what to measure; exit code, stdout, stderr."""
+    """evaluate.py of the bundled model, with TEXT unless it is told what to measure; exit code,
+    stdout, stderr."""
+
     def run(*args) -> tuple[int, str, str]:
         text = () if {"--text", "--tasks"} & {*args} else ("--text", TEXT)
-        return call("evaluate.py", evaluate.main, "--checkpoint", TINY, "--device", "cpu", *text, *args)
+        return call(
+            "evaluate.py", evaluate.main, "--checkpoint", TINY, "--device", "cpu", *text, *args
+        )
+
     monkeypatch.chdir(ROOT)
     return run
 
@@ -110,16 +156,30 @@ def test_the_json_line_says_what_was_measured(tmp_path, measured):
     code, out, err = measured("--text", text, "--context", 16, "--stride", 5)
     line, ids = json.loads(out), open_tokenizer(TINY).encode_text(STORY)
     nats, _ = naive(TINY, ids, 1, 16, 5)
-    known = dict(tokens=len(ids) - 1, bytes=len(STORY.encode()), words=len(STORY.split()), context=16, stride=5,
-                 word_perplexity=None)  # the model knows no emoji
+    known = dict(
+        tokens=len(ids) - 1,
+        bytes=len(STORY.encode()),
+        words=len(STORY.split()),
+        context=16,
+        stride=5,
+        word_perplexity=None,
+    )  # the model knows no emoji
     assert code == 0 and known.items() <= line.items()
     assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / line["bytes"], rel=1e-5)
     assert f"| {line['bits_per_byte']:.4f} | - | - | - |" in err
 
 
 def test_a_comparison_is_a_table_whose_first_row_is_the_reference(measured):
-    options = ("--checkpoint", "checkpoints/tiny", "--max-tokens", 300, "--compare", "checkpoints/tiny:int8",
-               "checkpoints/tiny:int4-g64:head-int4", "checkpoints/tiny-draft")
+    options = (
+        "--checkpoint",
+        "checkpoints/tiny",
+        "--max-tokens",
+        300,
+        "--compare",
+        "checkpoints/tiny:int8",
+        "checkpoints/tiny:int4-g64:head-int4",
+        "checkpoints/tiny-draft",
+    )
     (_, table, _), (code, lines, errors) = measured(*options), measured(*options, "--json")
     assert (code, errors) == (0, "")
     results = [json.loads(line) for line in lines.splitlines()]
@@ -132,7 +192,9 @@ def test_a_comparison_is_a_table_whose_first_row_is_the_reference(measured):
     _, _, reference, *rows = table.splitlines()
     assert reference.startswith(f"| checkpoints/tiny | {exact:.4f} | - | - |")
     for row, bits, agreed, name in zip(rows, others, same[1:], options[-3:], strict=True):
-        assert row.startswith(f"| {name} | {bits:.4f} | {100 * (bits / exact - 1):+.2f} % | {agreed:.2%} |")
+        assert row.startswith(
+            f"| {name} | {bits:.4f} | {100 * (bits / exact - 1):+.2f} % | {agreed:.2%} |"
+        )
 
 
 def test_ctrl_c_leaves_the_table_of_what_was_measured():
@@ -150,7 +212,9 @@ sys.argv = ["evaluate.py", "--checkpoint", {str(TINY)!r}, "--text", {str(TEXT)!r
 evaluate.run(evaluate.main)
 """
     done = python("-c", program)
-    assert done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 130 and f"| {TINY} |" in done.stdout and "Traceback" not in done.stderr
+    ), done.stderr
 
 
 def test_what_is_not_scored_are_tokens_that_the_text_begins_with():
@@ -166,13 +230,22 @@ def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
         assert "2 tokens" in refusal(evaluate.encode, tokenizer, text)
 
 
-@pytest.mark.parametrize("args, words", {
-    "--text missing.txt": "missing.txt", f"--text {TINY}/model.safetensors": "utf-8",
-    "--text /dev/null": "regular file", "--context 600": "600 512", "--context 8 --stride 9": "--stride 9 8",
-    "--stride 0": "--stride", "--group-size 64": "--group-size --quantize",
-    "--compare nowhere:int8": "nowhere directory", "--limit 5": "--limit --tasks",
-    "--tasks piqa --context 9": "--context --text",
-    f"--compare {TINY}:int4-g48": "group size 48 does not divide the 256 inputs"}.items())
+@pytest.mark.parametrize(
+    "args, words",
+    {
+        "--text missing.txt": "missing.txt",
+        f"--text {TINY}/model.safetensors": "utf-8",
+        "--text /dev/null": "regular file",
+        "--context 600": "600 512",
+        "--context 8 --stride 9": "--stride 9 8",
+        "--stride 0": "--stride",
+        "--group-size 64": "--group-size --quantize",
+        "--compare nowhere:int8": "nowhere directory",
+        "--limit 5": "--limit --tasks",
+        "--tasks piqa --context 9": "--context --text",
+        f"--compare {TINY}:int4-g48": "group size 48 does not divide the 256 inputs",
+    }.items(),
+)
 def test_mistakes_are_one_line_before_anything_is_measured(measured, monkeypatch, args, words):
     monkeypatch.setattr(evaluate, "evaluate", None)
     assert absent(words, one_line(measured(*args.split()))) == []

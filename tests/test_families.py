@@ -1,4 +1,6 @@
-"""Families of models: sizes of the released ones, spellings of config.json, what is refused, names of tensors."""
+"""Families of models: sizes of the released ones, spellings of config.json, what is refused, names
+of tensors."""
+
 import json
 import shutil
 from pathlib import Path
@@ -13,12 +15,31 @@ from cli.options import generate_args
 from families import config_from_hf
 from generate import LLM, Engine
 from gptq import calibrate, gptq_model, separate_matrices
-from helpers import (GOLDEN, change_tensors, error, load_checkpoint, logits_of, make, of_each_family, one_line,
-                     put, quantized_layers, read, read_json, refusal, rewrite, run, tiny, with_template, write)
+from helpers import (
+    GOLDEN,
+    change_tensors,
+    error,
+    load_checkpoint,
+    logits_of,
+    make,
+    of_each_family,
+    one_line,
+    put,
+    quantized_layers,
+    read,
+    read_json,
+    refusal,
+    rewrite,
+    run,
+    tiny,
+    with_template,
+    write,
+)
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
-RELEASED = {  # parameters as transformers 5.24 counts them in its class of each, without a vision part
+# parameters as transformers 5.24 counts them in its class of each, without a vision part
+RELEASED = {
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
@@ -31,6 +52,8 @@ RELEASED = {  # parameters as transformers 5.24 counts them in its class of each
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
+
+
 def test_released_models_have_as_many_parameters_as_in_transformers():
     assert {name: count_parameters(SHAPES[name]) for name in RELEASED} == RELEASED
 
@@ -42,7 +65,9 @@ def published(family: str) -> dict:
         hf.pop(key, None)
     rope = hf.pop("rope_parameters")
     if "full_attention" in rope:
-        hf |= dict(rope_theta=rope["full_attention"].pop("rope_theta"), rope_scaling=rope["full_attention"])
+        hf |= dict(
+            rope_theta=rope["full_attention"].pop("rope_theta"), rope_scaling=rope["full_attention"]
+        )
         if family == "gemma3":
             hf["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         return hf
@@ -65,69 +90,109 @@ def test_older_files_mean_the_same(family):
 
 def test_what_a_published_file_leaves_out_is_known():
     olmo3, gemma3 = (SHAPES[name].layers for name in ("olmo-3-7b", "gemma-3-4b"))
-    assert [(layer.window, layer.rope.scale) for layer in olmo3[2:4]] == [(4096, 1), (None, 1.2079441541679836)]
+    assert [(layer.window, layer.rope.scale) for layer in olmo3[2:4]] == [
+        (4096, 1),
+        (None, 1.2079441541679836),
+    ]
     assert gemma3[0].rope.frequencies[-1] > 8 * gemma3[5].rope.frequencies[-1]
     experts = published("qwen3-moe")
-    assert experts.pop("moe_intermediate_size") == 24 and config_from_hf(experts).layers[1].moe.ffn_dim == 768
+    assert (
+        experts.pop("moe_intermediate_size") == 24
+        and config_from_hf(experts).layers[1].moe.ffn_dim == 768
+    )
 
 
 def test_yarn_stretches_the_frequencies_of_the_paper():
-    """arXiv 2309.00071: what turns over 32 times in the original 8192 tokens stays, what turns less than once has an
-    eighth. With a base of 500,000 these are, of 64 frequencies, the first 19 and the last 29."""
+    """arXiv 2309.00071: what turns over 32 times in the original 8192 tokens stays, what turns less
+    than once has an eighth. With a base of 500,000 these are, of 64 frequencies, the first 19 and
+    the last 29."""
     yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
-    found = shape("llama", 4096, 1, 32, 8, 64, 64, 65536, 5e5, rope_scaling=yarn).layers[0].rope.frequencies
+    found = (
+        shape("llama", 4096, 1, 32, 8, 64, 64, 65536, 5e5, rope_scaling=yarn)
+        .layers[0]
+        .rope.frequencies
+    )
     ramp = ((torch.arange(64) - 18) / (35 - 18)).clamp(0, 1)
     wanted = 5e5 ** -(torch.arange(64) / 64) * (1 - 7 / 8 * ramp)
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("case, said", {
-    'gemma3 {"attn_logit_softcapping": 50.0}': "attn_logit_softcapping=50.0 is not supported: want None",
-    'gemma3 {"final_logit_softcapping": 30.0}': "final_logit_softcapping=30.0 is not supported",
-    'gemma3 {"use_bidirectional_attention": true}': "use_bidirectional_attention=True is not supported",
-    'gemma3 {"hidden_activation": "gelu"}': "hidden_activation='gelu' is not supported: want 'gelu_pytorch_tanh'",
-    'gemma3 {"model_type": "gemma2"}': "'gemma2' is not supported, as its caps of attention scores",
-    'granite {"model_type": "granitemoe"}': "'granitemoe' is not supported, as its kind of experts are not here",
-    'granite {"residual_multiplier": 0}': "residual_multiplier=0: want float above 0",
-    'smollm3 {"no_rope_layers": [1, 0]}': "no_rope_layers",
-    'smollm3 {"no_rope_layers": "1"}': "no_rope_layers",
-    'gemma3 {"layer_types": ["full_attention"]}': "layer_types",
-    'gemma3 {"layer_types": [7, 7, 7, 7, 7, 7, 7]}': "layer_types",
-    'qwen2-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": -1}}': "factor=-1",
-    'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}': "short_factor",
-    'gemma3 {"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}': "rope_theta=0",
-    'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1, 1, 1]}}': "long_factor",
-    'mixtral {"num_experts_per_tok": 5}': "num_experts_per_tok=5: want 4 at most",
-    'mixtral {"num_local_experts": 1000000}': "1000000 experts in each of 2 layers",
-    'mixtral {"num_local_experts": null}': "num_experts=None: want int above 0",
-    'qwen3-moe {"mlp_only_layers": ["3"]}': "mlp_only_layers=['3']: want numbers",
-    'qwen3-moe {"norm_topk_prob": 1}': "norm_topk_prob=1: want true or false",
-    'qwen3-moe {"scoring_func": "sigmoid"}': "scoring_func='sigmoid' is not supported: want 'softmax'",
-    'gpt-oss {"swiglu_limit": 0}': "swiglu_limit=0: want float above 0",
-    'gpt-oss {"attention_bias": false}': "attention_bias=False is not supported: want True"}.items())
+@pytest.mark.parametrize(
+    "case, said",
+    {
+        'gemma3 {"attn_logit_softcapping": 50.0}': "attn_logit_softcapping=50.0 is not supported: want None",
+        'gemma3 {"final_logit_softcapping": 30.0}': "final_logit_softcapping=30.0 is not supported",
+        'gemma3 {"use_bidirectional_attention": true}': "use_bidirectional_attention=True is not supported",
+        'gemma3 {"hidden_activation": "gelu"}': "hidden_activation='gelu' is not supported: want 'gelu_pytorch_tanh'",
+        'gemma3 {"model_type": "gemma2"}': "'gemma2' is not supported, as its caps of attention scores",
+        'granite {"model_type": "granitemoe"}': "'granitemoe' is not supported, as its kind of experts are not here",
+        'granite {"residual_multiplier": 0}': "residual_multiplier=0: want float above 0",
+        'smollm3 {"no_rope_layers": [1, 0]}': "no_rope_layers",
+        'smollm3 {"no_rope_layers": "1"}': "no_rope_layers",
+        'gemma3 {"layer_types": ["full_attention"]}': "layer_types",
+        'gemma3 {"layer_types": [7, 7, 7, 7, 7, 7, 7]}': "layer_types",
+        'qwen2-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": -1}}': "factor=-1",
+        'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}': "short_factor",
+        'gemma3 {"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}': "rope_theta=0",
+        'phi3-long {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1, 1, 1]}}': "long_factor",
+        'mixtral {"num_experts_per_tok": 5}': "num_experts_per_tok=5: want 4 at most",
+        'mixtral {"num_local_experts": 1000000}': "1000000 experts in each of 2 layers",
+        'mixtral {"num_local_experts": null}': "num_experts=None: want int above 0",
+        'qwen3-moe {"mlp_only_layers": ["3"]}': "mlp_only_layers=['3']: want numbers",
+        'qwen3-moe {"norm_topk_prob": 1}': "norm_topk_prob=1: want true or false",
+        'qwen3-moe {"scoring_func": "sigmoid"}': "scoring_func='sigmoid' is not supported: want 'softmax'",
+        'gpt-oss {"swiglu_limit": 0}': "swiglu_limit=0: want float above 0",
+        'gpt-oss {"attention_bias": false}': "attention_bias=False is not supported: want True",
+    }.items(),
+)
 def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, case, said):
     """A case: a golden family, and what its config.json has in the place of its own."""
     family, _, changes = case.partition(" ")
-    rewrite(shutil.copytree(GOLDEN / family, tmp_path / "bad") / "config.json", **json.loads(changes))
+    rewrite(
+        shutil.copytree(GOLDEN / family, tmp_path / "bad") / "config.json", **json.loads(changes)
+    )
     assert said in refusal(guard.open_checkpoint, tmp_path / "bad", tokenizer=False)
 
 
-def make_seeing(directory: Path, text: Path, kind: str, before: str = "", after: str = "language_model.",
-                **config) -> Path:
-    """A model that also sees, of this text part: in its tensors' names `after` is in the place of `before`."""
+def make_seeing(
+    directory: Path,
+    text: Path,
+    kind: str,
+    before: str = "",
+    after: str = "language_model.",
+    **config,
+) -> Path:
+    """A model that also sees, of this text part: in its tensors' names `after` is in the place of
+    `before`."""
     directory.mkdir()
-    put(directory / "config.json",
-        dict(model_type=kind, text_config=read_json(text / "config.json"), vision_config={}) | config)
-    weights = {name.replace(before, after, 1): of for name, of in load_file(text / "model.safetensors").items()}
-    vision = {name: torch.zeros(3) for name in ("model.vision_tower.a", "multi_modal_projector.b.weight")}
+    put(
+        directory / "config.json",
+        dict(model_type=kind, text_config=read_json(text / "config.json"), vision_config={})
+        | config,
+    )
+    weights = {
+        name.replace(before, after, 1): of
+        for name, of in load_file(text / "model.safetensors").items()
+    }
+    vision = {
+        name: torch.zeros(3) for name in ("model.vision_tower.a", "multi_modal_projector.b.weight")
+    }
     save_file(weights | vision, directory / "model.safetensors")
     return directory
 
 
-EXPERTS = dict(num_local_experts=3, num_experts_per_tok=2)  # each sees the 128 tokens of FEWEST of 256
-KINDS = dict(smollm3={}, phi3={}, granite=dict(residual_multiplier=0.3, embedding_multiplier=3.0), olmo3={},
-             gemma3_text=dict(query_pre_attn_scalar=24), gpt_oss=EXPERTS | dict(num_experts_per_tok=3),
-             qwen3_moe=EXPERTS | dict(moe_intermediate_size=64, decoder_sparse_step=2))
+EXPERTS = dict(
+    num_local_experts=3, num_experts_per_tok=2
+)  # each sees the 128 tokens of FEWEST of 256
+KINDS = dict(
+    smollm3={},
+    phi3={},
+    granite=dict(residual_multiplier=0.3, embedding_multiplier=3.0),
+    olmo3={},
+    gemma3_text=dict(query_pre_attn_scalar=24),
+    gpt_oss=EXPERTS | dict(num_experts_per_tok=3),
+    qwen3_moe=EXPERTS | dict(moe_intermediate_size=64, decoder_sparse_step=2),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,12 +205,19 @@ def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
     head = not model.config.tied
     names = {model.get_submodule(name): name for name in separate_matrices(model, head)}
     for layer in names:
-        layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0].flatten(0, -2)}))
+        layer.register_forward_pre_hook(
+            lambda layer, given: inputs.update({layer: given[0].flatten(0, -2)})
+        )
     read(model, tokens)
     expected = {names[layer]: x.T @ x for layer, x in inputs.items()}
     for name, hessian, drift in calibrate(model, tokens, head):
-        expected[name] *= model.config.logits_scale ** -2 if name == "head" else 1  # a scale is no matter of rounding
-        assert error(hessian, expected.pop(name)) < 1e-4 and drift.abs().max() < 1e-3 * hessian.abs().max()
+        expected[name] *= (
+            model.config.logits_scale**-2 if name == "head" else 1
+        )  # a scale is no matter of rounding
+        assert (
+            error(hessian, expected.pop(name)) < 1e-4
+            and drift.abs().max() < 1e-3 * hessian.abs().max()
+        )
     assert not expected
 
 
@@ -161,12 +233,16 @@ def test_what_is_written_of_experts_is_read_and_the_router_stays(tmp_path, form)
 
 
 @torch.no_grad()
-def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(tmp_path, capsys, monkeypatch):
+def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(
+    tmp_path, capsys, monkeypatch
+):
     make(tmp_path, "mixtral", **EXPERTS | dict(num_hidden_layers=1))
     calibrated, rounded = (load_checkpoint(tmp_path) for _ in range(2))
     tokens, chosen = torch.randint(64, (5, 32)), []
     rounded.setup(32)
-    rounded.layers[0].ffn.router.register_forward_hook(lambda _, inputs, logits: chosen.append(logits.topk(2)[1]))
+    rounded.layers[0].ffn.router.register_forward_hook(
+        lambda _, inputs, logits: chosen.append(logits.topk(2)[1])
+    )
     read(rounded, tokens)
     seen = chosen[0].flatten().bincount(minlength=3)
     few = (seen < seen.max()).tolist()
@@ -176,18 +252,25 @@ def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(tmp_p
     told = f"rounded: {2 * sum(few)} matrices of experts that saw fewer than {seen.max()} tokens"
     assert any(few) and told in capsys.readouterr().err
     for name in ("w_gate_up", "w_down"):
-        found, plain = (getattr(model.layers[0].ffn, name).qweight for model in (calibrated, rounded))
+        found, plain = (
+            getattr(model.layers[0].ffn, name).qweight for model in (calibrated, rounded)
+        )
         assert (found == plain).flatten(1).all(1).tolist() == few
 
 
 def test_gpt_oss_is_rounded_as_it_is_loaded_alone(tmp_path, call):
     make(tmp_path, "gpt_oss", **EXPERTS)
-    refused = one_line(call("quantize.py", main, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out")))
-    assert "mlp.experts.gate_up_proj holds all experts" in refused and "--quantize serves" in refused
+    refused = one_line(
+        call("quantize.py", main, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out"))
+    )
+    assert (
+        "mlp.experts.gate_up_proj holds all experts" in refused and "--quantize serves" in refused
+    )
 
 
 def test_with_longrope_a_row_has_the_factors_of_its_own_length():
-    """Beside a longer row, as a sample, and, where the row's length is said, as all turns of a chat."""
+    """Beside a longer row, as a sample, and, where the row's length is said, as all turns of a
+    chat."""
     model = tiny(directory=GOLDEN / "phi3-long")
     engine = Engine(model, 100, 4)
     run(engine, [[1] * 40, [1]], 5, samples=2)
@@ -199,8 +282,11 @@ def test_with_longrope_a_row_has_the_factors_of_its_own_length():
     assert model.ropes[0].offset[0] == 0
 
 
-TEMPLATE = ("{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %};{% endmacro %}"
-            "{% for m in messages %}{{ turn(m) }}{% endfor %}{{ mood | default('calm') }} {{ hours | tojson }}")
+TEMPLATE = (
+    "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %};{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}{{ mood | default('calm') }} {{ hours | "
+    "tojson }}"
+)
 
 
 def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
@@ -208,8 +294,15 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
     directory = with_template(tmp_path / "tiny")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     given = "mood=so so", "hours=[1, null]", "messages=[]"
-    monkeypatch.setattr("sys.argv", ["generate.py", *(f"--template-option={option}" for option in given)])
-    llm = LLM(str(directory), device="cpu", template_options=generate_args("").template_options, load=False)
+    monkeypatch.setattr(
+        "sys.argv", ["generate.py", *(f"--template-option={option}" for option in given)]
+    )
+    llm = LLM(
+        str(directory),
+        device="cpu",
+        template_options=generate_args("").template_options,
+        load=False,
+    )
     messages = [dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
     assert llm.tokenizer.render(messages) == "Hi;Ho;so so [1, null]"
 
@@ -220,20 +313,35 @@ def test_options_that_no_template_takes_are_refused(options):
 
 
 def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path, capsys):
-    """As Ministral 3 Instruct is published: the text part of a model that also sees, with scales of activations, which
-    are left out. Of the files after it names begin otherwise."""
+    """As Ministral 3 Instruct is published: the text part of a model that also sees, with scales of
+    activations, which are left out. Of the files after it names begin otherwise."""
     make(tmp_path / "text", "ministral3", head_dim=32)
     exact, stored = load_checkpoint(tmp_path / "text"), {}
     for name, weight in load_file(tmp_path / "text" / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             scale = weight.abs().max().float() / 448
-            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.bfloat16(),
-                       name.replace("weight", "activation_scale"): torch.tensor(0.1).bfloat16()}
+            stored |= {
+                name: (weight / scale).to(torch.float8_e4m3fn),
+                f"{name}_scale_inv": scale.bfloat16(),
+                name.replace("weight", "activation_scale"): torch.tensor(0.1).bfloat16(),
+            }
     change_tensors(tmp_path / "text", **stored)
-    quantization = dict(quant_method="fp8", activation_scheme="static", weight_block_size=None,
-                        modules_to_not_convert=["model.vision_tower", "model.multi_modal_projector", "lm_head"])
-    model = load_checkpoint(make_seeing(tmp_path / "whole", tmp_path / "text", "mistral3", "model.",
-                                        "model.language_model.", quantization_config=quantization))
+    quantization = dict(
+        quant_method="fp8",
+        activation_scheme="static",
+        weight_block_size=None,
+        modules_to_not_convert=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    )
+    model = load_checkpoint(
+        make_seeing(
+            tmp_path / "whole",
+            tmp_path / "text",
+            "mistral3",
+            "model.",
+            "model.language_model.",
+            quantization_config=quantization,
+        )
+    )
     assert "2 tensors of its vision part are left out" in capsys.readouterr().err
     assert set(quantized_layers(model)) == set(find_layers(exact, head=False))
     assert error(logits_of(model), logits_of(exact)) < 0.05
@@ -241,10 +349,18 @@ def test_ministrals_fp8_with_one_scale_a_tensor(tmp_path, capsys):
 
 def test_what_is_written_quantized_of_a_model_that_also_sees_is_its_text_part(tmp_path):
     make(tmp_path / "text", "gemma3_text", query_pre_attn_scalar=24)
-    source = make_seeing(tmp_path / "whole", tmp_path / "text", "gemma3",
-                         architectures=["Gemma3ForConditionalGeneration"])
+    source = make_seeing(
+        tmp_path / "whole",
+        tmp_path / "text",
+        "gemma3",
+        architectures=["Gemma3ForConditionalGeneration"],
+    )
     out = tmp_path / "int4"
     made = write(source, out, 4, 32, False)
     config = read_json(out / "config.json")
-    assert config["model_type"] == "gemma3_text" and not {"text_config", "vision_config", "architectures"} & {*config}
+    assert config["model_type"] == "gemma3_text" and not {
+        "text_config",
+        "vision_config",
+        "architectures",
+    } & {*config}
     assert error(logits_of(load_checkpoint(out)), logits_of(made)) < 1e-5

@@ -1,4 +1,5 @@
 """The modules that fast/ swaps in against those that they replace."""
+
 from copy import deepcopy
 from dataclasses import field, make_dataclass, replace
 from pathlib import Path
@@ -12,19 +13,40 @@ from torch._dynamo.utils import counters
 from eagle import Head, HeadConfig
 from fast import optimize, use_kernels
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, linear, row_decoder
-from fast.decoder import FusedAttention, FusedFeedForward, install_kernels, plain_halves, unknown_fields
+from fast.decoder import (
+    FusedAttention,
+    FusedFeedForward,
+    install_kernels,
+    plain_halves,
+    unknown_fields,
+)
 from fast.packed_linear import PackedLinear
 from formats import SeparateLinears
 from generate import Engine, decode_one_token, generate
-from helpers import (F32, GOLDEN, GREEDY, TINY, error, load_checkpoint, of_each_family, on_each_device, read,
-                     rope_of, run, same_but_for_ties, tiny)
+from helpers import (
+    F32,
+    GOLDEN,
+    GREEDY,
+    TINY,
+    error,
+    load_checkpoint,
+    of_each_family,
+    on_each_device,
+    read,
+    rope_of,
+    run,
+    same_but_for_ties,
+    tiny,
+)
 from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
 from quantize import NVFP4, QuantizedExperts
 from sampling import Sampling, choose
 
 
-@pytest.mark.parametrize("dtype, tolerance, bias, N", [
-    (torch.float32, 1e-6, True, 131), (torch.bfloat16, 4e-3, False, 130)])
+@pytest.mark.parametrize(
+    "dtype, tolerance, bias, N",
+    [(torch.float32, 1e-6, True, 131), (torch.bfloat16, 4e-3, False, 130)],
+)
 def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias, N):
     """With outputs in one part and in two; with four: test_packed.py."""
     linear = nn.Linear(577, N, bias=bias).to(dtype).requires_grad_(False)
@@ -36,10 +58,21 @@ def test_compiled_cpu_linear_equals_linear(dtype, tolerance, bias, N):
         assert (out.shape, out.dtype) == (ref.shape, dtype) and error(out, ref) < tolerance
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("x", [
-    torch.randn(577), torch.randn(2, 9, 577), torch.randn(0, 577), torch.randn(300, 577),  # of any strides, too:
-    torch.randn(4, 10, 577)[:, 3], torch.randn(577, 5).T, torch.randn(1, 577).expand(6, 577)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-12)]
+)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(577),
+        torch.randn(2, 9, 577),
+        torch.randn(0, 577),
+        torch.randn(300, 577),  # of any strides, too:
+        torch.randn(4, 10, 577)[:, 3],
+        torch.randn(577, 5).T,
+        torch.randn(1, 577).expand(6, 577),
+    ],
+)
 @pytest.mark.parametrize("w", [torch.randn(131, 577), torch.randn(577, 131).T])
 def test_a_cpus_product_is_linears(x, w, dtype, tolerance):
     for bias in torch.randn(131), None:
@@ -60,7 +93,9 @@ def test_optimize_on_a_cpu_replaces_layers_for_prefill_and_for_a_decoder_with_th
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     for found, decodes in ((model, False), (fast.decoder, True)):
         layers = [layer for layer in found.modules() if hasattr(layer, "decodes")]
-        assert len(layers) == 4 * len(model.layers) + 1 and all(layer.decodes == decodes for layer in layers)
+        assert len(layers) == 4 * len(model.layers) + 1 and all(
+            layer.decodes == decodes for layer in layers
+        )
         assert error(read(found, tokens), ref) < 1e-5
     assert not fast.kernels and optimize(tiny().to("meta")) is None
 
@@ -77,18 +112,36 @@ def model() -> Transformer:
 
 
 def with_field(values, name: str, value, **changes):
-    """The same values in a dataclass that has one more field, as after a change of model.py or sampling.py."""
-    kind = make_dataclass(type(values).__name__, [(name, object, field(default=None))], bases=(type(values),),
-                          frozen=True)
+    """The same values in a dataclass that has one more field, as after a change of model.py or
+    sampling.py."""
+    kind = make_dataclass(
+        type(values).__name__,
+        [(name, object, field(default=None))],
+        bases=(type(values),),
+        frozen=True,
+    )
     return kind(**vars(values) | {name: value}, **changes)
 
 
-@pytest.mark.parametrize("changed, name", [
-    ("", "cap"), ("Config", "scale"), ("LayerConfig", "clamp"), ("Rope", "window"), ("MoEConfig", "cap")])
+@pytest.mark.parametrize(
+    "changed, name",
+    [
+        ("", "cap"),
+        ("Config", "scale"),
+        ("LayerConfig", "clamp"),
+        ("Rope", "window"),
+        ("MoEConfig", "cap"),
+    ],
+)
 def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys, changed, name):
     """A name that is known of another part is none."""
+
     def new(values):
-        return with_field(values, name, 30.0) if type(values).__name__ == changed else with_field(values, "cap", None)
+        return (
+            with_field(values, name, 30.0)
+            if type(values).__name__ == changed
+            else with_field(values, "cap", None)
+        )
 
     first, *others = model.config.layers
     first = new(replace(first, rope=new(first.rope), moe=new(MoEConfig(4, 2, 8))))
@@ -98,13 +151,18 @@ def test_a_new_field_turns_kernels_off_by_its_value_and_says_which(model, capsys
     assert capsys.readouterr().err == (told if changed else "")
 
 
-def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(model, capsys):
+def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and_them_alone(
+    model, capsys
+):
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
     known, other = (with_field(sampling, "typical", value) for value in (None, 0.5))
     expected = torch.tensor([0.7, 50, 0.9, 0.1])
     assert fast.settings(known).equal(expected)
     assert fast.settings(other) is fast.settings(other) is None
-    assert capsys.readouterr().err == "plain PyTorch samples: fast/ does not know Sampling.typical=0.5\n"
+    assert (
+        capsys.readouterr().err
+        == "plain PyTorch samples: fast/ does not know Sampling.typical=0.5\n"
+    )
 
     engine = Engine(tiny(), 20)  # with what an engine on a GPU has
     engine.compiled, engine.kernels, engine.fast, engine.settings = True, True, fast, torch.zeros(4)
@@ -150,10 +208,18 @@ def quantize_apart(block):
 
 
 @pytest.mark.parametrize("family, quantize", [(GOLDEN / "gemma3", None), (TINY, "int8")])
-@pytest.mark.parametrize("change, reason, which", [
-    (give_experts, "Experts in the place of FeedForward", "ffn"),
-    (give_another_cache, "OtherCache in the place of KVCache", "attn"),
-    (quantize_apart, "q, k and v are quantized apart, or in codes that no kernel knows", "attn")])
+@pytest.mark.parametrize(
+    "change, reason, which",
+    [
+        (give_experts, "Experts in the place of FeedForward", "ffn"),
+        (give_another_cache, "OtherCache in the place of KVCache", "attn"),
+        (
+            quantize_apart,
+            "q, k and v are quantized apart, or in codes that no kernel knows",
+            "attn",
+        ),
+    ],
+)
 @torch.no_grad()
 def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, family, quantize):
     """Of gemma3 the layer has a window and, of the others' ropes, its own."""
@@ -175,7 +241,9 @@ def test_the_halves_of_a_layer_are_replaced_separately(change, reason, which, fa
 def test_experts_in_codes_that_no_kernel_knows_stay_as_they_are():
     model = load_checkpoint(GOLDEN / "mixtral")
     model.setup(16, 1)
-    model.layers[0].ffn.w_down = QuantizedExperts(torch.zeros(2, 8, 4).int(), torch.ones(2, 8, 2), None, NVFP4)
+    model.layers[0].ffn.w_down = QuantizedExperts(
+        torch.zeros(2, 8, 4).int(), torch.ones(2, 8, 2), None, NVFP4
+    )
     assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
 
 
@@ -186,12 +254,17 @@ def test_where_no_half_can_be_replaced_none_is(model, capsys):
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
-PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))  # the type, and how far the two may differ
+PRECISION = dict(
+    cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2)
+)  # the type, and how far the two may differ
 
 
 @torch.no_grad()
-def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance: float, T: int = 17) -> None:
-    """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once, ragged."""
+def compare(
+    plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance: float, T: int = 17
+) -> None:
+    """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once,
+    ragged."""
     device, B = plain.embed.weight.device, len(plain.rows)
     prompt = torch.randint(plain.config.vocab_size, (B, T), device=device)
     last = torch.tensor([T - 1, 2, T // 2], device=device)[:B]
@@ -210,7 +283,9 @@ def compare(plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance
         assert error(out, ref) < tolerance
 
 
-def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tuple[Transformer, Transformer, float]:
+def load_twice(
+    device: str, *sizes: int, directory: Path = TINY, **more
+) -> tuple[Transformer, Transformer, float]:
     """A model that is set up and another of the same checkpoint, and how far the two may differ."""
     dtype, tolerance = PRECISION[device]
     plain, fast = (load_checkpoint(directory, torch.device(device), dtype) for _ in range(2))
@@ -223,9 +298,11 @@ def load_twice(device: str, *sizes: int, directory: Path = TINY, **more) -> tupl
 @of_each_family
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
-    """Over a dirty cache. All of it has kernels. What keeps hidden states, of prefill and of decode, is the same code
-    on a GPU."""
-    plain, fast, tolerance = load_twice(device, 64, 3, directory=GOLDEN / family, features=(2, 0, 1))
+    """Over a dirty cache. All of it has kernels. What keeps hidden states, of prefill and of
+    decode, is the same code on a GPU."""
+    plain, fast, tolerance = load_twice(
+        device, 64, 3, directory=GOLDEN / family, features=(2, 0, 1)
+    )
     assert not plain_halves(fast) and not unknown_fields(fast)
     for layer in [*plain.layers, *fast.layers]:
         layer.attn.cache.k.fill_(3)
@@ -245,14 +322,27 @@ def test_fast_decoder_with_a_cache_in_int8(kind, device):
 
 
 @on_each_device
-@pytest.mark.parametrize("options", [{}, dict(norm_before_residual=True, norm_output=True)], ids=["plain", "norms"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(norm_before_residual=True, norm_output=True)], ids=["plain", "norms"]
+)
 @torch.no_grad()
 def test_an_eagle_head_has_its_kernels(options, device):
     """What it predicts, and the states that it hands on."""
     dtype, tolerance = PRECISION[device]
-    config = Config(64, (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))), n_head=4, n_kv_head=2,
-                    head_dim=16, ffn_dim=96, vocab_size=80, context=64, qk_norm="head")
-    plain, fast = (Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2))
+    config = Config(
+        64,
+        (LayerConfig(9, rope_of(16)), LayerConfig(rope=rope_of(16))),
+        n_head=4,
+        n_kv_head=2,
+        head_dim=16,
+        ffn_dim=96,
+        vocab_size=80,
+        context=64,
+        qk_norm="head",
+    )
+    plain, fast = (
+        Head(config, HeadConfig((1, 2), 48, 32, **options)).to(device, dtype) for _ in range(2)
+    )
     plain.embed.weight.normal_()
     for norm in (plain.layers[0].attn_norm, plain.layers[0].state_norm):
         norm.weight.uniform_(0.5, 1.5)
@@ -266,8 +356,10 @@ def test_an_eagle_head_has_its_kernels(options, device):
 
 
 @on_each_device
-@pytest.mark.parametrize("quantize, group_size, head", [
-    ("int8", None, None), ("int4", 64, "int8"), ("int4", None, "int4")])
+@pytest.mark.parametrize(
+    "quantize, group_size, head",
+    [("int8", None, None), ("int4", 64, "int8"), ("int4", None, "int4")],
+)
 @torch.no_grad()
 def test_fast_decoder_with_packed_weights(quantize, group_size, head, device):
     """Prefill of a few and of many tokens. A layer's groups are act-order's."""
@@ -288,9 +380,20 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, head, device):
 @pytest.mark.gpu
 def test_one_graph_for_all_prompts_lengths_conversations_and_settings():
     counters.clear()
-    engine = Engine(load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16), 500, 2, Sampling(0.8, 50), "fast")
+    engine = Engine(
+        load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16),
+        500,
+        2,
+        Sampling(0.8, 50),
+        "fast",
+    )
     samplings = Sampling(0.8, 50), Sampling(0.0), Sampling(1.1, 7, 0.9), Sampling(0.7, min_p=0.05)
-    prompts = ([[1], [2]], 0), ([[5] * 300, [6]], 0), ([[7, 8], [9]], 100), ([[5] * 17, [1] * 40], 3)
+    prompts = (
+        ([[1], [2]], 0),
+        ([[5] * 300, [6]], 0),
+        ([[7, 8], [9]], 100),
+        ([[5] * 17, [1] * 40], 3),
+    )
     engine.warm_up(2)
     captured = engine.graph
     for (rows, start), sampling in zip(prompts, samplings):

@@ -1,4 +1,6 @@
-"""The fuzzer finds nothing in 200 trials, and its judge finds what is accepted on purpose: see fuzz.py."""
+"""The fuzzer finds nothing in 200 trials, and its judge finds what is accepted on purpose: see
+fuzz.py."""
+
 from functools import partial
 
 from helpers import beside, python

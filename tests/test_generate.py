@@ -1,4 +1,5 @@
 """Prefill and decode, eager and compiled; streaming and stops."""
+
 from copy import deepcopy
 from itertools import islice, product
 
@@ -9,8 +10,28 @@ from torch._dynamo.utils import counters
 from cli.output import show
 from fast.experts import FusedMoE
 from generate import Completion, Engine, generate
-from helpers import (DRAFT, EOS, F32, FAMILIES, GOLDEN, GREEDY, TINY, error, is_golden, load_checkpoint, make,
-                     on_each_device, open_tokenizer, python, read, run, speculator, tiny, trained, with_json)
+from helpers import (
+    DRAFT,
+    EOS,
+    F32,
+    FAMILIES,
+    GOLDEN,
+    GREEDY,
+    TINY,
+    error,
+    is_golden,
+    load_checkpoint,
+    make,
+    on_each_device,
+    open_tokenizer,
+    python,
+    read,
+    run,
+    speculator,
+    tiny,
+    trained,
+    with_json,
+)
 from sampling import Sampling
 from tokenizer import PARTS, Tokenizer
 
@@ -20,10 +41,19 @@ def tokenizer() -> Tokenizer:
     return open_tokenizer(TINY)
 
 
-@pytest.mark.parametrize("family, mode, device", [
-    *product(FAMILIES, ["eager"], ["cpu"]),
-    *(pytest.param(*how, "cuda", marks=pytest.mark.gpu)
-      for how in [*product(FAMILIES, ["eager"]), *product(["mistral", "llama3.1", "qwen3"], ["compile", "fast"])])])
+@pytest.mark.parametrize(
+    "family, mode, device",
+    [
+        *product(FAMILIES, ["eager"], ["cpu"]),
+        *(
+            pytest.param(*how, "cuda", marks=pytest.mark.gpu)
+            for how in [
+                *product(FAMILIES, ["eager"]),
+                *product(["mistral", "llama3.1", "qwen3"], ["compile", "fast"]),
+            ]
+        ),
+    ],
+)
 def test_greedy_ragged_batch_equals_transformers(family, mode, device):
     assert is_golden(Engine(tiny(device, GOLDEN / family), 64, 3, GREEDY, mode), GOLDEN / family)
 
@@ -32,10 +62,13 @@ SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1),
 
 
 def same_for_all(eager: Engine, compiled: Engine, monkeypatch) -> None:
-    """Lengths 1 and 2, both sides of 256 slots in use, a cached start, chunks of 4 columns, lengths on both sides of
-    their edges: no graph is added, and a seed draws what it draws in eager code."""
+    """Lengths 1 and 2, both sides of 256 slots in use, a cached start, chunks of 4 columns, lengths
+    on both sides of their edges: no graph is added, and a seed draws what it draws in eager
+    code."""
     graphs = counters["stats"]["unique_graphs"]
-    cases = [([[5 + i] * n, [9] * 3], 0) for i, n in enumerate((1, 2, 7, 250, 390))] + [([[1, 2], [3]], 4)]
+    cases = [([[5 + i] * n, [9] * 3], 0) for i, n in enumerate((1, 2, 7, 250, 390))] + [
+        ([[1, 2], [3]], 4)
+    ]
     drawn = {}
     for columns, cases in ((4096, cases), (8, chunk_cases())):
         monkeypatch.setattr("generate.PREFILL_TOKENS", columns)
@@ -43,7 +76,9 @@ def same_for_all(eager: Engine, compiled: Engine, monkeypatch) -> None:
             for engine in (eager, compiled):
                 engine.set_sampling(sampling)
                 torch.manual_seed(1)
-                drawn[engine] = [run(engine, prompts, 5, start, samples=2) for prompts, start in cases]
+                drawn[engine] = [
+                    run(engine, prompts, 5, start, samples=2) for prompts, start in cases
+                ]
             assert drawn[eager] == drawn[compiled], sampling
     assert counters["stats"]["unique_graphs"] == graphs > 0
 
@@ -65,7 +100,10 @@ def test_experts_are_compiled_once_for_prompts_of_all_lengths(tmp_path, quantize
     moe = load_checkpoint(tmp_path, quantize=quantize).layers[0].ffn
     graphs = counters["stats"]
     for module in (moe, FusedMoE(deepcopy(moe))):
-        compiled, before = torch.compile(module, dynamic=True, fullgraph=True, backend="eager"), graphs["unique_graphs"]
+        compiled, before = (
+            torch.compile(module, dynamic=True, fullgraph=True, backend="eager"),
+            graphs["unique_graphs"],
+        )
         for n in (2, 3, 17, 40):
             compiled(torch.randn(5, n, 64))
         assert graphs["unique_graphs"] == before + 1
@@ -83,7 +121,9 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, columns, monkeypat
     """Compiled, the test above shows it."""
     engine, widths = Engine(tiny(device), 60, 4, GREEDY), set()
     expected = [run(engine, prompts, 6, start, 2) for prompts, start in chunk_cases()]
-    engine.model.layers[0].register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].shape[1]))
+    engine.model.layers[0].register_forward_pre_hook(
+        lambda _, inputs: widths.add(inputs[0].shape[1])
+    )
     monkeypatch.setattr("generate.PREFILL_TOKENS", 2 * columns)
     assert [run(engine, prompts, 6, start, 2) for prompts, start in chunk_cases()] == expected
     assert max(widths) == max(columns, engine.columns())
@@ -93,15 +133,19 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(device, columns, monkeypat
 @pytest.mark.parametrize("start, length", [(0, 1), (0, 17), (1, 2), (5, 17)])
 def test_a_text_may_fill_the_cache_to_the_last_token(device, start, length):
     """There is room behind it for the columns that fill up its prompt."""
-    expected, found = (run(Engine(tiny(device), size, 1, GREEDY), [[7] * length], 1, start)
-                       for size in (99, start + length + 1))
+    expected, found = (
+        run(Engine(tiny(device), size, 1, GREEDY), [[7] * length], 1, start)
+        for size in (99, start + length + 1)
+    )
     assert found == expected
 
 
 @on_each_device
 @pytest.mark.parametrize("kind", ["int8", "int8-values"])
 @torch.no_grad()
-def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(device, kind, monkeypatch):
+def test_a_cache_in_int8_gives_the_same_alone_in_batches_in_chunks_and_verified(
+    device, kind, monkeypatch
+):
     model, prompts = tiny(device), [[1, 300, 500, 20, 7, 8, 9, 300, 11], [1, 7]]
     alone = [run(Engine(model, 60, 1, GREEDY, cache=kind), [prompt], 30)[0] for prompt in prompts]
     cache, expected = model.layers[0].attn.cache, [row for row in alone for _ in range(2)]
@@ -131,7 +175,9 @@ def test_a_gpu_step_is_handed_over_when_the_next_is_launched():
 STORY, LETTERS = "The dog sat. The do not. A dog ran away.", "A naïve café: 火曜日 🦊👩‍🚀!"
 
 
-def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]):
+def completion_of(
+    tokens: list[int], tokenizer: Tokenizer, stops: list[str] = (), prompt: list[int] = [1]
+):
     """A completion fed token by token, and what was visible after each."""
     completion, seen = Completion("", prompt, tokenizer, 999, list(stops)), []
     for token in tokens:
@@ -143,14 +189,16 @@ def completion_of(tokens: list[int], tokenizer: Tokenizer, stops: list[str] = ()
 
 
 def test_the_space_behind_a_prompt_is_kept(tmp_path):
-    """By a tokenizer that drops the first space of what it decodes, as Llama's does; the bundled one does not."""
+    """By a tokenizer that drops the first space of what it decodes, as Llama's does; the bundled
+    one does not."""
     tokenizer = trained(tmp_path, ["Once upon a time there was a fox"] * 9, {}, vocab_size=40)
     prompt, tokens = (tokenizer.encode_text(text) for text in ("Once upon", "Once upon a time"))
-    assert completion_of(tokens[len(prompt):], tokenizer, prompt=prompt)[0].text == " a time"
+    assert completion_of(tokens[len(prompt) :], tokenizer, prompt=prompt)[0].text == " a time"
 
 
 def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
-    """Random tokens, with a beginning of sequence, which has no text of its own, strewn among them."""
+    """Random tokens, with a beginning of sequence, which has no text of its own, strewn among
+    them."""
     tokens = torch.randint(259, 2048, (300,))
     tokens[torch.rand(300) < 0.1] = 1
     completion, _ = completion_of(tokens.tolist(), tokenizer)
@@ -158,10 +206,14 @@ def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
 
 
 def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
-    """What it thinks, its tools and the stop token are no text; --show-thinking puts the former on stderr."""
+    """What it thinks, its tools and the stop token are no text; --show-thinking puts the former on
+    stderr."""
     tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
-    answer = ("<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
-              "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve.")
+    answer = (
+        "<|channel|>analysis<|message|>A fox, "
+        "final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
+        "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve."
+    )
     tokens = tokenizer.encode_text(answer)
     completion, seen = completion_of([*tokens, EOS], tokenizer, ["A fox"])
     assert (completion.text, completion.thoughts) == ("Blue, naïve.", "A fox, final?1")
@@ -173,16 +225,26 @@ def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
     assert not with_json(tmp_path, more=PARTS[1:]).parts
 
 
-@pytest.mark.parametrize("text, stops, expected", [
-    (STORY, ["dog ran"], "The dog sat. The do not. A "), (STORY, ["zzz", "dog"], "The "),
-    (STORY, ["ran away", "do ran"], "The dog sat. The do not. A dog "), ("A do", ["dog"], "A do"),
-    (LETTERS, [], LETTERS)])
-def test_a_stop_text_across_tokens_and_a_part_of_a_character_are_never_shown(tokenizer, text, stops, expected):
+@pytest.mark.parametrize(
+    "text, stops, expected",
+    [
+        (STORY, ["dog ran"], "The dog sat. The do not. A "),
+        (STORY, ["zzz", "dog"], "The "),
+        (STORY, ["ran away", "do ran"], "The dog sat. The do not. A dog "),
+        ("A do", ["dog"], "A do"),
+        (LETTERS, [], LETTERS),
+    ],
+)
+def test_a_stop_text_across_tokens_and_a_part_of_a_character_are_never_shown(
+    tokenizer, text, stops, expected
+):
     """What might have become a stop text shows in the end."""
     completion, seen = completion_of([*tokenizer.encode_text(text)[1:], 2], tokenizer, stops)
     assert completion.text == seen[-1] == expected and completion.finish_reason == "stop"
     assert all(expected.startswith(shown) for shown in seen)
-    assert tokenizer.decode(completion.tokens).startswith(expected)  # the tokens include the stop text
+    assert tokenizer.decode(completion.tokens).startswith(
+        expected
+    )  # the tokens include the stop text
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():
@@ -196,8 +258,13 @@ def test_importing_generate_imports_no_library_ahead_of_its_use():
 def test_attention_on_a_gpu_sees_few_shapes(monkeypatch):
     """For each of them cuDNN makes a plan of 1.8 MiB, which PyTorch keeps for good."""
     shapes, attend = set(), torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, *rest, **options: (
-        shapes.add((q.shape, k.shape)), attend(q, k, *rest, **options))[1])
+    monkeypatch.setattr(
+        "model.F.scaled_dot_product_attention",
+        lambda q, k, *rest, **options: (
+            shapes.add((q.shape, k.shape)),
+            attend(q, k, *rest, **options),
+        )[1],
+    )
     engine = Engine(tiny("cuda"), 600, 1, GREEDY)
     for length in range(1, 500, 7):
         run(engine, [[5] * length], 9)

@@ -1,4 +1,5 @@
 """A step as a CUDA graph, whose results come to the host."""
+
 import pytest
 import torch
 
@@ -16,12 +17,16 @@ def test_a_captured_steps_results_are_the_hosts_while_the_next_step_runs():
         return x.long(), x.t() / 4, x[0, :1].int()
 
     launch, held = CapturedStep(step, step()), None
-    others = [torch.full((3,), 7, device="cuda", dtype=torch.int32) for _ in range(99)]  # in memory that is free
+    others = [
+        torch.full((3,), 7, device="cuda", dtype=torch.int32) for _ in range(99)
+    ]  # in memory that is free
     for n in range(2, 40):
         launched = to_host(launch())
         if held:  # of the launch before
             whole, quarters, one = held()
-            assert whole.equal(torch.full((3, 370), n - 1)) and quarters.equal(torch.full((370, 3), (n - 1) / 4))
+            assert whole.equal(torch.full((3, 370), n - 1)) and quarters.equal(
+                torch.full((370, 3), (n - 1) / 4)
+            )
             assert one.tolist() == [n - 1] and whole.is_pinned()
         held = launched
     assert torch.stack(others).eq(7).all()

@@ -1,4 +1,6 @@
-"""Kernels of 16-bit types and their plain twins, each judged by float64 alone: neither loosens the other's bound."""
+"""Kernels of 16-bit types and their plain twins, each judged by float64 alone: neither loosens the
+other's bound."""
+
 import subprocess
 import sys
 
@@ -14,35 +16,55 @@ from helpers import error, exact_attention, exact_linear, on_each_device, rope_o
 from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# The most that a result may differ from float64's: relative to its norm, and each element for itself, relative to its
-# own size and the root mean square of all. bf16 rounds by 2e-3 on average; the twins round up to three times.
+# The most that a result may differ from float64's: relative to its norm, and each element for
+# itself, relative to its own size and the root mean square of all. bf16 rounds by 2e-3 on average;
+# the twins round up to three times.
 TOLERANCES = {BF16: (6e-3, 3e-2), F16: (1e-3, 4e-3), F32: (1e-5, 1e-4)}
 
 
 def check(out: Tensor, ref: Tensor, slack: float = 1) -> None:
-    """out is what float64 gives, as far as its type can tell. slack: a factor of the second bound."""
+    """out is what float64 gives, as far as its type can tell. slack: a factor of the second
+    bound."""
     norm, element = TOLERANCES[out.dtype]
     element *= slack
     out, ref = out.double().cpu(), ref.double().cpu()
-    torch.testing.assert_close(out, ref, rtol=element, atol=element * ref.square().mean().sqrt().item())
+    torch.testing.assert_close(
+        out, ref, rtol=element, atol=element * ref.square().mean().sqrt().item()
+    )
     assert error(out, ref) < norm
 
 
-SMALL = [(576, 1536, "residual"), (961, 576, "norm bias"), (2 * 37, 136, "norm gated"), (35, 72, "bias residual")]
-LARGE = [(4096, 4096, "residual"), (6144, 4096, "norm bias"), (22016, 4096, "norm gated"), (4096, 14336, "residual"),
-         (512, 28672, "bias")]
+SMALL = [
+    (576, 1536, "residual"),
+    (961, 576, "norm bias"),
+    (2 * 37, 136, "norm gated"),
+    (35, 72, "bias residual"),
+]
+LARGE = [
+    (4096, 4096, "residual"),
+    (6144, 4096, "norm bias"),
+    (22016, 4096, "norm gated"),
+    (4096, 14336, "residual"),
+    (512, 28672, "bias"),
+]
 
 
-@pytest.mark.parametrize("device, N, K, parts", [
-    *(("cpu", *shape) for shape in SMALL),
-    *(pytest.param("cuda", *shape, marks=pytest.mark.gpu) for shape in SMALL + LARGE)])
+@pytest.mark.parametrize(
+    "device, N, K, parts",
+    [
+        *(("cpu", *shape) for shape in SMALL),
+        *(pytest.param("cuda", *shape, marks=pytest.mark.gpu) for shape in SMALL + LARGE),
+    ],
+)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_linear_and_its_twin(device, dtype, N, K, parts):
-    """The kernels' outputs come from torch.empty, so the memory that it will hand out is filled with NaN first."""
+    """The kernels' outputs come from torch.empty, so the memory that it will hand out is filled
+    with NaN first."""
+
     def randn(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
 
-    w, gated = randn(N, K) / K ** 0.5, "gated" in parts
+    w, gated = randn(N, K) / K**0.5, "gated" in parts
     norm = randn(K).abs() + 0.5 if "norm" in parts else None
     bias = randn(N) if "bias" in parts else None
     for rows in (1, 2, 7, 16, 40):
@@ -56,34 +78,64 @@ def test_linear_and_its_twin(device, dtype, N, K, parts):
             check(out, ref)
 
 
-CASES = [  # B, T, H, K, E, L, and where they are not DEFAULTS: window, qk_norm, what else there is (a rope, a cache),
+# B, T, H, K, E, L, and where they are not DEFAULTS: window, qk_norm, what else there is (a rope, a
+# cache),
+CASES = [
     # and whether all sequences share one row of positions, as in prefill
-    (1, 1, 32, 32, 128, 230), (50, 1, 9, 3, 64, 300), (3, 5, 6, 2, 48, 700, None, "head"), (1, 1, 32, 8, 128, 9000),
-    (20, 3, 8, 8, 64, 3000, 777), (4, 16, 16, 2, 128, 600, None, "head"), (1, 2, 4, 1, 80, 5000, 4096),
-    (2, 300, 6, 2, 96, 500), (1, 400, 32, 8, 128, 900, 256, "head"), (2, 3, 4, 2, 64, 200, None, None, "", True),
-    (70, 1, 4, 2, 128, 300, None, None, "part"), (70, 2, 6, 2, 96, 300, None, None, "long"),
-    (2, 60, 4, 2, 64, 300, None, None, "long"), (2, 3, 8, 2, 128, 300, None, None, "grows"),
-    (35, 1, 4, 4, 64, 300, 50, "whole"), (2, 4, 4, 1, 256, 300, 100, "head", "none"),
-    (70, 1, 16, 2, 64, 900, 128, None, "sinks"), (70, 1, 6, 2, 48, 700, None, "head", "int8"),
-    (2, 5, 16, 4, 64, 3000, 777, None, "int8"), (1, 5, 32, 8, 128, 2955, 777), (2, 60, 4, 2, 64, 300, 20, None, "int8"),
-    (1, 1, 32, 8, 128, 900, None, None, "int8-values"), (1, 5, 32, 8, 128, 9000, None, None, "sinks"),
-    (2, 50, 4, 2, 64, 200, 20, "head", "sinks", True), (2, 90, 2, 1, 256, 300, 40, "head", "none"),
-    (2, 200, 4, 1, 128, 700, 130, None, "sinks"), (2, 200, 8, 4, 128, 700, None, None, "int8")]
+    (1, 1, 32, 32, 128, 230),
+    (50, 1, 9, 3, 64, 300),
+    (3, 5, 6, 2, 48, 700, None, "head"),
+    (1, 1, 32, 8, 128, 9000),
+    (20, 3, 8, 8, 64, 3000, 777),
+    (4, 16, 16, 2, 128, 600, None, "head"),
+    (1, 2, 4, 1, 80, 5000, 4096),
+    (2, 300, 6, 2, 96, 500),
+    (1, 400, 32, 8, 128, 900, 256, "head"),
+    (2, 3, 4, 2, 64, 200, None, None, "", True),
+    (70, 1, 4, 2, 128, 300, None, None, "part"),
+    (70, 2, 6, 2, 96, 300, None, None, "long"),
+    (2, 60, 4, 2, 64, 300, None, None, "long"),
+    (2, 3, 8, 2, 128, 300, None, None, "grows"),
+    (35, 1, 4, 4, 64, 300, 50, "whole"),
+    (2, 4, 4, 1, 256, 300, 100, "head", "none"),
+    (70, 1, 16, 2, 64, 900, 128, None, "sinks"),
+    (70, 1, 6, 2, 48, 700, None, "head", "int8"),
+    (2, 5, 16, 4, 64, 3000, 777, None, "int8"),
+    (1, 5, 32, 8, 128, 2955, 777),
+    (2, 60, 4, 2, 64, 300, 20, None, "int8"),
+    (1, 1, 32, 8, 128, 900, None, None, "int8-values"),
+    (1, 5, 32, 8, 128, 9000, None, None, "sinks"),
+    (2, 50, 4, 2, 64, 200, 20, "head", "sinks", True),
+    (2, 90, 2, 1, 256, 300, 40, "head", "none"),
+    (2, 200, 4, 1, 128, 700, 130, None, "sinks"),
+    (2, 200, 8, 4, 128, 700, None, None, "int8"),
+]
 DEFAULTS = (None, None, "", False)
 ROPES = {  # what a rope has besides theta, the share of a head that turns, and the scale of q k^T
-    "part": (dict(scale=1.2), 0.75, None), "none": ({}, 0, 0.1),
-    "long": (dict(long=True, original=70, scale=1.1), 0.5, None), "grows": (dict(original=20, q_growth=0.3), 1, 0.07)}
+    "part": (dict(scale=1.2), 0.75, None),
+    "none": ({}, 0, 0.1),
+    "long": (dict(long=True, original=70, scale=1.1), 0.5, None),
+    "grows": (dict(original=20, q_growth=0.3), 1, 0.07),
+}
 
 
-@pytest.mark.parametrize("device, case", [
-    *(("cpu", case) for case in CASES if case[5] < 1000 and case[0] * case[1] < 150),  # on a CPU nothing is split
-    *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES)], ids=str)
+@pytest.mark.parametrize(
+    "device, case",
+    [
+        *(
+            ("cpu", case) for case in CASES if case[5] < 1000 and case[0] * case[1] < 150
+        ),  # on a CPU nothing is split
+        *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES),
+    ],
+    ids=str,
+)
 @torch.no_grad()
 def test_attention(device, case):
-    """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than multiprocessors: on a
-    CPU Attention.attend(), on a GPU its kernel, which updates the cache or, as in prefill, finds it complete. The cache
-    is full of numbers, and has a row more than there are sequences."""
-    B, T, H, K, E, L, window, qk_norm, kind, shared = *case, *DEFAULTS[len(case) - 6:]
+    """Ragged sequences, GQA of any ratio, windows, norms, one split and many, more groups than
+    multiprocessors: on a CPU Attention.attend(), on a GPU its kernel, which updates the cache or,
+    as in prefill, finds it complete. The cache is full of numbers, and has a row more than there
+    are sequences."""
+    B, T, H, K, E, L, window, qk_norm, kind, shared = *case, *DEFAULTS[len(case) - 6 :]
     dtype = BF16 if device == "cuda" else F32
 
     def randn(*shape):
@@ -94,7 +146,18 @@ def test_attention(device, case):
         more = more | dict(long=rope_of(int(E * share), 300.0).frequencies)
     rope = rope_of(int(E * share), **more)
     with torch.device(device):
-        config = Config(8, (LayerConfig(window, rope),), H, K, E, 8, 8, L, qk_norm=qk_norm, attention_scale=scale)
+        config = Config(
+            8,
+            (LayerConfig(window, rope),),
+            H,
+            K,
+            E,
+            8,
+            8,
+            L,
+            qk_norm=qk_norm,
+            attention_scale=scale,
+        )
         attn = Attention(config, config.layers[0]).to(dtype)
     int8 = kind if kind in CACHES else None
     attn.cache = KVCache((B + 1, K, L, E), device, dtype, int8 or "16-bit")
@@ -109,7 +172,9 @@ def test_attention(device, case):
     start = torch.randint(0, L - T + 1, (1 if shared else B, 1), device=device)
     start[0] = L - T if B == 1 else start[0] * shared  # a full cache, an empty one, and any between
     qkv, positions = randn(B, T, H + 2 * K, E), start + torch.arange(T, device=device)
-    ref, *refs = exact_attention(qkv, positions, table, *attn.cache.read(everywhere[0], L), attn, window)
+    ref, *refs = exact_attention(
+        qkv, positions, table, *attn.cache.read(everywhere[0], L), attn, window
+    )
     fused, rows = FusedAttention(attn, table, window), torch.arange(B, device=device)[:, None]
     before = [of.clone() for of in attn.cache.buffers()]
 
@@ -125,7 +190,10 @@ def test_attention(device, case):
         out = function().view(B, T, H, E)  # the second time over what the first has left
         k, v = attn.cache.read(everywhere[0], L)
         if int8:  # a code may be the next one, as prefill rounds a key after its norm, too
-            steps = [0 if of is None else of[..., None] for of in (attn.cache.k_scale, attn.cache.v_scale)]
+            steps = [
+                0 if of is None else of[..., None]
+                for of in (attn.cache.k_scale, attn.cache.v_scale)
+            ]
             for of, exact, step in zip((k, v), refs, steps):
                 assert ((of - exact).abs() <= 1.5 * step + 8e-3 * exact.abs() + 1e-6).all()
             ref = exact_attention(qkv, positions, table, k, v, attn, window, complete=True)[0]
@@ -246,23 +314,30 @@ assert len(targets) >= 15, len(targets)
 
 @pytest.mark.gpu
 def test_kernels_compile_for_compute_capability_8():
-    """In a process that takes the GPU for one of 8.0: no programmatic dependent launch, less shared memory."""
+    """In a process that takes the GPU for one of 8.0: no programmatic dependent launch, less shared
+    memory."""
     subprocess.run([sys.executable, "-c", COMPILE_FOR_8], check=True, timeout=300)
 
 
 @pytest.mark.gpu
 def test_the_timed_read_reads_every_word():
-    chunk, data = 2 ** 16, torch.randint(-2 ** 62, 2 ** 62, (3 * 2 ** 13,), device="cuda")
-    sums, addresses = torch.full((3,), -1, device="cuda"), data.data_ptr() + chunk * torch.arange(3, device="cuda")
+    chunk, data = 2**16, torch.randint(-(2**62), 2**62, (3 * 2**13,), device="cuda")
+    sums, addresses = (
+        torch.full((3,), -1, device="cuda"),
+        data.data_ptr() + chunk * torch.arange(3, device="cuda"),
+    )
     read_chunk[(3,)](addresses, sums, chunk, 4096, num_warps=8)
     assert sums.equal(data.view(3, -1).sum(1))
 
 
 @pytest.mark.gpu(alone=True)
 def test_read_bandwidth_is_a_rate_of_this_gpu():
-    """PyTorch's sum of the same weights takes between half and five times as long, wherever this runs."""
+    """PyTorch's sum of the same weights takes between half and five times as long, wherever this
+    runs."""
     with torch.device("cuda"):
-        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8))).requires_grad_(False)
+        model = nn.Sequential(
+            *(nn.Linear(8192, 8192, bias=False) for _ in range(8))
+        ).requires_grad_(False)
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(2):  # the first time warms up
         begun.record()

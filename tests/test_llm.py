@@ -1,4 +1,5 @@
 """generate.LLM, the Python API."""
+
 import asyncio
 import io
 import re
@@ -13,8 +14,20 @@ from torch._dynamo.utils import counters
 
 from checkpoint import UserError
 from generate import LLM, Engine
-from helpers import (DRAFT, EAGLE, ROOT, TINY, python, python_blocks, quantized_layers, refusal, rewrite, tiny,
-                     with_template, write)
+from helpers import (
+    DRAFT,
+    EAGLE,
+    ROOT,
+    TINY,
+    python,
+    python_blocks,
+    quantized_layers,
+    refusal,
+    rewrite,
+    tiny,
+    with_template,
+    write,
+)
 from test_generate import same_for_all
 
 GREEDY = dict(device="cpu", quiet=True, temperature=0, max_new_tokens=12)
@@ -32,22 +45,42 @@ def tokens_of(completions) -> list[list[int]]:
 
 def test_the_readmes_example_runs_and_nothing_else_compiles_again(tmp_path, capsys, monkeypatch):
     """With the smaller of the bundled models, whose layers look back 20 tokens here."""
-    [example] = [block for block in python_blocks() if "from generate import LLM" in block and "stream" in block]
+    [example] = [
+        block
+        for block in python_blocks()
+        if "from generate import LLM" in block and "stream" in block
+    ]
     assert "compile=True" in example and "max_batch_size=4" in example
     directory, names = str(with_template(tmp_path / "draft", DRAFT)), {}
     rewrite(tmp_path / "draft" / "config.json", model_type="mistral", sliding_window=20)
     exec(example.replace("HuggingFaceTB/SmolLM2-135M-Instruct", directory), names)
     out, eager = capsys.readouterr().out, LLM(directory, **GREEDY | dict(max_new_tokens=9))
     assert eager.model.config.layers[0].window == 20
-    assert out.startswith(eager("The capital of France is", max_new_tokens=20).text) and out.count("[") == 4
+    assert (
+        out.startswith(eager("The capital of France is", max_new_tokens=20).text)
+        and out.count("[") == 4
+    )
     compiled, graphs = partial(names["llm"], max_new_tokens=9), counters["stats"]["unique_graphs"]
-    one, many = "One day, a fox", ["One day", "Tom and Sue went to the park", "A", "Once upon a time there was a dog"]
-    for prompts, options in [(one, {}), (many, {}), (many[:3], {}), (many[:2], dict(num_samples=2)), (MESSAGES, {}),
-                             ("word " * 300, {}), (one, dict(num_samples=3)), (one, dict(max_new_tokens=1))]:
+    one, many = (
+        "One day, a fox",
+        ["One day", "Tom and Sue went to the park", "A", "Once upon a time there was a dog"],
+    )
+    for prompts, options in [
+        (one, {}),
+        (many, {}),
+        (many[:3], {}),
+        (many[:2], dict(num_samples=2)),
+        (MESSAGES, {}),
+        ("word " * 300, {}),
+        (one, dict(num_samples=3)),
+        (one, dict(max_new_tokens=1)),
+    ]:
         expected, found = eager(prompts, **options), compiled(prompts, temperature=0, **options)
         assert tokens_of(found) == tokens_of(expected), prompts
     assert counters["stats"]["unique_graphs"] == graphs
-    same_for_all(Engine(tiny(directory=tmp_path / "draft"), 400, 4), names["llm"].engine, monkeypatch)
+    same_for_all(
+        Engine(tiny(directory=tmp_path / "draft"), 400, 4), names["llm"].engine, monkeypatch
+    )
 
 
 def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
@@ -57,7 +90,9 @@ def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
     assert chat.prompt_tokens == llm.tokenizer.encode_chat(MESSAGES)
     batch = llm(["One day", MESSAGES], num_samples=2)
     assert tokens_of(batch) == [text.tokens, text.tokens, chat.tokens, chat.tokens]
-    assert tokens_of(llm("One day", num_samples=3)) == [text.tokens] * 3 and isinstance(llm(["One day"]), list)
+    assert tokens_of(llm("One day", num_samples=3)) == [text.tokens] * 3 and isinstance(
+        llm(["One day"]), list
+    )
 
 
 def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
@@ -67,7 +102,9 @@ def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(ll
     other = llm.stream("One day")
     begin = next(other)
     assert list(stream) == [] and begin + "".join(other) == expected
-    assert "num_samples=2: a stream is of one sample" in refusal(llm.stream, "One day", num_samples=2)
+    assert "num_samples=2: a stream is of one sample" in refusal(
+        llm.stream, "One day", num_samples=2
+    )
 
 
 def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(chatty):
@@ -76,25 +113,41 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
     assert "was" not in llm("Once upon a time").text
 
 
-@pytest.mark.parametrize("prompts, options, said", [
-    ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
-    ("One day", dict(temperature=200), "200 is not from 0 to 100"),
-    ("One day", dict(top_k=True), "top_k=True: invalid int"), ("One day", dict(stop=[""]), "stop: an empty text"),
-    ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"),
-    ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
-    ([], {}, "no prompt"), ([[]], {}, "[]: want a text, or messages"), ([7], {}, "7: want a text"),
-    ([dict(role="user")], {}, "want a role and a content"), (torch.zeros(3, 3), {}, "want"), ([["a"]], {}, "want")])
+@pytest.mark.parametrize(
+    "prompts, options, said",
+    [
+        ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
+        ("One day", dict(temperature=200), "200 is not from 0 to 100"),
+        ("One day", dict(top_k=True), "top_k=True: invalid int"),
+        ("One day", dict(stop=[""]), "stop: an empty text"),
+        ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"),
+        ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
+        ([], {}, "no prompt"),
+        ([[]], {}, "[]: want a text, or messages"),
+        ([7], {}, "7: want a text"),
+        ([dict(role="user")], {}, "want a role and a content"),
+        (torch.zeros(3, 3), {}, "want"),
+        ([["a"]], {}, "want"),
+    ],
+)
 def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, options, said):
     assert said in refusal(llm, prompts, **options) and issubclass(UserError, ValueError)
     refusal(llm.stream, prompts, **options)
     assert llm("One day").tokens  # nothing is broken
 
 
-@pytest.mark.parametrize("options, said", [
-    (dict(max_batch_size=0), "max_batch_size=0"), (dict(group_size=32), "group_size=32 goes with quantize"),
-    (dict(kv_cache="int4"), "kv_cache"), (dict(quantize="int4", group_size=7), "7"),
-    (dict(draft="/nowhere"), "/nowhere"), *[(dict(stop=stop), "stop=") for stop in (b"a", [b"a"])],
-    (dict(device="cuda:²"), "cuda:²")])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(max_batch_size=0), "max_batch_size=0"),
+        (dict(group_size=32), "group_size=32 goes with quantize"),
+        (dict(kv_cache="int4"), "kv_cache"),
+        (dict(quantize="int4", group_size=7), "7"),
+        (dict(draft="/nowhere"), "/nowhere"),
+        *[(dict(stop=stop), "stop=") for stop in (b"a", [b"a"])],
+        (dict(device="cuda:²"), "cuda:²"),
+    ],
+)
 def test_a_mistake_in_the_constructor_is_a_value_error_that_names_it(options, said):
     assert said in refusal(LLM, str(TINY), **dict(device="cpu") | options)
 
@@ -120,12 +173,16 @@ def test_a_limit_that_was_not_given_grows(chatty, llm):
 
 
 @pytest.mark.parametrize("draft", [str(DRAFT), str(EAGLE), "prompt-lookup"])
-def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(chatty, llm, draft):
+def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(
+    chatty, llm, draft
+):
     """Which a seed repeats."""
     speculative = LLM(chatty, **GREEDY, draft=draft, draft_tokens=3, max_batch_size=4)
     for prompts in (["One day", "Tom"], ["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day"]):
         assert tokens_of(speculative(prompts)) == tokens_of(llm(prompts))
-        first, again, other = (tokens_of(speculative(prompts, temperature=0.9, seed=seed)) for seed in (1, 1, 2))
+        first, again, other = (
+            tokens_of(speculative(prompts, temperature=0.9, seed=seed)) for seed in (1, 1, 2)
+        )
         assert first == again != other
     assert speculative.speculator.counts["drafted"] > 0
 
@@ -133,19 +190,28 @@ def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_s
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", [None, "prompt-lookup", str(DRAFT), str(EAGLE)])
 @pytest.mark.parametrize("no_kernels", [False, True])
-def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(chatty, draft, no_kernels):
+def test_on_a_gpu_calls_of_any_size_and_sampling_give_what_eager_code_gives(
+    chatty, draft, no_kernels
+):
     """Four rows after one: it loads and compiles again.
 
-    With kernels in bf16: they serve 16-bit types alone, where rounding decides about greedy text. Then the number of
-    tokens counts."""
+    With kernels in bf16: they serve 16-bit types alone, where rounding decides about greedy text.
+    Then the number of tokens counts."""
     load = partial(LLM, chatty, **GREEDY | dict(device="cuda"))
     eager = load(dtype="fp32")
-    fast = load(dtype="fp32" if no_kernels else "bf16", compile=True, no_kernels=no_kernels, draft=draft,
-                draft_tokens=2 if draft else None)
+    fast = load(
+        dtype="fp32" if no_kernels else "bf16",
+        compile=True,
+        no_kernels=no_kernels,
+        draft=draft,
+        draft_tokens=2 if draft else None,
+    )
     for prompts in (["Tom"], ["Sue", "A dog", "One day", "Tom"], ["One day", "Tom"], ["One day"]):
         found, expected = tokens_of(fast(prompts)), tokens_of(eager(prompts))
         assert found == expected if no_kernels else [*map(len, found)] == [*map(len, expected)]
-        assert tokens_of(fast(prompts, temperature=0.9, seed=1)) == tokens_of(fast(prompts, temperature=0.9, seed=1))
+        assert tokens_of(fast(prompts, temperature=0.9, seed=1)) == tokens_of(
+            fast(prompts, temperature=0.9, seed=1)
+        )
     assert fast.engine.batch_size == 4
 
 
@@ -154,15 +220,19 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
     load = partial(LLM, str(tmp_path / "int4"), **GREEDY | dict(quiet=False))
     unpacked = load()
     text = unpacked("One day").text
-    assert not quantized_layers(unpacked.model) and "unpacked once, to 14 MB" in capsys.readouterr().err
-    monkeypatch.setattr("formats.free_memory", lambda *_: 2 ** 20)
+    assert (
+        not quantized_layers(unpacked.model)
+        and "unpacked once, to 14 MB" in capsys.readouterr().err
+    )
+    monkeypatch.setattr("formats.free_memory", lambda *_: 2**20)
     packed = load()
     assert packed("One day").text == text and quantized_layers(packed.model)
     assert "at every step, for lack of memory" in capsys.readouterr().err
 
 
 def test_it_works_where_a_notebook_runs_it(chatty, llm):
-    """In a running event loop, with streams that are no files. The pieces of a stream are the text before a stop."""
+    """In a running event loop, with streams that are no files. The pieces of a stream are the text
+    before a stop."""
     prompt, stop = "Once upon a time", ["was a little"]
 
     async def cell() -> list[str]:
@@ -180,4 +250,7 @@ def test_the_readmes_loop_runs_on_four_files(tmp_path, llm):
     done = python("-c", loop.replace("checkpoints/tiny", str(TINY)), cwd=tmp_path, PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     text = done.stdout.removesuffix("\n")
-    assert "Once upon a time" + llm("Once upon a time", max_new_tokens=100).text == text and len(text) > 200
+    assert (
+        "Once upon a time" + llm("Once upon a time", max_new_tokens=100).text == text
+        and len(text) > 200
+    )

@@ -1,4 +1,6 @@
-"""The model against golden values of transformers; what a token sees depends on its position alone."""
+"""The model against golden values of transformers; what a token sees depends on its position
+alone."""
+
 import math
 
 import pytest
@@ -34,7 +36,8 @@ def test_logits_equal_transformers(model, family, cached, sliced):
 @pytest.mark.parametrize("n", [1, 3])
 @torch.no_grad()
 def test_only_the_chosen_experts_are_computed(n):
-    """Whatever the others' weights are. 3 rows have more pairs than there are experts, and are sorted."""
+    """Whatever the others' weights are. 3 rows have more pairs than there are experts, and are
+    sorted."""
     moe, x = tiny(directory=GOLDEN / "qwen3-moe").layers[1].ffn, torch.randn(1, n, 32)
     expected, (_, chosen) = moe(x), moe.route(x[0])
     others = [expert for expert in range(8) if expert not in chosen]
@@ -44,7 +47,8 @@ def test_only_the_chosen_experts_are_computed(n):
 
 @of_each_family
 def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(model, family):
-    """A padded prefill, then a step of 3 tokens at positions of each row's own, over slots full of rubbish."""
+    """A padded prefill, then a step of 3 tokens at positions of each row's own, over slots full of
+    rubbish."""
     rows, logits = golden(GOLDEN / family)
     lengths = torch.tensor([17, 2, 9])
     model.setup(max_seq_len=64, batch_size=3)
@@ -54,10 +58,10 @@ def test_ragged_batch_over_a_dirty_cache_equals_rows_alone(model, family):
         layer.attn.cache.v.normal_(std=9)
     prompts = pad_sequence([row[:n] for row, n in zip(rows, lengths)], batch_first=True)
     last = read(model, prompts, last=lengths - 1)
-    steps = torch.stack([row[n:n + 3] for row, n in zip(rows, lengths)])
+    steps = torch.stack([row[n : n + 3] for row, n in zip(rows, lengths)])
     verified = model(steps, lengths[:, None] + torch.arange(3))
     for out, ref, n in zip(torch.cat((last[:, None], verified), dim=1), logits, lengths):
-        assert error(out, ref[n - 1:n + 3]) < 1e-5
+        assert error(out, ref[n - 1 : n + 3]) < 1e-5
 
 
 @torch.no_grad()
@@ -68,7 +72,10 @@ def test_hidden_states_of_named_places_are_kept_by_position():
     for layer in model.layers[0], model.layers[3]:
         layer.register_forward_hook(lambda _, inputs, out: seen.append(out))
     model(torch.randint(96, (2, 10)), torch.arange(4, 14)[None])
-    assert model.features[:, 4:14].equal(torch.cat(seen, dim=-1)) and not model.features[:, [*range(4), 14, 15]].any()
+    assert (
+        model.features[:, 4:14].equal(torch.cat(seen, dim=-1))
+        and not model.features[:, [*range(4), 14, 15]].any()
+    )
 
 
 @on_each_device
@@ -81,6 +88,8 @@ def test_compiled_gradients_equal_eager_ones(device):
     def loss() -> torch.Tensor:
         return read(model, tokens).logsumexp(-1).mean()
 
-    eager, compiled = (torch.autograd.grad(function(), [*model.parameters()])
-                       for function in (loss, torch.compile(loss)))
+    eager, compiled = (
+        torch.autograd.grad(function(), [*model.parameters()])
+        for function in (loss, torch.compile(loss))
+    )
     assert max(map(error, compiled, eager)) < 1e-4

@@ -1,6 +1,8 @@
 """
-Rounding and GPTQ, against what is written here from the definitions, and the command that writes quantized checkpoints.
+Rounding and GPTQ, against what is written here from the definitions, and the command that writes
+quantized checkpoints.
 """
+
 import fcntl
 import os
 import shutil
@@ -17,8 +19,25 @@ from torch import Tensor
 import formats
 import quantize
 from gptq import find_best_scales, gptq, gptq_model
-from helpers import (CPU, F32, ROOT, TINY, absent, error, load_checkpoint, logits_of, make,
-                     open_tokenizer, quantized_layers, read, read_json, refusal, rewrite, tiny, write)
+from helpers import (
+    CPU,
+    F32,
+    ROOT,
+    TINY,
+    absent,
+    error,
+    load_checkpoint,
+    logits_of,
+    make,
+    open_tokenizer,
+    quantized_layers,
+    read,
+    read_json,
+    refusal,
+    rewrite,
+    tiny,
+    write,
+)
 from quantize import INT4, INT8, Codes, QuantizedLinear, group_of, pack, round_to_nearest
 
 K = "model.layers.1.self_attn.k_proj.weight"
@@ -27,10 +46,20 @@ K = "model.layers.1.self_attn.k_proj.weight"
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """quantize.py, of the checkpoint "in", which is made here, to "out"."""
+
     def run(*options) -> None:
-        options = ("--checkpoint", tmp_path / "in", "--out", tmp_path / "out", "--group-size", 32, *options)
+        options = (
+            "--checkpoint",
+            tmp_path / "in",
+            "--out",
+            tmp_path / "out",
+            "--group-size",
+            32,
+            *options,
+        )
         monkeypatch.setattr("sys.argv", ["quantize.py", *map(str, options), "--device", "cpu"])
         quantize.main()
+
     make(tmp_path / "in")
     return run
 
@@ -43,22 +72,33 @@ def dense(module: QuantizedLinear) -> Tensor:
     return module.dequantize(torch.float64)
 
 
-def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: Codes, g_idx: Tensor | None = None) -> Tensor:
+def values(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: Codes, g_idx: Tensor | None = None
+) -> Tensor:
     """What round_to_nearest and gptq give -> weights [N, K], fp64."""
     return dense(QuantizedLinear(pack(codes, kind.bits), scales, zeros, kind, None, g_idx))
 
 
-@pytest.mark.parametrize("kind, group_size, C, sym", [
-    (INT4, 32, 6, True), (INT4, 64, 3, False), (INT8, -1, 1, True), (INT8, 32, 6, False)])
+@pytest.mark.parametrize(
+    "kind, group_size, C, sym",
+    [(INT4, 32, 6, True), (INT4, 64, 3, False), (INT8, -1, 1, True), (INT8, 32, 6, False)],
+)
 def test_rounding_gives_the_nearest_of_evenly_spaced_values(kind, group_size, C, sym):
-    """Which are as near to each other as fits the group's range: nothing is off by more than half of its step."""
+    """Which are as near to each other as fits the group's range: nothing is off by more than half
+    of its step."""
     w = torch.randn(5, 192) * torch.rand(5, 1)
     w[1] = w[1].abs()
     w[2, :64] = 0
     codes, scales, zeros = round_to_nearest(w, kind, group_size, sym)
-    groups, off = (t.double().unflatten(1, (C, -1)) for t in (w, values(codes, scales, zeros, kind) - w))
-    low, high, top = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), 2 ** kind.bits - 1
-    step = 2 * torch.maximum(-low, high) / top if sym else torch.maximum((high - low) / top, high / (top - 1))
+    groups, off = (
+        t.double().unflatten(1, (C, -1)) for t in (w, values(codes, scales, zeros, kind) - w)
+    )
+    low, high, top = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), 2**kind.bits - 1
+    step = (
+        2 * torch.maximum(-low, high) / top
+        if sym
+        else torch.maximum((high - low) / top, high / (top - 1))
+    )
     assert (off.abs().amax(-1) <= 0.57 * step).all()  # of int8 the scale's own rounding is a part
     assert zeros is None if sym else zeros.amin() >= 1
 
@@ -68,7 +108,9 @@ def correlated(K: int):
     return x * (1 + 3 * torch.rand(K))
 
 
-@pytest.mark.parametrize("N, K, kind, group_size", [(33, 288, INT4, 96), (16, 320, INT4, -1), (9, 256, INT8, 128)])
+@pytest.mark.parametrize(
+    "N, K, kind, group_size", [(33, 288, INT4, 96), (16, 320, INT4, -1), (9, 256, INT8, 128)]
+)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("sym", [False, True])
 def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, kind, group_size, act_order, sym):
@@ -78,40 +120,60 @@ def test_gptq_loses_less_than_rounding_and_says_how_much(N, K, kind, group_size,
     plain = round_to_nearest(w, kind, group_size, sym)
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(K)
     found = values(codes, scales, zeros, kind, g_idx), values(*plain, kind), 0
-    ours, rounded, nothing = (((off @ damped) * off).sum().item() for off in (of - w.double() for of in found))
+    ours, rounded, nothing = (
+        ((off @ damped) * off).sum().item() for off in (of - w.double() for of in found)
+    )
     assert ours < 0.7 * rounded and loss == pytest.approx(ours / nothing, rel=0.02)
     if act_order:  # each group's inputs are larger than the next one's
         falling = hessian.diagonal().argsort(descending=True)
         assert g_idx[falling].equal(torch.arange(K) // (K // scales.shape[1]))
 
 
-@pytest.mark.parametrize("name, other", [
-    ("SHRINK", [1.0]), ("find_best_scales", lambda w, codes, sym, costs: find_best_scales(w, codes, sym, 1))])
-def test_gptq_gains_by_narrower_ranges_and_by_what_each_weights_error_costs(monkeypatch, name, other):
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("SHRINK", [1.0]),
+        ("find_best_scales", lambda w, codes, sym, costs: find_best_scales(w, codes, sym, 1)),
+    ],
+)
+def test_gptq_gains_by_narrower_ranges_and_by_what_each_weights_error_costs(
+    monkeypatch, name, other
+):
     w, x = torch.randn(33, 288), correlated(288)
     loss = gptq(w, x.T @ x, INT4, 96, False, False)[-1]
     monkeypatch.setattr(f"gptq.{name}", other)
     assert loss < 0.95 * gptq(w, x.T @ x, INT4, 96, False, False)[-1]
 
 
-def test_inputs_that_are_always_0_are_rounded_and_a_hessian_that_is_not_positive_definite_is_damped(capsys):
+def test_inputs_that_are_always_0_are_rounded_and_a_hessian_that_is_not_positive_definite_is_damped(
+    capsys,
+):
     quantize.say_once.cache_clear()
     w, x = torch.randn(6, 64), correlated(64)
     x[:, 7] = 0
-    for hessian, damped in ((x.T @ x, False), (torch.zeros(64, 64), False), (2 * torch.eye(64) - 1, True)):
+    for hessian, damped in (
+        (x.T @ x, False),
+        (torch.zeros(64, 64), False),
+        (2 * torch.eye(64) - 1, True),
+    ):
         codes, scales, zeros, _, loss = gptq(w, hessian, INT8, -1, False, False)
-        assert (values(codes, scales, zeros, INT8)[:, 7] - w[:, 7]).abs().max() <= 2 * scales.max() and loss == loss
+        assert (
+            values(codes, scales, zeros, INT8)[:, 7] - w[:, 7]
+        ).abs().max() <= 2 * scales.max() and loss == loss
         assert ("not positive definite" in capsys.readouterr().err) == damped
     assert "overflow" in refusal(gptq, w, torch.full((64, 64), torch.inf), INT4, 32, False, True)
 
 
 def test_groups_that_do_not_fit_are_refused():
-    assert absent("48 96 32", refusal(group_of, 96, 48)) == [] and "multiple of 32" in refusal(group_of, 56, -1)
+    assert absent("48 96 32", refusal(group_of, 96, 48)) == [] and "multiple of 32" in refusal(
+        group_of, 56, -1
+    )
 
 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
-    """8 bits lose next to nothing: what is left is what the nearest outputs, by least squares, leave."""
+    """8 bits lose next to nothing: what is left is what the nearest outputs, by least squares,
+    leave."""
     w, before = torch.randn(24, 64), correlated(64)
     x = before + 0.3 * torch.randn_like(before)
     hessian, drift = x.T @ x, (before - x).T @ x
@@ -119,23 +181,30 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
     w, x, wanted, drift = w.double(), x.double(), before.double() @ w.double().T, drift.double()
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(64)
     best = w + w @ drift @ damped.inverse()
-    moved, least = (error(x @ of.T, wanted) for of in (values(codes, scales, zeros, INT8, g_idx), best))
+    moved, least = (
+        error(x @ of.T, wanted) for of in (values(codes, scales, zeros, INT8, g_idx), best)
+    )
     assert moved == pytest.approx(least, rel=0.01)
 
 
 @torch.no_grad()
 def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
-    """In the quantized model each matrix has the inputs whose Hessian its quantization was given, and the drift is that
-    from the inputs in the model before."""
+    """In the quantized model each matrix has the inputs whose Hessian its quantization was given,
+    and the drift is that from the inputs in the model before."""
     model, seen = tiny(), []
     monkeypatch.setattr("gptq.CHUNK", 64)  # several chunks
-    monkeypatch.setattr("gptq.gptq", lambda w, hessian, *how: seen.append((hessian, how[-1])) or gptq(w, hessian, *how))
+    monkeypatch.setattr(
+        "gptq.gptq",
+        lambda w, hessian, *how: seen.append((hessian, how[-1])) or gptq(w, hessian, *how),
+    )
     tokens = torch.randint(2048, (5, 32))
 
     def inputs(names):
         found = []
         for name in names:
-            model.get_submodule(name).register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, 1)))
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args: found.append(args[0].flatten(0, 1))
+            )
         read(model, tokens)
         return [*found]
 
@@ -151,25 +220,41 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("sym", [False, True])
-@pytest.mark.parametrize("group_size, act_order, form, config", [
-    (32, False, "gptq", dict(checkpoint_format="gptq")), (32, False, "gptq", dict(checkpoint_format="gptq_v2")),
-    (-1, False, "gptq", {}), (32, True, "gptq", {}),
-    (32, False, "compressed-tensors", {}), (-1, False, "compressed-tensors", {})])
-def test_what_is_written_loads_bit_for_bit(tmp_path, bits, sym, group_size, act_order, form, config):
-    """And what others write is read right: see test_formats.py. So they read what is written: see the README, too."""
+@pytest.mark.parametrize(
+    "group_size, act_order, form, config",
+    [
+        (32, False, "gptq", dict(checkpoint_format="gptq")),
+        (32, False, "gptq", dict(checkpoint_format="gptq_v2")),
+        (-1, False, "gptq", {}),
+        (32, True, "gptq", {}),
+        (32, False, "compressed-tensors", {}),
+        (-1, False, "compressed-tensors", {}),
+    ],
+)
+def test_what_is_written_loads_bit_for_bit(
+    tmp_path, bits, sym, group_size, act_order, form, config
+):
+    """And what others write is read right: see test_formats.py. So they read what is written: see
+    the README, too."""
     theirs = make(tmp_path / "in", "qwen2")
-    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, form, **config)
+    made = write(
+        tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, form, **config
+    )
     want, got = made.state_dict(), load_checkpoint(tmp_path / "out").state_dict()
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(quantized_layers(made)) == 2 * 4 + 1
     held = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(held[name], theirs[name]) for name in held if name in theirs)  # as it was, its dtype too
+    assert all(
+        torch.equal(held[name], theirs[name]) for name in held if name in theirs
+    )  # as it was, its dtype too
 
 
 def test_rounding_while_loading_stays_near_the_exact_weights():
     exact = logits_of(tiny())
-    int8, int4, int4_coarse = (error(logits_of(load_checkpoint(TINY, CPU, F32, *how)), exact)
-                               for how in (("int8",), ("int4",), ("int4", 128)))
+    int8, int4, int4_coarse = (
+        error(logits_of(load_checkpoint(TINY, CPU, F32, *how)), exact)
+        for how in (("int8",), ("int4",), ("int4", 128))
+    )
     assert 0 < int8 < 0.02 < int4 < int4_coarse < 0.3
 
 
@@ -179,8 +264,13 @@ def test_a_rounded_head_has_codes_of_its_own(tmp_path, tied, kind, group, most):
     """The embedding and the other layers stay."""
     make(tmp_path, tie_word_embeddings=tied)
     plain, model = load_checkpoint(tmp_path), load_checkpoint(tmp_path, quantize_head=kind)
-    assert quantized_layers(model) == {"head": model.head} and torch.equal(model.embed.weight, plain.embed.weight)
-    assert model.head.scales.shape == (64, 64 // group) and error(dense(model.head), plain.head.weight) < most
+    assert quantized_layers(model) == {"head": model.head} and torch.equal(
+        model.embed.weight, plain.embed.weight
+    )
+    assert (
+        model.head.scales.shape == (64, 64 // group)
+        and error(dense(model.head), plain.head.weight) < most
+    )
 
 
 def test_a_head_that_cannot_be_rounded_is_refused(tmp_path):
@@ -190,23 +280,43 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path):
     weights = make(tmp_path / "in", tie_word_embeddings=True)
     weights["model.embed_tokens.weight"][3, 5] = float("nan")
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    assert "model.embed_tokens.weight has NaN" in refusal(load_checkpoint, tmp_path / "in", quantize_head="int8")
+    assert "model.embed_tokens.weight has NaN" in refusal(
+        load_checkpoint, tmp_path / "in", quantize_head="int8"
+    )
 
 
 def test_the_command_writes_a_checkpoint_by_gptq(tmp_path, command):
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text((ROOT / "README.md").read_text() * 2)
     tokens = torch.tensor(open_tokenizer(TINY).encode_text(text.read_text()))[:400]
-    command("--checkpoint", TINY, "--group-size", 128, "--gptq", "--act-order", "--calibration", text,
-            "--calibration-tokens", 2048)
+    command(
+        "--checkpoint",
+        TINY,
+        "--group-size",
+        128,
+        "--gptq",
+        "--act-order",
+        "--calibration",
+        text,
+        "--calibration-tokens",
+        2048,
+    )
     model = load_checkpoint(out)
     assert error(logits_of(model, tokens), logits_of(tiny(), tokens)) < 0.08  # rounded: 0.17
     assert model.layers[0].ffn.w_down.g_idx is not None  # act-order's
-    assert {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"} <= {*names(out)}
+    assert {"config.json", "generation_config.json", "tokenizer.model", "model.safetensors"} <= {
+        *names(out)
+    }
     assert "quantized already" in refusal(load_checkpoint, out, CPU, F32, "int8")
     assert read_json(out / "config.json")["quantization_config"] == dict(
-        bits=4, group_size=128, sym=False, desc_act=True, lm_head=False, quant_method="gptq",
-        checkpoint_format="gptq_v2")
+        bits=4,
+        group_size=128,
+        sym=False,
+        desc_act=True,
+        lm_head=False,
+        quant_method="gptq",
+        checkpoint_format="gptq_v2",
+    )
 
 
 def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
@@ -219,23 +329,45 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
         small.setattr(formats, "SHARD_BYTES", 20_000)
         formats.write_shards(iter(weights.items()), source)
     files = sorted(source.glob("*.safetensors"))
-    assert len(files) > 2 and max(sum(t.nbytes for t in load_file(file).values()) for file in files) <= 20_000
+    assert (
+        len(files) > 2
+        and max(sum(t.nbytes for t in load_file(file).values()) for file in files) <= 20_000
+    )
     assert {file.stat().st_mode & 0o777 for file in files} == {0o644}
     torch.testing.assert_close(load_checkpoint(source).state_dict(), whole, rtol=0, atol=0)
     write(source, out, 4, 32, False)
     assert names(out) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("options, config, words", [
-    ("--group-size 64", {}, "64 96 32"), ("--head", {}, "--head"), ("--gptq", {}, "--calibration"),
-    ("--act-order", {}, "--gptq"), ("--out .", {}, "exists"),
-    (f"--format compressed-tensors --gptq --act-order --calibration {__file__}", {}, "--act-order gptq"),
-    (f"--gptq --calibration {__file__} --calibration-tokens 99999999", {}, "99999999 tokens"),
-    ("--out /none/x", {}, "/none make"), ("--out {}/link", {}, "link exists"),
-    ("", dict(hidden_size=2 ** 16, intermediate_size=2 ** 20), "GiB of weights"),
-    ("", dict(num_attention_heads=8, num_key_value_heads=1, head_dim=20), "k_proj.weight 20 rows"),
-    ("", dict(quantization_config=dict(quant_method="gptq")), "quantized already"), ("", {}, K + " NaN")])
-def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, command, options, config, words):
+@pytest.mark.parametrize(
+    "options, config, words",
+    [
+        ("--group-size 64", {}, "64 96 32"),
+        ("--head", {}, "--head"),
+        ("--gptq", {}, "--calibration"),
+        ("--act-order", {}, "--gptq"),
+        ("--out .", {}, "exists"),
+        (
+            f"--format compressed-tensors --gptq --act-order --calibration {__file__}",
+            {},
+            "--act-order gptq",
+        ),
+        (f"--gptq --calibration {__file__} --calibration-tokens 99999999", {}, "99999999 tokens"),
+        ("--out /none/x", {}, "/none make"),
+        ("--out {}/link", {}, "link exists"),
+        ("", dict(hidden_size=2**16, intermediate_size=2**20), "GiB of weights"),
+        (
+            "",
+            dict(num_attention_heads=8, num_key_value_heads=1, head_dim=20),
+            "k_proj.weight 20 rows",
+        ),
+        ("", dict(quantization_config=dict(quant_method="gptq")), "quantized already"),
+        ("", {}, K + " NaN"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
+    tmp_path, command, options, config, words
+):
     """Before any weight is read: of one that is NaN the last row alone speaks."""
     weights = make(tmp_path / "in", tie_word_embeddings=True, vocab_size=2048)
     weights[K][3, 5] = float("nan")
@@ -247,11 +379,18 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(tmp_path, comman
     assert names(tmp_path) == ["in", "link"]
 
 
-@pytest.mark.parametrize("end, code", [
-    (partial(signal.raise_signal, signal.SIGINT), 130), (partial(signal.raise_signal, signal.SIGTERM), 143),
-    (partial(os.truncate, "/none", 0), 2)])
+@pytest.mark.parametrize(
+    "end, code",
+    [
+        (partial(signal.raise_signal, signal.SIGINT), 130),
+        (partial(signal.raise_signal, signal.SIGTERM), 143),
+        (partial(os.truncate, "/none", 0), 2),
+    ],
+)
 @pytest.mark.parametrize("module, where", [(formats, "save_file"), (quantize, "round_to_nearest")])
-def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, call, command, end, code, module, where):
+def test_an_interrupted_run_leaves_nothing(
+    tmp_path, monkeypatch, call, command, end, code, module, where
+):
     calls, plain = [], getattr(module, where)
 
     def end_later(*args, **more):
@@ -265,7 +404,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, call, command,
     assert (call("quantize.py", command)[0], len(calls), names(tmp_path)) == (code, 2, ["in"])
 
 
-def test_what_a_killed_run_left_is_removed_and_what_another_makes_or_a_user_has_is_kept(tmp_path, command):
+def test_what_a_killed_run_left_is_removed_and_what_another_makes_or_a_user_has_is_kept(
+    tmp_path, command
+):
     for name in ("killed", "running", "user"):
         (tmp_path / f"out.partial-{name}").mkdir()
     (tmp_path / "out.partial-killed" / "lock").write_text("")

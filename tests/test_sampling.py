@@ -1,4 +1,5 @@
 """Sampling in plain PyTorch against its definition, and the kernels against it."""
+
 import math
 from collections.abc import Callable
 
@@ -6,16 +7,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast.sampling import distribute, exponential, fast_accept, fast_choose, fast_choose_draft, make_settings, sample
+from fast.sampling import (
+    distribute,
+    exponential,
+    fast_accept,
+    fast_choose,
+    fast_choose_draft,
+    make_settings,
+    sample,
+)
 from guard import check_options
 from helpers import error, on_each_device
 from sampling import Sampling, choose, draw, probabilities
 from speculative import accept, choose_draft
 
 
-@pytest.mark.parametrize("name, good, bad", [
-    ("temperature", [0, 0.5, 100], [-0.1, 100.5, math.nan]), ("top_k", [0, 7, 10 ** 12], [-1, 0.5]),
-    ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan]), ("min_p", [0, 0.05, 1], [-0.1, 1.5, math.nan])])
+@pytest.mark.parametrize(
+    "name, good, bad",
+    [
+        ("temperature", [0, 0.5, 100], [-0.1, 100.5, math.nan]),
+        ("top_k", [0, 7, 10**12], [-1, 0.5]),
+        ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan]),
+        ("min_p", [0, 0.05, 1], [-0.1, 1.5, math.nan]),
+    ],
+)
 def test_files_and_options_have_the_same_limits(name, good, bad):
     for check in (lambda options: Sampling(**options), check_options):
         for value in good:
@@ -25,9 +40,20 @@ def test_files_and_options_have_the_same_limits(name, good, bad):
                 check({name: value})
 
 
-SAMPLINGS = [Sampling(0.0), Sampling(0.0, 3, 0.5, 0.5), Sampling(0.8), Sampling(0.7, 3), Sampling(0.7, 1),
-             Sampling(0.7, 200), Sampling(1.0, 10 ** 12), Sampling(0.2, 0, 0.95), Sampling(0.8, 50, 0.9),
-             Sampling(0.8, 0, 1.0, 0.1), Sampling(1.3, 20, 0.9, 0.05), Sampling(2.0, 0, 1.0, 1.0)]
+SAMPLINGS = [
+    Sampling(0.0),
+    Sampling(0.0, 3, 0.5, 0.5),
+    Sampling(0.8),
+    Sampling(0.7, 3),
+    Sampling(0.7, 1),
+    Sampling(0.7, 200),
+    Sampling(1.0, 10**12),
+    Sampling(0.2, 0, 0.95),
+    Sampling(0.8, 50, 0.9),
+    Sampling(0.8, 0, 1.0, 0.1),
+    Sampling(1.3, 20, 0.9, 0.05),
+    Sampling(2.0, 0, 1.0, 1.0),
+]
 
 
 def exact_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -54,15 +80,26 @@ def some_logits(V: int, device: str) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("device, V", [("cpu", 40), ("cpu", 5000), *(
-    pytest.param("cuda", V, marks=pytest.mark.gpu) for V in (40, 2048, 4096, 32000, 128256, 151936))])
+@pytest.mark.parametrize(
+    "device, V",
+    [
+        ("cpu", 40),
+        ("cpu", 5000),
+        *(
+            pytest.param("cuda", V, marks=pytest.mark.gpu)
+            for V in (40, 2048, 4096, 32000, 128256, 151936)
+        ),
+    ],
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_probabilities_and_the_sampling_kernels(device, V, sampling):
     """In plain PyTorch, and the kernels, on a CPU their plain twins."""
     logits = some_logits(V, device)
     settings, noise = make_settings(sampling, logits.device), exponential(logits)
     expected = exact_probabilities(logits, sampling)
-    assert error(probabilities(logits.float().cpu(), sampling), expected.cpu()) < 5e-5  # sums of 151,936 in fp32
+    assert (
+        error(probabilities(logits.float().cpu(), sampling), expected.cpu()) < 5e-5
+    )  # sums of 151,936 in fp32
     logsumexp = logits.double().logsumexp(-1)
     probs, totals, tokens = distribute(logits, noise, settings)
     assert error(probs, expected) < 1e-5 and error(totals, logsumexp) < 1e-6
@@ -82,13 +119,16 @@ def seeded(seed: int, function: Callable, *args):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("draft_vocab", [300, 500, 700])
 def test_fast_choose_draft_and_choose_draw_what_the_plain_ones_draw(draft_vocab, sampling, device):
-    """A draft with fewer tokens than the target's 500, with as many, and with more. Greedy choose() draws no noise."""
+    """A draft with fewer tokens than the target's 500, with as many, and with more. Greedy choose()
+    draws no noise."""
     logits = torch.randn(9, 2, draft_vocab, device=device).bfloat16()
     settings = make_settings(sampling, logits.device)
     tokens, q = seeded(3, fast_choose_draft, logits, 500, settings)
     expected, expected_q = seeded(3, choose_draft, logits, 500, sampling)
     assert q.shape == (9, 500) and torch.allclose(q, expected_q, atol=1e-6)
-    if draft_vocab >= 500 or sampling.greedy:  # else choose_draft() draws its noise for tokens that the draft lacks
+    if (
+        draft_vocab >= 500 or sampling.greedy
+    ):  # else choose_draft() draws its noise for tokens that the draft lacks
         assert tokens.equal(expected)
     tokens, logprobs = seeded(3, fast_choose, logits[:, -1], settings)
     expected, expected_logprobs = seeded(3, choose, logits[:, -1], sampling)
@@ -98,14 +138,17 @@ def test_fast_choose_draft_and_choose_draw_what_the_plain_ones_draw(draft_vocab,
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_fast_accept_equals_accept(sampling):
-    """Drafts near the target and far from it, of which fewer may count than there are; the same random numbers."""
+    """Drafts near the target and far from it, of which fewer may count than there are; the same
+    random numbers."""
     B, k, V, seen = 6, 4, 5000, set()
     settings = make_settings(sampling, torch.device("cuda"))
     for trial in range(30):
         logits = 2 * torch.randn(B, k + 1, V, device="cuda", dtype=torch.bfloat16)
         q = probabilities((logits + (trial % 3) * torch.randn_like(logits)).float(), sampling)
         q[:, -1] = 0
-        tokens = torch.cat([torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1)
+        tokens = torch.cat(
+            [torch.zeros(B, 1, device="cuda").long(), draw(q[:, :-1], sampling)], dim=1
+        )
         proposed = torch.randint(k + 1, (B,), device="cuda")
         given = logits, tokens, q, proposed
         out, logprobs, accepted = seeded(trial, fast_accept, *given, settings)
@@ -129,4 +172,6 @@ def test_one_graph_serves_all_settings():
     for sampling in SAMPLINGS:
         settings.copy_(make_settings(sampling, logits.device))
         graph.replay()
-        assert chosen.equal((exact_probabilities(logits, sampling) / noise.double()).argmax(-1)), sampling
+        assert chosen.equal((exact_probabilities(logits, sampling) / noise.double()).argmax(-1)), (
+            sampling
+        )

@@ -1,4 +1,6 @@
-"""Speculative decoding: its texts have the target's own distribution, its steps and policies do what they say."""
+"""Speculative decoding: its texts have the target's own distribution, its steps and policies do
+what they say."""
+
 from dataclasses import replace
 
 import pytest
@@ -7,9 +9,28 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from generate import Engine, generate
-from helpers import (DRAFT, GOLDEN, GREEDY, TINY, check_logprobs, golden, is_golden, load_checkpoint, of_each_family,
-                     on_each_device, open_tokenizer, random_head, random_model, read, run, same_but_for_ties,
-                     speculator, tiny, tiny_head, traced)
+from helpers import (
+    DRAFT,
+    GOLDEN,
+    GREEDY,
+    TINY,
+    check_logprobs,
+    golden,
+    is_golden,
+    load_checkpoint,
+    of_each_family,
+    on_each_device,
+    open_tokenizer,
+    random_head,
+    random_model,
+    read,
+    run,
+    same_but_for_ties,
+    speculator,
+    tiny,
+    tiny_head,
+    traced,
+)
 from model import Transformer
 from policies import DRAFT_LENGTHS, Auto, Bass, Heuristic, interpolate
 from sampling import Sampling, probabilities
@@ -20,11 +41,18 @@ PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 SAMPLES = 20_000
 
 
-def draft_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer | None:
-    """For random_model(1) a smaller model, drawn apart from it, or a head; tiny's drafts; or what needs no model."""
-    makers = {"fewer tokens": lambda: random_model(2, 6, 8, 1), "padded": lambda: random_model(2, 11, 8, 1),
-              "head": lambda: random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16),
-              "tiny-draft": lambda: tiny(directory=DRAFT), "tiny-eagle": tiny_head}
+def draft_of(
+    name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Transformer | None:
+    """For random_model(1) a smaller model, drawn apart from it, or a head; tiny's drafts; or what
+    needs no model."""
+    makers = {
+        "fewer tokens": lambda: random_model(2, 6, 8, 1),
+        "padded": lambda: random_model(2, 11, 8, 1),
+        "head": lambda: random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16),
+        "tiny-draft": lambda: tiny(directory=DRAFT),
+        "tiny-eagle": tiny_head,
+    }
     return makers[name]().to(device, dtype) if name in makers else None
 
 
@@ -40,25 +68,34 @@ def check_counts(counts: Tensor, probs: Tensor) -> None:
 
 @torch.no_grad()
 def exact(sampling: Sampling) -> Tensor:
-    """[512]: how likely random_model(1) draws each second, third and fourth token after PROMPT, the first of the four
-    summed over."""
+    """[512]: how likely random_model(1) draws each second, third and fourth token after PROMPT, the
+    first of the four summed over."""
     model, drawn = random_model(1), torch.cartesian_prod(*[torch.arange(8)] * 4)
     model.setup(len(PROMPT) + 4)
     tokens = torch.cat([torch.tensor(PROMPT).expand(len(drawn), -1), drawn], dim=1)
-    p = probabilities(read(model, tokens)[:, len(PROMPT) - 1:-1], sampling).double()
+    p = probabilities(read(model, tokens)[:, len(PROMPT) - 1 : -1], sampling).double()
     return p.gather(-1, drawn[:, :, None]).prod(1).view(8, 512).sum(0)
 
 
 @on_each_device
-@pytest.mark.parametrize("sampling, name", [
-    (PLAIN, "prompt-lookup"), (CUT, "fewer tokens"), (PLAIN, "padded"), (PLAIN, "head")])
+@pytest.mark.parametrize(
+    "sampling, name",
+    [(PLAIN, "prompt-lookup"), (CUT, "fewer tokens"), (PLAIN, "padded"), (PLAIN, "head")],
+)
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
-    """Two tokens a step; of four the first is prefill's, none of the others. The seed is fixed: it passes or fails for
-    good. It sees it where 2 % of the likeliest token are moved, or where a rejected token is drawn anew from all of the
-    target's distribution."""
+    """Two tokens a step; of four the first is prefill's, none of the others. The seed is fixed: it
+    passes or fails for good. It sees it where 2 % of the likeliest token are moved, or where a
+    rejected token is drawn anew from all of the target's distribution."""
     dtype = torch.float32 if device == "cpu" else torch.float16  # of which there are kernels
-    made = speculator(random_model(1).to(device, dtype), len(PROMPT) + 4, draft_of(name, device, dtype), "2", SAMPLES,
-                      sampling, "fast" if device == "cuda" else "eager")
+    made = speculator(
+        random_model(1).to(device, dtype),
+        len(PROMPT) + 4,
+        draft_of(name, device, dtype),
+        "2",
+        SAMPLES,
+        sampling,
+        "fast" if device == "cuda" else "eager",
+    )
     torch.manual_seed(1)
     rows = torch.tensor(run(made, [PROMPT], 4, samples=SAMPLES))
     assert SAMPLES / 10 < made.counts["accepted"] < made.counts["drafted"] - SAMPLES / 10
@@ -68,19 +105,23 @@ def test_speculation_draws_from_the_targets_own_distribution(sampling, name, dev
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Of 40, 1, 17, 3 and 9 tokens."""
-    text = ("Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went to the park. "
-            "There he saw a dog. The dog wanted to play with the red ball.")
+    text = (
+        "Tom had a red ball. Tom liked his red ball. One day, Tom and his ball went to the park. "
+        "There he saw a dog. The dog wanted to play with the red ball."
+    )
     story = open_tokenizer(TINY).encode_text(text)
     return [story[:n] for n in (40, 1, 17, 3, 9)]
 
 
 def greedy(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """The bundled model's own texts, of which no token is a tie: the best two logits are 3e-4 apart."""
+    """The bundled model's own texts, of which no token is a tie: the best two logits are 3e-4
+    apart."""
     return run(Engine(tiny(), 40 + new_tokens, len(prompts), GREEDY), prompts, new_tokens)
 
 
 def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
-    """Up to the last token of the context; compiled, no graph more than those made up front, with any sampling."""
+    """Up to the last token of the context; compiled, no graph more than those made up front, with
+    any sampling."""
     made.target.warm_up(1, made)
     graphs, counts = counters["stats"]["unique_graphs"], made.counts
     assert not any(counts.values())  # what compilation ran is no result
@@ -90,22 +131,32 @@ def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
     assert len(run(made, prompts[:1], 60)[0]) == 60 and counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("name, policy", [
-    ("tiny-draft", "1"), ("tiny-draft", "hf"), ("tiny-draft", "auto"), ("prompt-lookup", "bass"), ("tiny-eagle", "4")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        ("tiny-draft", "1"),
+        ("tiny-draft", "hf"),
+        ("tiny-draft", "auto"),
+        ("prompt-lookup", "bass"),
+        ("tiny-eagle", "4"),
+    ],
+)
 def test_greedy_speculation_is_greedy_decoding(prompts, name, policy):
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of(name), policy))
 
 
 @traced()
 def test_compiled_greedy_speculation_is_greedy_decoding(prompts):
-    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in the tests below."""
+    """With a head. A model that drafts is an Engine as in test_llm.py's example and, on GPUs, in
+    the tests below."""
     check_greedy(prompts, speculator(tiny(), 40 + 60, draft_of("tiny-eagle"), "2", mode="fast"))
 
 
 @of_each_family
 def test_a_ragged_batch_of_each_family_is_greedy_decoding(family):
-    """With the model itself as its draft, then without its last layer. Windows are shorter than the texts. Of
-    LongRoPE's three rows first all exceed the original length, then only the first; a draft's always do."""
+    """With the model itself as its draft, then without its last layer. Windows are shorter than the
+    texts. Of LongRoPE's three rows first all exceed the original length, then only the first; a
+    draft's always do."""
     model, draft = (load_checkpoint(GOLDEN / family) for _ in range(2))
     prompts = [row[:-24].tolist() for row in golden(GOLDEN / family)[0]]
     expected = run(Engine(model, 80, 3, GREEDY), prompts, 40)
@@ -128,16 +179,19 @@ def test_log_probabilities_are_those_of_the_raw_logits(prompts, drafted):
 def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
     """p and q may differ by rounding alone. Here q is twice p."""
     q = torch.tensor([0.5, 0.0])[:, None].expand(SAMPLES, 2, 4)
-    tokens, _, accepted = accept(torch.zeros(SAMPLES, 2, 4), torch.full((SAMPLES, 2), 3), q, torch.ones(SAMPLES), PLAIN)
+    tokens, _, accepted = accept(
+        torch.zeros(SAMPLES, 2, 4), torch.full((SAMPLES, 2), 3), q, torch.ones(SAMPLES), PLAIN
+    )
     assert abs(accepted.float().mean() - 0.5) < 0.02
     check_counts(tokens[accepted == 0, 0].bincount(minlength=4), torch.full((4,), 0.25))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
-    """One token is left when 32 are kept; as on a GPU, another step is launched before the host learns of it. Where a
-    row is alone, it keeps its place: in a chat the cache serves the next line."""
-    prompts, model, got = [PROMPT[:10 - b] for b in range(rows)], random_model(1), []
+    """One token is left when 32 are kept; as on a GPU, another step is launched before the host
+    learns of it. Where a row is alone, it keeps its place: in a chat the cache serves the next
+    line."""
+    prompts, model, got = [PROMPT[: 10 - b] for b in range(rows)], random_model(1), []
     expected = run(Engine(model, 10 + 35, rows, GREEDY), prompts, 35)
     made = speculator(model, 10 + 35, random_model(1), "32", rows)
     with torch.no_grad():
@@ -161,12 +215,17 @@ def test_beyond_a_drafts_context_nothing_is_drafted(prompts):
     assert max(reached) < 32 and len(reached) < 4 * made.counts["steps"] and made.counts["accepted"]
 
 
-@pytest.mark.parametrize("policy, kept, expected", [
-    (Heuristic(), [4, 0, 0, 0, 0, 1, 3], [4, 3, 2, 1, 1, 3, 5]),
-    (Bass(), [6, 8, 3, 7, 5, 4, 0, 0, 0, 1, 1, 2], [9, 11, 9, 7, 5, 4, 2, 1, 1, 3, 2, 4]), (Bass(31), [24], [32])])
+@pytest.mark.parametrize(
+    "policy, kept, expected",
+    [
+        (Heuristic(), [4, 0, 0, 0, 0, 1, 3], [4, 3, 2, 1, 1, 3, 5]),
+        (Bass(), [6, 8, 3, 7, 5, 4, 0, 0, 0, 1, 1, 2], [9, 11, 9, 7, 5, 4, 2, 1, 1, 3, 2, 4]),
+        (Bass(31), [24], [32]),
+    ],
+)
 def test_heuristic_and_bass(policy, kept, expected):
-    """kept: the most that a row accepted of what k drafts; expected: the next k, by algorithm 1 of arXiv 2404.15778
-    for Bass, with l_incre = 2, l_mod = 10, l_limit = 32, l0 = 7."""
+    """kept: the most that a row accepted of what k drafts; expected: the next k, by algorithm 1 of
+    arXiv 2404.15778 for Bass, with l_incre = 2, l_mod = 10, l_limit = 32, l0 = 7."""
     found = []
     for most in kept:
         policy.update([0, most, most // 2], max(n for n in DRAFT_LENGTHS if n <= policy.k), 1.0)
@@ -177,12 +236,18 @@ def test_heuristic_and_bass(policy, kept, expected):
 TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 
 
-@pytest.mark.parametrize("matches, times, k, most", [
-    (lambda n: True, TIMES, 8, 2000 / 9 * 1.8), (lambda n: True, TIMES | {8: 4.0}, 4, 2000 / 5 * 1.4),
-    (lambda n: False, TIMES, None, 2000), (lambda n: n > 500, TIMES, 8, 500 + 1500 / 2.1)])
+@pytest.mark.parametrize(
+    "matches, times, k, most",
+    [
+        (lambda n: True, TIMES, 8, 2000 / 9 * 1.8),
+        (lambda n: True, TIMES | {8: 4.0}, 4, 2000 / 5 * 1.4),
+        (lambda n: False, TIMES, None, 2000),
+        (lambda n: n > 500, TIMES, 8, 500 + 1500 / 2.1),
+    ],
+)
 def test_auto(matches, times, k, most):
-    """2,000 tokens of a draft whose tokens match or do not take little longer than they must. k: the last one, which
-    may be any while it goes on trying."""
+    """2,000 tokens of a draft whose tokens match or do not take little longer than they must. k:
+    the last one, which may be any while it goes on trying."""
     policy, clock, n, tried = Auto(times), 0.0, 0, 0
     while n < 2000:
         used = policy.k
@@ -197,15 +262,15 @@ def test_the_times_of_lengths_between_are_interpolated():
 
 
 def looked_up(text: list[int], k: int) -> list[int]:
-    """What follows the latest earlier place that ends as the text does, in three tokens or else in two or one; where
-    the text ends, what was found goes on."""
+    """What follows the latest earlier place that ends as the text does, in three tokens or else in
+    two or one; where the text ends, what was found goes on."""
     for n in (3, 2, 1):
         for end in reversed(range(n, len(text))):
-            if text[end - n:end] == text[-n:]:
+            if text[end - n : end] == text[-n:]:
                 found = list(text)
                 for at in range(end, end + k):
                     found.append(found[at])
-                return found[len(text):]
+                return found[len(text) :]
     return []
 
 
@@ -213,8 +278,10 @@ def looked_up(text: list[int], k: int) -> list[int]:
 def test_lookup(alphabet):
     text, last = torch.randint(alphabet, (200, 24)), torch.randint(1, 24, (200,))
     for k in (1, 2, 5, 12):
-        for row, end, tokens, proposed in zip(*(t.tolist() for t in (text, last, *lookup(text, last, k)))):
-            expected = looked_up(row[:end + 1], k)
+        for row, end, tokens, proposed in zip(
+            *(t.tolist() for t in (text, last, *lookup(text, last, k)))
+        ):
+            expected = looked_up(row[: end + 1], k)
             assert proposed == len(expected) and (tokens == expected or not expected)
 
 
@@ -230,15 +297,29 @@ def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, policy", [
-    ("tiny-draft", "1"), ("tiny-draft", "auto"), ("tiny-draft", "bass"), ("prompt-lookup", "hf"), ("tiny-eagle", "5"),
-    ("tiny-eagle", "auto")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        ("tiny-draft", "1"),
+        ("tiny-draft", "auto"),
+        ("tiny-draft", "bass"),
+        ("prompt-lookup", "hf"),
+        ("tiny-eagle", "5"),
+        ("tiny-eagle", "auto"),
+    ],
+)
 def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
     """bf16, with kernels, a ragged batch."""
     target = tiny().to("cuda", torch.bfloat16)
     plain = run(Engine(target, 40 + 64, 5, GREEDY, "fast"), prompts, 64)
-    made = speculator(tiny().to("cuda", torch.bfloat16), 40 + 64, draft_of(name, "cuda", torch.bfloat16), policy, 5,
-                      mode="fast")
+    made = speculator(
+        tiny().to("cuda", torch.bfloat16),
+        40 + 64,
+        draft_of(name, "cuda", torch.bfloat16),
+        policy,
+        5,
+        mode="fast",
+    )
     made.set_sampling(PLAIN)  # no graph is captured for one sampling
     run(made, prompts, 9)
     made.set_sampling(GREEDY)

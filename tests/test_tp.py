@@ -1,7 +1,8 @@
 """
-Tensor parallelism: two ranks give what one gives. torchrun starts a pair once for many cases (tp_worker.py), and once
-for each thing that the command is to do.
+Tensor parallelism: two ranks give what one gives. torchrun starts a pair once for many cases
+(tp_worker.py), and once for each thing that the command is to do.
 """
+
 import fcntl
 import json
 import os
@@ -23,69 +24,144 @@ import generate
 import tp_worker
 from checkpoint import hf_weights
 from families import config_from_hf
-from helpers import (CPU, DRAFT, EAGLE, ROOT, SHAPE, TINY, absent, awq, beside, change, ended, error, interrupted, make,
-                     make_endless, put, python, read_json, refusal, same_but_for_ties, told, torchrun, traced, write)
+from helpers import (
+    CPU,
+    DRAFT,
+    EAGLE,
+    ROOT,
+    SHAPE,
+    TINY,
+    absent,
+    awq,
+    beside,
+    change,
+    ended,
+    error,
+    interrupted,
+    make,
+    make_endless,
+    put,
+    python,
+    read_json,
+    refusal,
+    same_but_for_ties,
+    told,
+    torchrun,
+    traced,
+    write,
+)
 from model import Config
 from test_formats import unfold
 from tp import Shard, Team, draft_splitter, join
 
 TINY, DRAFT, EAGLE = str(TINY), str(DRAFT), str(EAGLE)  # as cases.json has them
 
-# Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32 and 5 * 32.
-UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77)
+# Random checkpoints. Of 3 kv heads a rank has 2, the other 1; of 11 * 32 feed-forward rows 6 * 32
+# and 5 * 32.
+UNEVEN = dict(
+    num_attention_heads=6, num_key_value_heads=3, head_dim=16, intermediate_size=352, vocab_size=77
+)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 MADE = dict(
-    uneven=("llama", UNEVEN), tied=("llama", UNEVEN | dict(tie_word_embeddings=True)), bias=("qwen2", UNEVEN),
-    qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)), odd_rows=("llama", dict(intermediate_size=97)),
-    one_kv_head=("qwen2", dict(num_key_value_heads=1)), phi=("phi3", UNEVEN),
-    olmo=("olmo3", UNEVEN | dict(sliding_window=5)), shared_norm=("olmo2", dict(num_key_value_heads=1)),
+    uneven=("llama", UNEVEN),
+    tied=("llama", UNEVEN | dict(tie_word_embeddings=True)),
+    bias=("qwen2", UNEVEN),
+    qk_norm=("qwen3", dict(vocab_size=77, tie_word_embeddings=True)),
+    odd_rows=("llama", dict(intermediate_size=97)),
+    one_kv_head=("qwen2", dict(num_key_value_heads=1)),
+    phi=("phi3", UNEVEN),
+    olmo=("olmo3", UNEVEN | dict(sliding_window=5)),
+    shared_norm=("olmo2", dict(num_key_value_heads=1)),
     gemma=("gemma3_text", UNEVEN | dict(query_pre_attn_scalar=24, sliding_window=5)),
-    mixtral=("mixtral", UNEVEN | EXPERTS), gpt_oss=("gpt_oss", UNEVEN | EXPERTS | dict(sliding_window=5)),
-    qwen3_moe=("qwen3_moe", UNEVEN | EXPERTS | dict(moe_intermediate_size=96, decoder_sparse_step=2)))
+    mixtral=("mixtral", UNEVEN | EXPERTS),
+    gpt_oss=("gpt_oss", UNEVEN | EXPERTS | dict(sliding_window=5)),
+    qwen3_moe=(
+        "qwen3_moe",
+        UNEVEN | EXPERTS | dict(moe_intermediate_size=96, decoder_sparse_step=2),
+    ),
+)
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
-GPTQ = {f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
-        for bits in (4, 8) for group in (32, -1) for act in (False, True)}
+GPTQ = {
+    f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
+    for bits in (4, 8)
+    for group in (32, -1)
+    for act in (False, True)
+}
 GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
-LOGITS_CASES = {name: dict(checkpoint=name)
-                for name in (*MADE, *GPTQ, "awq", "experts-awq", "experts-gptq", "mxfp4")} | {
+LOGITS_CASES = {
+    name: dict(checkpoint=name)
+    for name in (*MADE, *GPTQ, "awq", "experts-awq", "experts-gptq", "mxfp4")
+} | {
     "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
     "bias, int8": dict(checkpoint="bias", quantize="int8"),
     "head int4": dict(checkpoint="uneven", quantize_head="int4"),
     "tied, head int8": dict(checkpoint="tied", quantize="int4", quantize_head="int8"),
-    "phi, int4": dict(checkpoint="phi", quantize="int4"), "mixtral, int8": dict(checkpoint="mixtral", quantize="int8"),
-    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"), "mxfp4, fused": dict(checkpoint="mxfp4", fused=True),
+    "phi, int4": dict(checkpoint="phi", quantize="int4"),
+    "mixtral, int8": dict(checkpoint="mixtral", quantize="int8"),
+    "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"),
+    "mxfp4, fused": dict(checkpoint="mxfp4", fused=True),
     "qwen3_moe, fused": dict(checkpoint="qwen3_moe", quantize="int4", fused=True),
-    "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8")}
-SELF = dict(draft=TINY, policy="3", split_draft=True)  # which the ranks share as they share the target
+    "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
+}
+SELF = dict(
+    draft=TINY, policy="3", split_draft=True
+)  # which the ranks share as they share the target
 HEAD = dict(draft=EAGLE, policy="3")  # which is always shared
 TOKENS_CASES = {
-    "plain": {}, "plain, int8": dict(quantize="int8", cache="int8"), "drawn": dict(temperature=0.9),
-    "draft 3": dict(draft=DRAFT, policy="3"), "draft auto": dict(draft=DRAFT, policy="auto"),
+    "plain": {},
+    "plain, int8": dict(quantize="int8", cache="int8"),
+    "drawn": dict(temperature=0.9),
+    "draft 3": dict(draft=DRAFT, policy="3"),
+    "draft auto": dict(draft=DRAFT, policy="auto"),
     "draft head": HEAD,
-    "draft split": SELF, "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
-    "compiled": dict(mode="fast", quantize="int8")}
-CASES = ({name: ("logits", case) for name, case in LOGITS_CASES.items()}
-         | {name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()})
+    "draft split": SELF,
+    "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
+    "compiled": dict(mode="fast", quantize="int8"),
+}
+CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
+    name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()
+}
 GPU_TOKENS = {
-    "plain": {}, "int4": dict(quantize="int4", group_size=32), "gptq": dict(checkpoint="gptq-4-32-act"),
-    "draft split": SELF, "auto": dict(draft=DRAFT, policy="auto"),
+    "plain": {},
+    "int4": dict(quantize="int4", group_size=32),
+    "gptq": dict(checkpoint="gptq-4-32-act"),
+    "draft split": SELF,
+    "auto": dict(draft=DRAFT, policy="auto"),
     "head": HEAD,
-    "experts": dict(checkpoint="experts"), "experts, int8": dict(checkpoint="experts", quantize="int8"),
-    "wide": dict(checkpoint="wide"), "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8")}
-WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=8, vocab_size=2048,
-            max_position_embeddings=256)
-PAIRED = [name for name in GPU_TOKENS if "wide" not in name]  # which the bundled model's heads are too few for
-GPU_CASES = {name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", mode="fast", new=48) | case)
-             for name, case in GPU_TOKENS.items()}
+    "experts": dict(checkpoint="experts"),
+    "experts, int8": dict(checkpoint="experts", quantize="int8"),
+    "wide": dict(checkpoint="wide"),
+    "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8"),
+}
+WIDE = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=2048,
+    max_position_embeddings=256,
+)
+PAIRED = [
+    name for name in GPU_TOKENS if "wide" not in name
+]  # which the bundled model's heads are too few for
+GPU_CASES = {
+    name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", mode="fast", new=48) | case)
+    for name, case in GPU_TOKENS.items()
+}
 # The collectives: the dtype, whether fast/'s fused kernels serve or tp.py's plain ones.
 EXCHANGES = [("float32", False), ("bfloat16", False)]
 GPU_EXCHANGES = [(dtype, fused) for dtype in ("bfloat16", "float16") for fused in (True, False)]
 for cases, kinds in ((CASES, EXCHANGES), (GPU_CASES, GPU_EXCHANGES)):
-    cases.update({f"{dtype} {fused}": ("exchange", dict(dtype=dtype, fused=fused)) for dtype, fused in kinds})
+    cases.update(
+        {f"{dtype} {fused}": ("exchange", dict(dtype=dtype, fused=fused)) for dtype, fused in kinds}
+    )
 GPU_CASES |= {name: (name, {}) for name in ("graph", "capacity")}
-ON_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+ON_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
 
 
 def run_ranks(directory: Path, kind: str, cases: dict, ranks: int = 2) -> list[dict]:
@@ -116,8 +192,13 @@ def alone(case: tuple[str, dict]):
 
 def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
     """cases, with the paths of their checkpoints; the bundled ones' are whole and stay."""
-    return {name: (function, args | {key: str(directory / args[key]) for key in args if key == "checkpoint"})
-            for name, (function, args) in cases.items()}
+    return {
+        name: (
+            function,
+            args | {key: str(directory / args[key]) for key in args if key == "checkpoint"},
+        )
+        for name, (function, args) in cases.items()
+    }
 
 
 @beside
@@ -126,7 +207,9 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
-    make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))  # 36 rows of the head a rank: no multiple of 8
+    make(
+        directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72)
+    )  # 36 rows of the head a rank: no multiple of 8
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
     write(directory / "qwen3_moe", directory / "experts-gptq", 4, 32, False, act_order=True)
@@ -140,7 +223,8 @@ def pair(directory: Path) -> Callable:
 
 @pytest.mark.parametrize("name", LOGITS_CASES)
 def test_two_ranks_have_the_logits_of_one(pair, name):
-    """A code or a scale of another value would show: a step of int8 is a hundredth of a row's largest weight."""
+    """A code or a scale of another value would show: a step of int8 is a hundredth of a row's
+    largest weight."""
     (first, second), expected = of_each(pair, name), alone(pair[0]["cases"][name])
     assert torch.equal(first, second)
     assert first.shape == expected.shape and error(first, expected) < 1e-5
@@ -160,11 +244,22 @@ def config_of(**changes) -> Config:
     return config_from_hf(SHAPE | dict(hidden_size=128) | changes)
 
 
-LLAMA_70B = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=28672, vocab_size=32000)
+LLAMA_70B = dict(
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=28672,
+    vocab_size=32000,
+)
 SHARED = [  # heads, kv heads, other changes, group, ranks
-    (6, 3, UNEVEN, 32, 2), (6, 3, UNEVEN, -1, 3), (8, 2, dict(intermediate_size=512), 16, 4),
-    (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5), (64, 8, LLAMA_70B, 128, 6),
-    (64, 8, LLAMA_70B, 128, 16), (64, 8, dict(head_dim=20), -1, 3)]
+    (6, 3, UNEVEN, 32, 2),
+    (6, 3, UNEVEN, -1, 3),
+    (8, 2, dict(intermediate_size=512), 16, 4),
+    (7, 7, dict(head_dim=8, intermediate_size=89, vocab_size=83), 1, 5),
+    (64, 8, LLAMA_70B, 128, 6),
+    (64, 8, LLAMA_70B, 128, 16),
+    (64, 8, dict(head_dim=20), -1, 3),
+]
 
 
 @pytest.mark.parametrize("heads, kv_heads, changes, group, ranks", SHARED)
@@ -177,17 +272,23 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
         for shard in parts:
-            part = seen[shard.part(weight)[:seen.dim()]]
+            part = seen[shard.part(weight)[: seen.dim()]]
             part += 1
-            assert name == "lm_head.weight" or part.shape == hf_weights(shard.config)[name].shape, name
+            assert name == "lm_head.weight" or part.shape == hf_weights(shard.config)[name].shape, (
+                name
+            )
         assert (seen == times.get(name.split(".")[-2], ranks)).all(), name
     unit = 32 if group == -1 else group
     for shard in parts:
         q, kv, ffn = (shard.shares[name] for name in ("q", "kv", "ffn"))
         n, k = shard.config.n_head, shard.config.n_kv_head
         looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
-        assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]  # as attention takes it
-        assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))  # of o and of down: between groups
+        assert n % k == 0 and looked_at == [
+            kv.start + h // (n // k) * E for h in range(n)
+        ]  # as attention takes it
+        assert not any(
+            end % unit for end in (q.start, q.stop, ffn.start, ffn.stop)
+        )  # of o and of down: between groups
         assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
     rows = [shard.config.ffn_dim for shard in parts]
     assert max(rows) - min(rows) <= max(unit, 32)
@@ -197,13 +298,23 @@ def shards(config: Config, group: int, ranks: int) -> list[Shard]:
     return [Shard(config, group, rank, ranks) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("heads, kv_heads, E, ffn, group, ranks, words, works", [
-    (12, 3, 16, 1024, 1, 5, "5 ranks 12 heads 3 key/value", [1, 2, 3, 6, 12]),
-    (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32", [1, 2, 3]),
-    (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32", [1]), (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32", [1])])
-def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, E, ffn, group, ranks, words, works):
-    """Some of these ranks' heads would have half of a quantized group, or half of a word of zero points."""
-    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E)
+@pytest.mark.parametrize(
+    "heads, kv_heads, E, ffn, group, ranks, words, works",
+    [
+        (12, 3, 16, 1024, 1, 5, "5 ranks 12 heads 3 key/value", [1, 2, 3, 6, 12]),
+        (8, 8, 16, 96, 1, 4, "4 ranks 96 feed-forward units 32", [1, 2, 3]),
+        (2, 2, 16, 96, 32, 2, "2 ranks 2 heads 32", [1]),
+        (32, 2, 20, 512, -1, 4, "4 ranks 32 heads 2 key/value 32", [1]),
+    ],
+)
+def test_too_many_ranks_are_refused_with_the_numbers_that_work(
+    heads, kv_heads, E, ffn, group, ranks, words, works
+):
+    """Some of these ranks' heads would have half of a quantized group, or half of a word of zero
+    points."""
+    config = config_of(
+        num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=ffn, head_dim=E
+    )
     said = refusal(shards, config, group, ranks)
     assert absent(words, said) == [] and said.endswith(f"; want one of {works}")
     assert all(shards(config, group, n) for n in works)
@@ -211,19 +322,41 @@ def test_too_many_ranks_are_refused_with_the_numbers_that_work(heads, kv_heads, 
 
 def test_a_draft_is_split_where_that_pays_and_can_be():
     """Llama 3.2 1B, whose 8 kv heads 11 ranks cannot share."""
-    llama_1b = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                    intermediate_size=8192, vocab_size=128256)
-    for changes, ranks, split in (({}, 4, True), (dict(intermediate_size=2048), 4, False), ({}, 11, False)):
+    llama_1b = dict(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128256,
+    )
+    for changes, ranks, split in (
+        ({}, 4, True),
+        (dict(intermediate_size=2048), 4, False),
+        ({}, 11, False),
+    ):
         assert bool(draft_splitter(Team(1, ranks), config_of(**llama_1b | changes))) == split
 
 
-@pytest.mark.parametrize("device, gpus, unset, words", [
-    (None, 2, "", "3 ranks 2 GPUs --nproc-per-node device=cpu"), ("cuda", 0, "", "finds none of those; device=cpu"),
-    ("cuda:1", 4, "", "device=cuda:1: 3 ranks want cuda or cpu"),
-    ("cpu", 0, "LOCAL_RANK", "WORLD_SIZE is 3, LOCAL_RANK not set: torchrun")])
+@pytest.mark.parametrize(
+    "device, gpus, unset, words",
+    [
+        (None, 2, "", "3 ranks 2 GPUs --nproc-per-node device=cpu"),
+        ("cuda", 0, "", "finds none of those; device=cpu"),
+        ("cuda:1", 4, "", "device=cuda:1: 3 ranks want cuda or cpu"),
+        ("cpu", 0, "LOCAL_RANK", "WORLD_SIZE is 3, LOCAL_RANK not set: torchrun"),
+    ],
+)
 def test_ranks_that_cannot_start_are_told_why(monkeypatch, device, gpus, unset, words):
     """Rank 0 of three of this host, which has so many GPUs."""
-    found = dict(WORLD_SIZE=3, LOCAL_WORLD_SIZE=3, RANK=0, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=1)
+    found = dict(
+        WORLD_SIZE=3,
+        LOCAL_WORLD_SIZE=3,
+        RANK=0,
+        LOCAL_RANK=0,
+        MASTER_ADDR="localhost",
+        MASTER_PORT=1,
+    )
     for name in found.keys() - {unset}:
         monkeypatch.setenv(name, str(found[name]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -235,7 +368,7 @@ def test_ranks_that_cannot_start_are_told_why(monkeypatch, device, gpus, unset, 
 def test_ranks_agree_on_what_rank_0_has():
     store = dist.HashStore()
     first, second = (Team(rank, 2, store) for rank in range(2))
-    for value in (0.1, None, "a line with \udcff", [1, {"a": 2 ** 63}]):
+    for value in (0.1, None, "a line with \udcff", [1, {"a": 2**63}]):
         assert first.agree(lambda: value) == value == second.agree(lambda: 1 / 0)
         assert first.agree(value) == value == second.agree("other")
 
@@ -264,16 +397,22 @@ def commands(directory: Path) -> Callable:
     program, wrapper = ROOT / "generate.py", directory / "unreadable.py"
     wrapper.write_text(UNREADABLE.format(root=str(ROOT), checkpoint=str(directory / "unreadable")))
     started = dict(
-        json=torchrun(program, *SPECULATED), chat=torchrun(program, *CHAT),
+        json=torchrun(program, *SPECULATED),
+        chat=torchrun(program, *CHAT),
         mistake=torchrun(program, "--checkpoint", "no/such/dir", "--prompt", "One day"),
-        unreadable=torchrun(wrapper, *TEXT))
-    return lambda: {name: ended([*command, "--device", "cpu"], TYPED) for name, command in started.items()}
+        unreadable=torchrun(wrapper, *TEXT),
+    )
+    return lambda: {
+        name: ended([*command, "--device", "cpu"], TYPED) for name, command in started.items()
+    }
 
 
 @pytest.fixture
 def one_rank(call):
     """stdout of generate.py without torchrun, in this process."""
-    return lambda *args, stdin="": call("generate.py", generate.main, *args, "--device", "cpu", stdin=stdin)[1]
+    return lambda *args, stdin="": call(
+        "generate.py", generate.main, *args, "--device", "cpu", stdin=stdin
+    )[1]
 
 
 def test_only_rank_0_prints_json(commands, one_rank):
@@ -283,12 +422,17 @@ def test_only_rank_0_prints_json(commands, one_rank):
     assert (both["world_size"], one["world_size"]) == (2, 1)
     found, expected = ([sample["tokens"] for sample in result["samples"]] for result in (both, one))
     assert found == expected
-    assert 0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6  # a rank's: the kv head is whole
+    assert (
+        0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6
+    )  # a rank's: the kv head is whole
 
 
 def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, one_rank):
     done = commands["chat"]
-    assert (done.returncode, done.stdout) == (0, one_rank(*CHAT, stdin=TYPED)) and done.stdout.count("\n") == 2
+    assert (done.returncode, done.stdout) == (
+        0,
+        one_rank(*CHAT, stdin=TYPED),
+    ) and done.stdout.count("\n") == 2
 
 
 def torchruns_last(done: subprocess.CompletedProcess) -> str:
@@ -299,7 +443,10 @@ def torchruns_last(done: subprocess.CompletedProcess) -> str:
 def test_a_mistake_is_one_line_of_rank_0(commands):
     done = commands["mistake"]
     [said] = told(done)
-    assert (done.returncode, done.stdout) == (1, "") and "no/such/dir" in said  # torchrun's own code
+    assert (done.returncode, done.stdout) == (
+        1,
+        "",
+    ) and "no/such/dir" in said  # torchrun's own code
     assert torchruns_last(done) == said.removeprefix("generate.py: ")
 
 
@@ -312,7 +459,13 @@ def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
 
 def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
     program = "from cli.errors import run; run(lambda: {}['a bug'])"
-    done = python("-c", program, WORLD_SIZE="2", RANK="1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    done = python(
+        "-c",
+        program,
+        WORLD_SIZE="2",
+        RANK="1",
+        TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"),
+    )
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
     assert read_json(tmp_path / "error.json")["message"]["message"] == "KeyError: 'a bug'"
 
@@ -334,7 +487,8 @@ run(main)
 
 
 def test_ctrl_c_ends_a_rank_whatever_thread_it_meets(monkeypatch):
-    """One that a library started before, say, while the main thread waits for a GPU and runs no Python."""
+    """One that a library started before, say, while the main thread waits for a GPU and runs no
+    Python."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert interrupted("-c", SLEEPER, path=ROOT) == (-signal.SIGINT, b"")
 
@@ -343,18 +497,39 @@ def test_when_a_rank_is_killed_rank_0_says_so(tmp_path):
     """Started without torchrun, which may end rank 0 before it does."""
     make_endless(tmp_path / "endless")
     options = "--device cpu --temperature 0 --max-new-tokens 10000 --max-seq-length 12000"
-    command = [sys.executable, ROOT / "generate.py", "--checkpoint", tmp_path / "endless", *options.split()]
+    command = [
+        sys.executable,
+        ROOT / "generate.py",
+        "--checkpoint",
+        tmp_path / "endless",
+        *options.split(),
+    ]
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
-    shared = os.environ | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port,
-                               OMP_NUM_THREADS="1")
-    first, second = (subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True,
-                                      env=shared | dict(RANK=rank, LOCAL_RANK=rank)) for rank in "01")
+    shared = os.environ | dict(
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=port,
+        OMP_NUM_THREADS="1",
+    )
+    first, second = (
+        subprocess.Popen(
+            command,
+            stdout=PIPE,
+            stderr=PIPE,
+            text=True,
+            env=shared | dict(RANK=rank, LOCAL_RANK=rank),
+        )
+        for rank in "01"
+    )
     try:
         assert first.stdout.read(30)  # the ranks are at it
         second.kill()
         _, errors = first.communicate(timeout=15)
-        assert first.returncode == 2 and errors.startswith("generate.py: another rank ended: "), errors
+        assert first.returncode == 2 and errors.startswith("generate.py: another rank ended: "), (
+            errors
+        )
         assert errors.count("\n") == 1
     finally:
         for process in (first, second):
@@ -364,8 +539,9 @@ def test_when_a_rank_is_killed_rank_0_says_so(tmp_path):
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory) -> Callable:
-    """Of a case of GPU_CASES its arguments and what each rank gave: two ranks for PAIRED, else all GPUs of the host. Of
-    pytest's workers (-n) the first starts the ranks: with a pair from each they took longer than all other tests."""
+    """Of a case of GPU_CASES its arguments and what each rank gave: two ranks for PAIRED, else all
+    GPUs of the host. Of pytest's workers (-n) the first starts the ranks: with a pair from each
+    they took longer than all other tests."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     directory = tmp_path_factory.getbasetemp().parent / f"ranks-{run}"
     cases, groups = placed(GPU_CASES, directory), {"pair": 2, "all": torch.cuda.device_count()}
@@ -376,20 +552,32 @@ def on_gpus(tmp_path_factory) -> Callable:
             torch.manual_seed(0)
             make(directory / "wide", **WIDE)
             make(directory / "experts", "gpt_oss", **WIDE | EXPERTS)
-            write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])  # a rank has parts of its groups
+            write(
+                Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"]
+            )  # a rank has parts of its groups
             for group, ranks in groups.items():
-                chosen = {name: case for name, case in cases.items() if (name in PAIRED) == (group == "pair")}
+                chosen = {
+                    name: case
+                    for name, case in cases.items()
+                    if (name in PAIRED) == (group == "pair")
+                }
                 run_ranks(directory / group, "cuda", chosen, ranks)
     given = {group: results(directory / group, ranks) for group, ranks in groups.items()}
     return lambda name: (cases[name][1], of_each(given["pair" if name in PAIRED else "all"], name))
 
 
 def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
-    """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type; NCCL adds up in that
-    type, one after the other."""
-    exact, size, eps = terms.double().sum(0), terms.double().abs().sum(0), torch.finfo(out.dtype).eps
+    """out is the sum of terms [n, ...], of whose size fp32 may lose 1e-6, rounded to out's type;
+    NCCL adds up in that type, one after the other."""
+    exact, size, eps = (
+        terms.double().sum(0),
+        terms.double().abs().sum(0),
+        torch.finfo(out.dtype).eps,
+    )
     sums = 0 if one_shot else len(terms) - 1
-    bound = eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7  # the last: the least steps of fp16
+    bound = (
+        eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7
+    )  # the last: the least steps of fp16
     return bool(((out.double() - exact).abs() <= bound).all())
 
 
@@ -401,21 +589,33 @@ def exchanged(request, device: str, name: str) -> tuple[list, int]:
     return on_gpus(name)[1], on_gpus("capacity")[1][0]
 
 
-@pytest.mark.parametrize("device, dtype, fused", [
-    *(("cpu", *kind) for kind in EXCHANGES),
-    *(pytest.param("cuda", *kind, marks=ON_GPUS) for kind in GPU_EXCHANGES)])
-def test_sums_are_exact_with_the_same_bits_everywhere_and_logits_are_the_parts(request, device, dtype, fused):
+@pytest.mark.parametrize(
+    "device, dtype, fused",
+    [
+        *(("cpu", *kind) for kind in EXCHANGES),
+        *(pytest.param("cuda", *kind, marks=ON_GPUS) for kind in GPU_EXCHANGES),
+    ],
+)
+def test_sums_are_exact_with_the_same_bits_everywhere_and_logits_are_the_parts(
+    request, device, dtype, fused
+):
     ranks, capacity = exchanged(request, device, f"{dtype} {fused}")
     inputs = tp_worker.sum_inputs(len(ranks), dtype)
-    for n, ((x, residual), first, *rest) in enumerate(zip(inputs, *(rank["sums"] for rank in ranks), strict=True)):
+    for n, ((x, residual), first, *rest) in enumerate(
+        zip(inputs, *(rank["sums"] for rank in ranks), strict=True)
+    ):
         assert first.dtype == x.dtype and rest
-        assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest), n
+        assert all(
+            torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in rest
+        ), n
         one_shot = fused and x[0].numel() <= capacity
         terms = torch.cat([x, residual[None]]) if fused and residual is not None else x
         assert rounded(first, terms, device == "cpu" or one_shot), (n, x.shape)
     expected = tp_worker.gather_inputs(len(ranks), dtype)
     for rank in ranks:
-        assert len(rank["gathered"]) == len(expected) and all(map(torch.equal, rank["gathered"], expected))
+        assert len(rank["gathered"]) == len(expected) and all(
+            map(torch.equal, rank["gathered"], expected)
+        )
 
 
 @ON_GPUS[0]
@@ -424,9 +624,16 @@ def test_a_captured_graph_exchanges_anew_each_time(request):
     outs, capacity = exchanged(request, "cuda", "graph")
     x, residual, logits = tp_worker.graph_inputs(len(outs))
     for first, *rest in zip(*outs, strict=True):
-        assert len(first) == tp_worker.REPLAYS and rest and all(torch.equal(first, other) for other in rest)
+        assert (
+            len(first) == tp_worker.REPLAYS
+            and rest
+            and all(torch.equal(first, other) for other in rest)
+        )
     first, second, gathered = outs[0]
-    for out, terms in ((first, [*x.unbind(1), residual]), (second, [*[first] * len(outs), residual])):
+    for out, terms in (
+        (first, [*x.unbind(1), residual]),
+        (second, [*[first] * len(outs), residual]),
+    ):
         assert rounded(out, torch.stack(terms), capacity > 0)
     assert torch.equal(gathered, logits)
 
@@ -437,6 +644,10 @@ def test_gpus_give_the_tokens_of_one_but_for_ties(on_gpus, name):
     args, (first, *rest) = on_gpus(name)
     assert rest and all(other == first for other in rest) and first["kernels"]
     one = tp_worker.tokens(Team(), torch.device("cuda:0"), **args)
-    how = {key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")}
-    same_but_for_ties(tp_worker.load(Team(), CPU, **how), tp_worker.prompts(), one["rows"], first["rows"], 0.02)
+    how = {
+        key: value for key, value in args.items() if key in ("checkpoint", "quantize", "group_size")
+    }
+    same_but_for_ties(
+        tp_worker.load(Team(), CPU, **how), tp_worker.prompts(), one["rows"], first["rows"], 0.02
+    )
     assert {len(row) for row in one["rows"]} == {48}

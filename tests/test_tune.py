@@ -1,4 +1,5 @@
 """scripts/tune.py with made-up times: what it finds is what kernel_for() then takes."""
+
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +18,9 @@ from helpers import ROOT, absent, put, read_json
 sys.path.insert(0, str(ROOT / "scripts"))
 import tune  # noqa: E402
 
-GPU = SimpleNamespace(name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
+GPU = SimpleNamespace(
+    name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448
+)
 CPU = torch.device("cpu")
 
 
@@ -53,10 +56,16 @@ def table(monkeypatch) -> dict:
 
 @pytest.fixture
 def timed(monkeypatch, table):
-    """A tuner whose times are those of a function of rows, choice and spend; of one shape if not otherwise named."""
+    """A tuner whose times are those of a function of rows, choice and spend; of one shape if not
+    otherwise named."""
     monkeypatch.setattr(tune.Tuner, "cublas", lambda *sizes: 1.0)
-    monkeypatch.setattr(tune.Tuner, "__init__", lambda self, what, format: self.__dict__.update(
-        format=format, device=CPU, shapes=tune.shapes_of(what, format)))
+    monkeypatch.setattr(
+        tune.Tuner,
+        "__init__",
+        lambda self, what, format: self.__dict__.update(
+            format=format, device=CPU, shapes=tune.shapes_of(what, format)
+        ),
+    )
 
     def make(time, what: str = "512x256", format: str = "int4") -> tune.Tuner:
         def take(self, name: str, rows: int, choice: dict, spend: int = 12) -> float:
@@ -65,6 +74,7 @@ def timed(monkeypatch, table):
 
         monkeypatch.setattr(tune.Tuner, "time", take)
         return tune.Tuner(what, format)
+
     return make
 
 
@@ -77,7 +87,11 @@ def test_the_fastest_of_each_number_of_rows_is_taken(timed, monkeypatch, bar, wh
 
     def chosen_by_others() -> list[dict]:
         others = *range(2, 33), *range(41, 201)
-        return [tune.without_rows(kernel_for(format, N, K, M, CPU)) for N, K in made.shapes.values() for M in others]
+        return [
+            tune.without_rows(kernel_for(format, N, K, M, CPU))
+            for N, K in made.shapes.values()
+            for M in others
+        ]
 
     made.tune(ROWS := [2, 8, 24, 64, 200], bar)
     chosen = chosen_by_others()
@@ -102,7 +116,9 @@ def test_a_check_of_what_no_table_has_compares_the_rules_of_thumb(timed, monkeyp
 
 
 def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
-    own = next(choice for choice in tune.candidates("int4", 400, 512, 256) if choice["kernel"] == "gemm")
+    own = next(
+        choice for choice in tune.candidates("int4", 400, 512, 256) if choice["kernel"] == "gemm"
+    )
     library = {270: 90, 271: 90, 272: 100.5, 273: 102}
 
     def time(rows: int, choice: dict, *_) -> float:
@@ -118,7 +134,10 @@ def test_many_rows_take_the_library_where_its_time_drops(timed, bar):
 
 def test_the_table_is_replaced_as_a_whole(table, tmp_path, monkeypatch):
     """Or not at all. It is pruned: an entry that says what the next one says goes."""
-    path, old = tmp_path / "tuned.json", {"another": {"int8": {"64x64": [entry(1, LIBRARY)]}}, GPU.name: {}}
+    path, old = (
+        tmp_path / "tuned.json",
+        {"another": {"int8": {"64x64": [entry(1, LIBRARY)]}}, GPU.name: {}},
+    )
     put(path, old)
     own, other = tune.PACKED_FEW[:2]
     table["int4"] = {"512x256": [entry(4, own), entry(8, own), entry(9, other), entry(12, own)]}
@@ -134,16 +153,23 @@ def test_the_table_is_replaced_as_a_whole(table, tmp_path, monkeypatch):
 def test_a_choice_of_an_old_tuned_json_is_not_taken(tmp_path, monkeypatch, capsys):
     """One line says so, and rules of thumb choose."""
     path = tmp_path / "tuned.json"
-    put(path, {"a GPU of old": {"int4": {"512x256": [[1, "row", 4, 2, 3, 1, 1], [512, "library"]]}}})
+    put(
+        path, {"a GPU of old": {"int4": {"512x256": [[1, "row", 4, 2, 3, 1, 1], [512, "library"]]}}}
+    )
     monkeypatch.setattr(tuning, "PATH", path)
     assert tuning.table("a GPU of old") == {}
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "in an old form" in said and "python scripts/tune.py" in said
 
 
-@pytest.mark.parametrize("what, formats, made", [
-    ("4096x576", "16-bit,int4,int4-64,int8", ["16-bit", "int4-64", "int8"]), ("4096x64", "int4", []),
-    ("llama-2-70b/16", "int4", ["int4"])])
+@pytest.mark.parametrize(
+    "what, formats, made",
+    [
+        ("4096x576", "16-bit,int4,int4-64,int8", ["16-bit", "int4-64", "int8"]),
+        ("4096x64", "int4", []),
+        ("llama-2-70b/16", "int4", ["int4"]),
+    ],
+)
 def test_groups_that_do_not_divide_are_left_out(call, monkeypatch, what, formats, made):
     units = []
     monkeypatch.setattr(tune, "find_device", lambda name: torch.device("cuda"))
