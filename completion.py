@@ -5,9 +5,8 @@ A completion: the tokens that follow a prompt, as they come, and the text that t
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import guard
-from checkpoint import UserError
-from tokenizer import Tokenizer
+from hub import vet
+from hub.tokenizer import Tokenizer
 
 
 @dataclass
@@ -41,8 +40,8 @@ class Completion:
 
     def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
-            raise UserError(
-                "the logits are not finite: the weights are broken, or `dtype`=float32 helps"
+            raise ValueError(
+                "the logits are not finite: the weights are broken, or dtype=float32 helps"
             )
         self.steps += 1
         self.first_s, self.seconds = self.first_s or seconds, seconds
@@ -102,22 +101,22 @@ class Completion:
 def make_completions(
     prompts: list, options, tokenizer: Tokenizer, context: int
 ) -> list[Completion]:
-    """A completion for each prompt, a text or a chat's messages, and each sample of it. UserError
+    """A completion for each prompt, a text or a chat's messages, and each sample of it. ValueError
     where the context, or max_seq_length, has no room for it."""
     if not prompts:
-        raise UserError("no prompt: want a text, messages, or a list of these")
+        raise ValueError("no prompt: want a text, messages, or a list of these")
     texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
     if [] in encoded:
-        raise UserError(
+        raise ValueError(
             "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
         )
     longest = max(map(len, encoded))
     new_tokens = options.max_new_tokens or max(1, min(256, context - longest))
     if longest + new_tokens > context:
-        limit = "`max_seq_length`" if options.max_seq_length else "the model's context"
-        raise UserError(
+        limit = "max_seq_length" if options.max_seq_length else "the model's context"
+        raise ValueError(
             f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
-            "shorten the prompt or lower `max_new_tokens`"
+            "shorten the prompt or lower max_new_tokens"
         )
     stops = [options.stop] if isinstance(options.stop, str) else options.stop
     return [
@@ -129,12 +128,14 @@ def make_completions(
 
 def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """A text, or a chat's last message, and the tokens of all."""
-    with guard.user_errors("a prompt"):
+    with vet.reading("a prompt"):
         if isinstance(prompt, str):
             return prompt, tokenizer.encode_text(prompt)
-        guard.check_messages(prompt)
+        vet.check_messages(prompt)
         if not tokenizer.template:
-            raise UserError("this checkpoint has no chat template: give a text, which is continued")
+            raise ValueError(
+                "this checkpoint has no chat template: give a text, which is continued"
+            )
         return prompt[-1]["content"], tokenizer.encode_chat(prompt)
 
 

@@ -12,38 +12,132 @@ Text goes to stdout as it is generated, everything else to stderr. With --json,
 stdout is one JSON object on one line.
 """
 
+# This file is the plain engine: from tokens to tokens, with model.py and nothing else.
+#
+#     Sampling, probabilities(), draw(), choose()   the next token, from its logits
+#     prefill(), chunks(), decode_one_token()       the two ways to call the model
+#     Engine                                        a model with its cache, eager or compiled
+#     generate()                                    the loop
+#
+# llm.py puts text around it, speculative.py drafts around it, fast/engine.py kernels into it.
+#
+# Shapes: B rows, P prompts, T tokens, V vocabulary.
+
 import signal
 
 # PyTorch takes seconds to import, and compiling takes longer: Ctrl-C ends both at once.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import gc
+import math
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cache, partial
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass, field, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import formats
-import guard
-from checkpoint import UserError
-from completion import Completion, make_completions, pieces, rank_completions
-from eagle import make_draft
 from model import Transformer
-from sampling import LIMITS, Sampling, choose
-from speculative import SLACK, Speculator, accept, choose_draft
-from tp import draft_splitter, join, splitter
 
-TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 # At a time, over all prompts: the memory of prefill does not grow with the prompt.
 PREFILL_TOKENS = 4096
-PLAIN = SimpleNamespace(choose=choose, choose_draft=choose_draft, accept=accept)
+
+
+# Sampling
+
+
+def option(default, help: str, low: float = -math.inf, high: float = math.inf, **more):
+    """A field of Sampling, or of llm.Options, that is an option: llm.py and the command line read
+    its limits, low and high included, and its help. more: see llm.Options."""
+    metadata = dict(help=help, low=low, high=high, **more)
+    if isinstance(default, list):
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_limits(options) -> None:
+    """ValueError for a number in a dataclass's field that is beyond the field's limits. None: it is
+    not given."""
+    for each in fields(options):
+        value, limits = getattr(options, each.name), each.metadata
+        low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
+        if value is None or (low, high) == (-math.inf, math.inf):
+            continue
+        kind = float if each.type in (float, float | None) else int
+        if type(value) not in (int, kind) or not low <= value <= high:
+            want = f"{kind.__name__} from {low} to {high}"
+            raise ValueError(f"{each.name}={value!r:.60}: want {want}")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. A rule of your own is one more field, with a default that turns it off,
+    and its lines in probabilities(); README shows one. llm.LLM and the command line then have it,
+    and fast/ leaves sampling to this file wherever the rule is on."""
+
+    temperature: float = option(0.8, "0: greedy, the likeliest token", 0, 100)
+    top_k: int = option(0, "draw from the K likeliest tokens; 0: off", 0)
+    # 0 would leave no token.
+    top_p: float = option(1.0, "draw from the likeliest that make up P; 1: off", 1e-6, 1)
+    min_p: float = option(0.0, "drop what is less likely than P times the likeliest; 0: off", 0, 1)
+
+    def __post_init__(self):
+        check_limits(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5  # it is to within rounding; a division by far less overflows
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [..., V] -> the distribution [..., V] that tokens are drawn from.
+
+    Temperature comes first, then top-k, top-p and min-p, as in transformers. Greedy, the likeliest
+    token has probability 1, the first one of several. Top-k, top-p and min-p keep all of equally
+    likely tokens, or none."""
+    if sampling.greedy:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    logits = logits / sampling.temperature
+
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    probs = logits.softmax(-1)
+
+    if sampling.top_p < 1:
+        ordered = probs.sort(dim=-1, descending=True).values
+        # A token is cut if the likelier ones make up top_p already.
+        cut = ordered.cumsum(-1) - ordered >= sampling.top_p
+        least = ordered.masked_fill(cut, 1).amin(-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0)
+
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0)
+
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw(probs: Tensor, sampling: Sampling) -> Tensor:
+    """probs [..., V], of any sum -> a token [...] with a probability in proportion.
+
+    An exponential race: token i arrives after an exponential time of rate p[i], so it is first with
+    probability p[i]. torch.multinomial() does the same but makes the host wait for the GPU."""
+    if sampling.greedy:
+        return probs.argmax(-1)
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """logits [B, V] -> the next token [B] and its log-probability [B] under the raw logits."""
+    logits = logits.float()
+    if sampling.greedy:
+        # Without the distribution: 64 rows of 49,152 logits take two CPU cores 10 ms so, not 56.
+        tokens = logits.argmax(-1)
+    else:
+        tokens = draw(probabilities(logits, sampling), sampling)
+    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
 
 # Prefill and decode
 
@@ -70,9 +164,8 @@ def chunks(
     prompt's last token [P]. Padding needs no mask: see model.py."""
     width = round_up(max(map(len, prompts)), columns)
     size = max(columns, PREFILL_TOKENS // len(prompts) // columns * columns)
-    tokens = torch.tensor(
-        [prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device
-    )
+    padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+    tokens = torch.tensor(padded, device=device)
     last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
     for at in range(0, width, size):
         piece = tokens[:, at : at + size]
@@ -102,24 +195,19 @@ def decode_one_token(
 
 
 class Engine:
-    """A model with a KV cache of batch_size rows of max_seq_len tokens, and the functions that run
-    it.
+    """A model with a KV cache of batch_size rows of max_seq_len tokens, and the steps that fill it.
 
-    mode: "eager"; "compile", torch.compile and nothing else; or "fast", torch.compile and what
-    fast/ puts in the place of the model's modules. features, cache: see Transformer.setup().
+    features, cache: see Transformer.setup(). spare: more slots, for drafted tokens that go beyond a
+    text's end; self.max_seq_len counts them.
 
-    model(tokens, positions, slots, last) reads prompts; forward(tokens [B, T], positions [B, T],
-    slots) -> logits [B, T, V] decodes and verifies. What a step runs:
+    self.model reads prompts: model(tokens, positions, slots, last). self.forward decodes and
+    verifies: forward(tokens [B, T], positions [B, T], slots) -> logits [B, T, V]. Eager, both are
+    the model; compiled, forward is the model as a CUDA graph of torch.compile.
 
-                       forward             decode              sampler    one CUDA graph is
-        eager          model               decode_one_token    PLAIN      -
-        compiled       compiled_decoder    decode_one_token    PLAIN      the forward
-        captured       decoder             captured_decode     fast/'s    the whole step
+    fast/engine.py's FastEngine overrides compile(), set_sampling(), twin(), slots(), columns() and
+    capture()."""
 
-    compiled: any mode but "eager". captured: mode "fast", where kernels run on the device and know
-    all values of Sampling. decoder: in mode "fast" a second module over the same weights and
-    caches, else the model itself.
-    """
+    captures = False  # whether a step runs as one CUDA graph: see capture()
 
     def __init__(
         self,
@@ -127,33 +215,28 @@ class Engine:
         max_seq_len: int,
         batch_size: int = 1,
         sampling: Sampling = Sampling(),
-        mode: str = "eager",
+        compile: bool = False,
         features: tuple[int, ...] = (),
         cache: str = "16-bit",
+        spare: int = 0,
     ):
-        self.model = model
-        # LLM's length and, with a draft, SLACK more; the cache has 23 or more on top
-        self.max_seq_len = max_seq_len
+        self.model = self.forward = model
+        self.max_seq_len = max_seq_len + spare
         self.batch_size = batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that
         # slots() leaves out. SDPA's masks want a multiple of 8.
-        model.setup(round_up(max_seq_len + 15 + 8, 8), batch_size, features, cache)
-        # The length that each row may reach (Transformer.begin_rows()), where its prompt and new
-        # tokens do not say it: a draft is not told how many these are, and a chat's turns share one
-        # rope.
-        self.row_length = None
+        spare = round_up(self.max_seq_len + 15 + 8, 8) - max_seq_len
+        model.setup(max_seq_len, batch_size, features, cache, spare)
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.compiled = mode != "eager"
-        self.kernels = False
-        self.graph = None
-        if self.compiled:
-            self.compile(use_fast=mode == "fast")
+        self.compiled = compile
+        if compile:
+            self.compile()
         self.set_sampling(sampling)
 
-    def compile(self, use_fast: bool) -> None:
-        """Every switch of the compiler, and the swap for what fast/ has."""
+    def compile(self) -> None:
+        """Every switch of the compiler."""
         # A seed draws the same with and without --compile, if all rows are in use.
         torch._inductor.config.fallback_random = True
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
@@ -167,49 +250,32 @@ class Engine:
         # Do not make a size dynamic when it first changes.
         dynamo.automatic_dynamic_shapes = False
         # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of
-        # one serves all lengths and layers. Decode's forward is compiled once more, below.
+        # one serves all lengths and layers. Decode's forward is compiled once more.
         for layer in self.model.layers:
             layer.compile(dynamic=True, fullgraph=True)
-        self.decoder = self.model
-        fast = import_fast() if use_fast else None
-        self.fast = fast and fast.optimize(self.model)
-        if self.fast:
-            self.decoder, self.kernels = self.fast.decoder, self.fast.kernels
-        self.compiled_decoder = torch.compile(self.decoder, mode="reduce-overhead", fullgraph=True)
-        self.settings = torch.zeros(4, device=self.device)  # fast/'s values of Sampling
+        self.forward = self.compile_whole(self.model)
+
+    def compile_whole(self, model: Callable) -> Callable:
+        return torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
     def set_sampling(self, sampling: Sampling) -> None:
         """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled
-        code, and kernels read the values on the device.
+        code, and kernels read the values on the device."""
+        self.sampling = sampling
 
-        sampler: PLAIN, or fast/'s functions of the same names; all take `sampling` as their last
-        argument. captures: kernels do all of a step, so that one CUDA graph holds it."""
-        values = self.fast.settings(sampling) if self.kernels else None
-        self.captures = values is not None
-        if self.captures:
-            self.settings.copy_(values)
-            self.sampler = self.fast
-            self.sampling = self.settings
-            self.forward = self.decoder
-            self.decode = self.captured_decode
-        else:
-            self.sampler = PLAIN
-            self.sampling = sampling
-            self.forward = self.compiled_decoder if self.compiled else self.model
-            self.decode = decode_one_token
+    def twin(self, function: Callable) -> Callable:
+        """What runs in the place of a function of this file, or of speculative.py, whose last
+        argument is the sampling: here itself."""
+        return function
 
     def columns(self) -> int:
         """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a
         single column. On a GPU, in plain PyTorch, cuDNN's attention makes a plan of 1.8 MiB for
         each shape, which PyTorch keeps."""
-        return 16 if self.device.type == "cuda" and not self.kernels else 2
+        return 16 if self.device.type == "cuda" else 2
 
     def slots(self, n: int) -> Tensor:
         """The cache's first slots, at least the n that are in use."""
-        if self.kernels:
-            # Kernels find the slots in use by themselves, also those that fast/ put into the model
-            # for prefill.
-            return self.model.slots[:0]
         length = round_up(n, 8)
         if self.device.type == "cuda":
             # A power of two: each length is a CUDA graph of its own or, eager, a plan of cuDNN's.
@@ -221,37 +287,32 @@ class Engine:
         return slots
 
     def prefill(
-        self, prompts: list[list[int]], start: int = 0, samples: int = 1, new_tokens: int = 0
+        self, prompts: list[list[int]], start: int = 0, samples: int = 1
     ) -> tuple[Tensor, Tensor]:
         """The function prefill() for P prompts after `start` cached tokens, and for each prompt's
-        samples the first token and its log-probability [P x samples]. new_tokens: how many will
-        follow."""
-        lengths = [self.row_length or start + len(prompt) + new_tokens for prompt in prompts]
-        self.model.begin_rows(lengths)
+        samples the first token and its log-probability [P x samples]."""
         logits = prefill(self, prompts, start)
         if samples > 1:
             rows = [row for row in range(len(prompts)) for _ in range(samples)]
             self.model.arrange_rows(rows, start + max(map(len, prompts)))
-            self.model.begin_rows([lengths[row] for row in rows])
             logits = logits.repeat_interleave(samples, dim=0)
-        return self.sampler.choose(logits, self.sampling)
+        return self.twin(choose)(logits, self.sampling)
 
     def begin(
         self, prompts: list[list[int]], new_tokens: int, start: int, samples: int
     ) -> tuple[Tensor, Tensor]:
         """prefill(), and makes step() ready for the new_tokens - 1 tokens that follow."""
-        chosen, logprobs = self.prefill(prompts, start, samples, new_tokens)
+        chosen, logprobs = self.prefill(prompts, start, samples)
         used = len(chosen)
+        lengths = [start + len(prompt) for prompt in prompts for _ in range(samples)]
         self.tokens[:used] = chosen
         self.positions.zero_()
-        self.positions[:used] = torch.tensor(
-            [start + len(prompt) for prompt in prompts for _ in range(samples)]
-        )
+        self.positions[:used] = torch.tensor(lengths)
         # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each
         # time.
         rows = slice(None if self.compiled else used)
         self.state = self.tokens[rows], self.positions[rows]
-        self.length = start + max(map(len, prompts))
+        self.length = max(lengths)
         self.end = self.length + new_tokens - 1
         return chosen, logprobs
 
@@ -262,66 +323,30 @@ class Engine:
         if self.length == self.end:
             return None
         self.length += 1
-        return self.decode(
-            self.forward, *self.state, self.slots(self.length), self.sampler.choose, self.sampling
-        )
+        return self.decode()
 
-    def captured_decode(self, *step):
-        """decode_one_token() as a CUDA graph. The first call runs it as it is, which compiles the
-        kernels.
-
-        torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready
-        in 17 s with empty caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The
-        graph has no arguments: it reads tokens, positions and settings where they are, and changes
-        the first two there."""
-        if self.graph:
-            return self.graph()
-        chosen = decode_one_token(*step)
-        self.graph = self.fast.capture(partial(decode_one_token, *step), chosen)
-        return chosen
+    def decode(self) -> tuple[Tensor, Tensor]:
+        slots = self.slots(self.length)
+        return decode_one_token(self.forward, *self.state, slots, self.twin(choose), self.sampling)
 
     def receive(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their
         log-probabilities."""
         return [[pair] for pair in zip(tokens.tolist(), logprobs.tolist())]
 
-    @torch.no_grad()
-    def warm_up(
-        self, prompts: int, speculator: Speculator | None = None, alone: bool = True
-    ) -> None:
-        """Compiles what a batch of so many prompts needs: prefill, then decode, which captures its
-        graph.
+    def capture(self, step: Callable, results: tuple[Tensor, ...]) -> Callable:
+        """step() as one CUDA graph, where that is possible: here it stays as it is. results: those
+        of a first call."""
+        return step
 
-        alone: this is the only rank. Ranks that compile and run at once would exchange their sums
-        out of order."""
-        if speculator:  # whose prepare() has made its steps
-            speculator.begin([[0, 0]] * prompts, 1, 0, 1)
-            speculator.draft.catch_up(speculator.text, speculator.last, speculator.n_slots())
-            return
-        with (
-            self.decoder.warm_up(self.batch_size, self.sampler.choose, self.sampling)
-            if self.captures and alone
-            else nullcontext()
-        ):
-            self.begin([[0, 0]] * prompts, 4, 0, 1)
+    @torch.no_grad()
+    def warm_up(self, prompts: int, alone: bool = True) -> None:
+        """Compiles what a batch of so many prompts needs: prefill, then decode.
+
+        alone: this is the only rank; see FastEngine, which compiles and runs at once."""
+        self.begin([[0, 0]] * prompts, 4, 0, 1)
         while self.step():
             pass
-
-
-@cache
-def import_fast():
-    """fast/, the speed layer. None where the folder was deleted or, after a line on stderr, does
-    not import."""
-    try:
-        import fast
-
-        return fast if fast.__file__ else None  # an empty folder is a package without a file
-    except Exception as error:  # whatever is wrong with it, the plain path runs
-        if not isinstance(error, ModuleNotFoundError) or error.name != "fast":
-            print(
-                f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}",
-                file=sys.stderr,
-            )
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -333,7 +358,7 @@ def round_up(n: int, multiple: int) -> int:
 
 @torch.no_grad()
 def generate(
-    runner: "Engine | Speculator",
+    runner,
     prompts: list[list[int]],
     new_tokens: int,
     start: int = 0,
@@ -342,6 +367,7 @@ def generate(
     """Yields for each step and row the new tokens with their log-probabilities, until all rows have
     new_tokens.
 
+    runner: an Engine or, with a draft, a speculative.Speculator.
     Rows are `samples` of each prompt. Ragged prompts need no padding mask: see model.py. start: so
     many tokens, the same for all prompts, are in the cache already. On a GPU a step is yielded
     after the next one is launched, so that the GPU never waits; a speculative step may go beyond
@@ -371,334 +397,12 @@ def to_host(tensors: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
     return wait
 
 
-# From text to text
-
-
-class LLM:
-    """A checkpoint, ready to generate: the Python API, and what the command line runs.
-
-        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
-        print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
-
-    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those from
-    max_new_tokens on may be given here, for all calls, or to a call.
-
-    The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first
-    call sets what is not given, and a larger call lets it grow. With compile=True the first call
-    takes 2,048 tokens at least if the model has them, and when the cache grows the model is loaded
-    and compiled again; other LLMs of the process are compiled again, too. Calls of any size and
-    sampling within these limits compile nothing again. Compiled, a step costs what max_batch_size
-    rows cost, and draws random numbers for as many.
-
-    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One
-    call at a time: another one ends a stream() that goes on. Under torchrun each rank makes the
-    same calls."""
-
-    def __init__(
-        self,
-        checkpoint: str = TINY,
-        *,
-        max_batch_size: int | None = None,
-        max_seq_length: int | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
-        compile: bool = False,
-        no_kernels: bool = False,
-        quantize: str | None = None,
-        group_size: int | None = None,
-        quantize_head: str | None = None,
-        kv_cache: str | None = None,
-        draft: str | None = None,
-        draft_tokens: int | str | None = None,
-        draft_quantize: str | None = None,
-        template_options: dict | None = None,
-        load: bool = True,
-        quiet: bool = False,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        num_samples: int = 1,
-        stop: str | list[str] = (),
-        time_budget: float | None = None,
-    ):
-        """template_options: variables of the chat template, such as {"enable_thinking": False}.
-        load: False puts off reading the weights to the first call. quiet: no progress on stderr.
-
-        Half of these lines are the signature, so that help(LLM) shows every option with its
-        default."""
-        keywords = {name: value for name, value in locals().items() if name != "self"}
-        guard.check_options(keywords)
-        self.options = SimpleNamespace(**keywords)
-        name, self.team = join(device)
-        self.device = guard.find_device(name, compile)
-        self.dtype = guard.find_dtype(dtype, self.device)
-        opened = self.checkpoint, self.tokenizer = guard.open_checkpoint(checkpoint)
-        self.tokenizer.template_options = template_options or {}
-        guard.check_model(keywords, self.checkpoint.config)
-        self.context = max_seq_length or self.checkpoint.config.context
-        self.quantization = formats.read_settings(self.checkpoint)
-        formats.check_quantize(self.checkpoint, self.quantization, quantize, group_size)
-        self.draft_checkpoint = None
-        if draft not in (None, "prompt-lookup"):
-            self.draft_checkpoint = guard.open_draft(draft, opened)
-        # An EAGLE head's HeadConfig, else None.
-        self.eagle = getattr(self.draft_checkpoint, "options", None)
-        self._sizes = [
-            (checkpoint.counted(), formats.read_settings(checkpoint).get("bits"))
-            for checkpoint in (self.checkpoint, self.draft_checkpoint)
-            if checkpoint
-        ]
-        self.model = self.draft_model = self.engine = self.speculator = self._running = None
-        # Room: tokens of a prompt and its completion.
-        self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
-        self.progress = say_compiling
-        if self.team.ranks > 1:
-            torch.manual_seed(self.team.agree(torch.seed()))
-        if load and max_batch_size and max_seq_length:
-            self.prepare(max_batch_size, max_seq_length)
-        elif load:
-            self._load(max_batch_size or 1, max_seq_length or 1)
-
-    def __repr__(self) -> str:
-        return f"LLM({str(self.checkpoint.directory)!r}, device={str(self.device)!r})"
-
-    def __call__(self, prompts: str | list, **options) -> Completion | list[Completion]:
-        """Completes a text, a chat's messages (a list of {"role": ..., "content": ...}), or a list
-        of these as one batch. options: the constructor's, from max_new_tokens on.
-
-        Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of
-        the samples or, with a time budget, by rank_completions()."""
-        options = self._options(options)
-        if not isinstance(prompts, (str, list, tuple)):
-            raise UserError(f"{prompts!r:.60}: want a text, messages, or a list of these")
-        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict))
-        prompts = [prompts] if single else prompts
-        completions = make_completions(prompts, options, self.tokenizer, self.context)
-        for _ in self._steps(completions, options):
-            pass
-        if options.time_budget:
-            completions = rank_completions(completions, options.num_samples)
-        return completions[0] if single and options.num_samples == 1 else completions
-
-    def stream(self, prompt: str | list[dict], **options) -> Iterator[str]:
-        """The completion of one prompt, piece by piece, as it is generated. Another call ends
-        it."""
-        options = self._options(options)
-        if options.num_samples > 1:
-            raise UserError(f"`num_samples`={options.num_samples}: a stream is of one sample")
-        completions = make_completions([prompt], options, self.tokenizer, self.context)
-        return pieces(completions[0], self._steps(completions, options))
-
-    def _options(self, given: dict) -> SimpleNamespace:
-        """The constructor's options with those of a call in their place. None: as if it were not
-        given."""
-        guard.check_call(given, vars(self.options))
-        options = vars(self.options) | {
-            name: value for name, value in given.items() if value is not None
-        }
-        guard.check_options(options)
-        return SimpleNamespace(**options)
-
-    def _sampling(self, options) -> Sampling:
-        """The options that were given, else generation_config.json's, else Sampling's defaults."""
-        found = {}
-        for source in (self.checkpoint.generation, vars(options)):
-            found |= {name: source[name] for name in LIMITS if source.get(name) is not None}
-        return Sampling(**found)
-
-    # Weights, cache and compiled code
-
-    def _load(self, rows: int, length: int) -> None:
-        """Reads the weights, for a cache of so many rows and tokens."""
-        options = self.options
-        begun = time.perf_counter()
-        where = dict(device=self.device, dtype=self.dtype, progress=not options.quiet)
-        read = partial(formats.load, **where)
-        self.advice = self._check_memory(rows, length)
-        with guard.memory_advice(self.advice):
-            self.model = read(
-                self.checkpoint,
-                quantize=options.quantize,
-                group_size=options.group_size,
-                quantize_head=options.quantize_head,
-                split=splitter(self.team),
-            )
-            if self.draft_checkpoint:
-                self.draft_model = read(
-                    self.draft_checkpoint,
-                    quantize=options.draft_quantize,
-                    split=draft_splitter(self.team, self.draft_checkpoint.counted()),
-                )
-                if self.eagle:
-                    self.draft_model.share_embedding(self.model)
-        self.load_s = time.perf_counter() - begun
-
-    def _check_memory(self, rows: int, length: int) -> str:
-        """What to say if memory runs out. UserError if weights and caches alone do not fit."""
-        where = self.device, self.dtype, self.team.ranks
-        loaded = self.model is not None
-        kind = self.options.kv_cache or "16-bit"
-        features = self.eagle.width if self.eagle else 0
-        return guard.check_memory(
-            self._sizes, rows, self._engine_length(length), *where, loaded, kind, features
-        )
-
-    def _engine_length(self, length: int) -> int:
-        """An Engine's max_seq_len for texts of so many tokens. With a draft also for drafted ones
-        that are refused."""
-        return length + SLACK if self.options.draft else length
-
-    def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
-        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its
-        completion's together. What is not loaded yet is loaded, and what is to be compiled is
-        compiled.
-
-        prompts: how many a call has, where that is known; for other numbers prefill compiles when
-        they come."""
-        if self.engine and rows <= self.engine.batch_size and length <= self.room:
-            return
-        self._free_cache(rows, length)
-        if self.model is None:
-            self._load(rows, length)
-        else:
-            self.advice = self._check_memory(rows, length)
-        begun = time.perf_counter()
-        with guard.memory_advice(self.advice):
-            if self.options.compile:
-                with nullcontext() if self.options.quiet else self.progress():
-                    self._make_engine(rows, length)
-                    for count in {prompts} if prompts else {1, rows}:
-                        self.engine.warm_up(count, self.speculator, self.team.ranks == 1)
-                self.compile_s = time.perf_counter() - begun
-            else:
-                for model in (self.model, self.draft_model):
-                    formats.unpack_quantized(
-                        model, rows * length, self.options.quiet, self.team.ranks
-                    )
-                self._make_engine(rows, length)
-        self.room = length
-
-    def _free_cache(self, rows: int, length: int) -> None:
-        """Frees the old one, before one of so many rows and tokens is made."""
-        if not self.engine:
-            return
-        if self.options.compile:  # compiled code and kernels hold it
-            if not self.options.quiet:
-                print(
-                    f"compiling again: the KV cache grows to max_batch_size={rows}, "
-                    f"max_seq_length={length}",
-                    file=sys.stderr,
-                )
-            self.model = self.draft_model = None
-            torch._dynamo.reset()
-        self.engine = self.speculator = None
-        for model in (self.model, self.draft_model):
-            if model is not None:
-                model.setup(1, 1)  # the smallest cache takes the old one's place
-        gc.collect()
-
-    def _make_engine(self, rows: int, length: int) -> None:
-        options = self.options
-        slots = self._engine_length(length)
-        mode = "eager"
-        if options.compile:
-            mode = "compile" if options.no_kernels else "fast"
-        engine = partial(
-            Engine,
-            batch_size=rows,
-            sampling=self._sampling(options),
-            mode=mode,
-            cache=options.kv_cache or "16-bit",
-        )
-        self.engine = engine(self.model, slots, features=self.eagle.places if self.eagle else ())
-        if not options.draft:
-            return
-        draft = make_draft(self.engine, self.draft_model, engine, slots)
-        if draft.max_seq_len < length:
-            print(
-                f"the draft's context is {draft.max_seq_len} tokens: no token beyond is drafted",
-                file=sys.stderr,
-            )
-        self.speculator = Speculator(
-            self.engine, draft, str(options.draft_tokens or "auto"), self.team.agree
-        )
-
-    # Generation
-
-    def _steps(self, completions: list[Completion], options) -> Iterator[None]:
-        """What complete() yields for a call, once room for it is made."""
-        if self._running:
-            self._running.close()  # a stream that goes on ends here
-        rows, most = len(completions), self.options.max_batch_size
-        if most and rows > most:
-            raise UserError(
-                f"{rows} rows (prompts x samples) exceed `max_batch_size`={most}: give fewer"
-            )
-        length = max(completion.room for completion in completions)
-        # max_batch_size and max_seq_length if given, else what is needed, and never less than there
-        # is.
-        least = min(2048, self.context) if self.options.compile else 1
-        there = self.engine.batch_size if self.engine else 1
-        self.prepare(
-            most or max(rows, there), self.options.max_seq_length or max(length, self.room, least)
-        )
-        (self.speculator or self.engine).set_sampling(self._sampling(options))
-        if options.seed is not None:
-            torch.manual_seed(options.seed)
-        self._running = self.complete(completions, options.num_samples, budget=options.time_budget)
-        return self._running
-
-    def complete(
-        self,
-        completions: list[Completion],
-        samples: int = 1,
-        start: int = 0,
-        budget: float | None = None,
-    ) -> Iterator[None]:
-        """Generates until each completion has ended or `budget` seconds are over, and yields after
-        each step.
-
-        Each prompt has `samples` completions, one after the other, all of one limit. `start` tokens
-        of the prompts are in the cache already."""
-        begun, limit = time.perf_counter(), completions[0].limit
-        # With a budget all ranks must stop at the same step.
-        agree = self.team.agree if budget else float
-        prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
-        with guard.memory_advice(self.advice):
-            for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
-                seconds = agree(time.perf_counter() - begun)
-                for b, completion in enumerate(completions):
-                    if budget and seconds > budget and not completion.finish_reason:
-                        completion.finish_reason = "time"
-                    for token, logprob in rows[b]:
-                        if not completion.finish_reason:
-                            completion.add(token, logprob, seconds)
-                    if completion.finish_reason and self.speculator:
-                        self.speculator.finish(b)
-                yield
-                if all(completion.finish_reason for completion in completions):
-                    break
-        if budget and not any(completion.steps for completion in completions):
-            raise UserError(
-                f"`time_budget`={budget}: the first token took {seconds:.3f} s; allow more"
-            )
-
-
-def say_compiling():
-    print("compiling ...", file=sys.stderr)
-    return nullcontext()
-
-
 def main() -> None:
     from cli.generate import main
 
-    main(__doc__)
+    main()
 
 
 if __name__ == "__main__":
-    from cli.errors import run
-
-    run(main)
+    sys.modules["generate"] = sys.modules["__main__"]  # so that cli/ does not load this file again
+    main()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from checkpoint import UserError
-from formats import join_experts, plain_layer
+from hub.formats import join_experts, plain_layer
 from model import Experts, Transformer, visible
 from quantize import (
     CODES,
@@ -47,15 +46,15 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     reversed again. So no inverse has to be factored. An input that is always 0 has a row of zeros;
     the damping suffices for it.
 
-    More damping than K times the largest number makes any matrix positive definite. So a UserError
+    More damping than K times the largest number makes any matrix positive definite. So a ValueError
     for a damping that is not finite ends this: the inputs' squares overflow, of which the diagonal
     is a sum."""
     damping = 0.01 * hessian.diagonal().abs().mean().clamp(min=1e-30)
     failed = True
     while failed:
         if not damping.isfinite():
-            raise UserError(
-                "the calibration text's activations overflow; `dtype`=float32 holds more"
+            raise ValueError(
+                "the calibration text's activations overflow; dtype=float32 holds more"
             )
         hessian.diagonal().add_(damping)
         L, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
@@ -221,7 +220,7 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
             both.add_(post_norm(torch.stack(y)), alpha=model.config.residual_scale)
 
     positions = torch.arange(T, device=tokens.device)[None]
-    turns = {table.rope: table(positions, 1) for table in model.ropes}
+    turns = {table.rope: table(positions) for table in model.ropes}
     for i, layer in enumerate(model.layers):
         name = f"layers.{i}"
         mask = visible(model.slots, positions, layer.config.window)

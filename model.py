@@ -13,7 +13,7 @@ are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], 
 inputs.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
-families.config_from_hf() reads it, and checkpoint.hf_weights() names the weights. fast/ leaves a
+hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
 model to this file where a field that it does not know, also of Rope or MoEConfig, has another value
 than its default.
 """
@@ -40,13 +40,15 @@ class Rope:
     """Rotary position embedding (RoPE, arXiv 2104.09864): pairs of a head's elements turn with the
     position.
 
-    families.rope_from_hf() has the ways to stretch the frequencies for longer texts."""
+    hub/families.py has the ways to stretch the frequencies for longer texts."""
 
     # Of each pair, in radians a position; the rest of a head does not turn.
     frequencies: tuple[float, ...] = ()
     scale: float = 1.0  # of cos and sin
     original: int = 0  # the positions that the model was first trained for
-    long: tuple[float, ...] = ()  # LongRoPE: the frequencies for rows that go beyond `original`
+    long: tuple[
+        float, ...
+    ] = ()  # LongRoPE: the frequencies for texts that may go beyond `original`
     # Ministral 3: queries are multiplied by 1 + q_growth * ln(1 + position // original).
     q_growth: float = 0.0
 
@@ -135,43 +137,36 @@ class Transformer(nn.Module):
         batch_size: int = 0,
         features: tuple[int, ...] = (),
         cache: str = "16-bit",
+        spare: int = 0,
     ):
-        """Makes rope tables for max_seq_len positions and, in each layer, a KV cache [batch_size,
-        K, max_seq_len, E].
+        """Makes rope tables for texts of max_seq_len tokens and, in each layer, a KV cache
+        [batch_size, K, L, E]. L is max_seq_len, and `spare` slots more for what stands behind a
+        text: padding, drafts.
 
         The weights are in place by then: it takes their device and dtype. Another call makes all
         anew. Without a batch_size there is no cache, and the tokens of a forward, at positions 0 to
         T - 1, attend to each other alone (training).
 
-        features: the places whose hidden states are kept in self.features [batch_size, max_seq_len,
-        n D], by position: place i is before layer i, place n_layer after the last one. A draft head
-        reads them. They need a batch_size. cache: of CACHES."""
+        features: the places whose hidden states are kept in self.features [batch_size, L, n D], by
+        position: place i is before layer i, place n_layer after the last one. A draft head reads
+        them, and so may whoever wants to look inside. They need a batch_size. cache: of CACHES."""
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
+        L = max_seq_len + spare
         ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
         self.ropes = nn.ModuleList(
-            RopeTable(rope, config.head_dim, max_seq_len, batch_size, device) for rope in ropes
+            RopeTable(rope, config.head_dim, max_seq_len, L, device) for rope in ropes
         )
-        self.begin_rows([max_seq_len] * max(1, batch_size))
         # Rounded, as Gemma's own code rounds it.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self.slots = buffer(torch.arange(max_seq_len, device=device))  # [L]
+        self.slots = buffer(torch.arange(L, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers:
-            shape = batch_size, config.n_kv_head, max_seq_len, config.head_dim
+            shape = batch_size, config.n_kv_head, L, config.head_dim
             layer.attn.cache = KVCache(shape, device, dtype, cache) if batch_size else None
         self.places = features
-        shape = batch_size, max_seq_len, len(features) * config.dim
+        shape = batch_size, L, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
-
-    def begin_rows(self, lengths: list[int]):
-        """Row b's text will have lengths[b] tokens at most; setup() says max_seq_len for all.
-        LongRoPE (Phi) alone asks, before a text's first token: if it will outgrow Rope.original,
-        all of it reads the table's second half."""
-        for table in self.ropes:
-            if table.rope.long:
-                far = torch.tensor(lengths, device=table.offset.device) > table.rope.original
-                table.offset[: len(lengths), 0] = far * (len(table.cos) // 2)
 
     def arrange_rows(self, rows: list[int], n: int):
         """The cache's first rows, and the features', become what these rows are, as far as their
@@ -182,21 +177,29 @@ class Transformer(nn.Module):
                 cache[: len(rows), :, :n] = cache[rows, :, :n]
         self.features[: len(rows), :n] = self.features[rows, :n]
 
-    def forward(self, tokens, positions, slots: Tensor | None = None, last: Tensor | None = None):
+    def forward(
+        self,
+        tokens,
+        positions,
+        slots: Tensor | None = None,
+        last: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those
         columns [B, V].
 
         slots: a prefix of self.slots that covers all positions. Attention reads only these slots of
-        the cache. fast/'s kernels need none: they go by the positions."""
+        the cache. fast/'s kernels need none: they go by the positions. inputs: what the first layer
+        reads in the place of the tokens' embeddings [B, T, D]."""
         rows = self.rows[: len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
             slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
-        turns = {table.rope: table(positions, len(tokens)) for table in self.ropes}
+        turns = {table.rope: table(positions) for table in self.ropes}
         masks = {
             window: visible(slots, positions, window)
             for window in dict.fromkeys(layer.window for layer in self.config.layers)
         }
-        x = self.embed_tokens(tokens, rows, positions)  # [B, T, D]
+        x = self.embedded(tokens) if inputs is None else inputs  # [B, T, D]
         run = compiled_once
         if torch.is_grad_enabled():
             # Torch 2.11 to 2.13 computes wrong gradients through nested regions.
@@ -211,12 +214,10 @@ class Transformer(nn.Module):
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
         return self.head(self.norm(x) * self.config.logits_scale)
 
-    def embed_tokens(self, tokens, rows, positions):
-        """What goes into the first layer: tokens [B, T] -> [B, T, D]. eagle.Head has its own."""
+    def embedded(self, tokens):
+        """[B, T] -> [B, T, D]"""
         x = self.embed(tokens)
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
-        return x
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def keep(self, place: int, x, rows, positions):
         """Keeps hidden states x [B, T, D], if setup() was asked for those of this place."""
@@ -339,19 +340,7 @@ class KVCache(nn.Module):
 
     In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention
     reads has been int8, the new token's key and value too: so a prompt in chunks, verification and
-    a batch give what decode alone gives.
-
-    There are no recurrent layers (Qwen3.5) yet: nothing that comes later overwrites their state.
-    For these
-
-        forward()           must know which columns are padding
-        begin_rows()        clears the state; arrange_rows() copies all of it
-        bytes_per_token()   counts layers that differ
-        an older state      is wanted after rejected drafts, by a chat's turn that begins before what was read, and
-                            after steps whose results nobody wants: the one that generate() launches ahead, those of
-                            rows that have ended, those that only compile or measure
-        DraftModel          reads the slot before its last one twice
-    """
+    a batch give what decode alone gives."""
 
     def __init__(
         self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kind: str = "16-bit"
@@ -526,24 +515,24 @@ class RMSNorm(nn.Module):
 
 class RopeTable(nn.Module):
     """cos and sin [L, E] of a Rope, for all layers that have it, in fp32, as bf16's error would be
-    2e-3. Where nothing turns, cos is 1 and sin is 0. With LongRoPE two such tables lie one behind
-    the other; offset [B, 1] is where a row's begins."""
+    2e-3. Where nothing turns, cos is 1 and sin is 0.
 
-    def __init__(self, rope: Rope, head_dim: int, length: int, rows: int, device: torch.device):
+    LongRoPE (Phi) has two sets of frequencies. The length that texts may reach decides, once for
+    all of them: a text's first keys stay in the cache as they were turned, so that no set can take
+    the other's place in the middle of a text."""
+
+    def __init__(self, rope: Rope, head_dim: int, max_seq_len: int, L: int, device: torch.device):
         super().__init__()
         self.rope = rope
-        tables = [rope.frequencies, rope.long] if rope.long else [rope.frequencies]
-        at = torch.arange(length).float()
-        angle = torch.cat([torch.outer(at, torch.tensor(table)) for table in tables]).repeat(1, 2)
+        is_long = rope.long and max_seq_len > rope.original
+        frequencies = torch.tensor(rope.long if is_long else rope.frequencies)
+        angle = torch.outer(torch.arange(L).float(), frequencies).repeat(1, 2)
         rest = (0, head_dim - angle.shape[1])
         self.cos = buffer(F.pad(angle.cos() * rope.scale, rest, value=1).to(device))
         self.sin = buffer(F.pad(angle.sin() * rope.scale, rest).to(device))
-        self.offset = buffer(torch.zeros(max(1, rows), 1, dtype=torch.long, device=device))
 
-    def forward(self, positions, B: int):
+    def forward(self, positions):
         """positions [B, T] or [1, T] -> cos, sin [B, T, 1, E] or [1, T, 1, E]"""
-        if self.rope.long:
-            positions = positions + self.offset[:B]
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import UserError, hf_weights
+from hub.checkpoint import hf_weights
 from model import Experts, Transformer, grouped_linear
 
 
@@ -221,16 +221,16 @@ def find_layers(model: Transformer, head: bool) -> list[str]:
 
 
 def group_of(K: int, group_size: int) -> int:
-    """The number of inputs that group_size stands for: all of them for -1. A UserError says which
+    """The number of inputs that group_size stands for: all of them for -1. A ValueError says which
     sizes there are."""
     G = K if group_size == -1 else group_size
     if K % 32:
-        raise UserError(
+        raise ValueError(
             f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here"
         )
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
         sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
-        raise UserError(
+        raise ValueError(
             f"group size {group_size} does not divide the {K} inputs of a layer; want one of "
             f"{sizes}"
         )
@@ -321,12 +321,12 @@ def round_model(
 def round_head(model: Transformer, quantize: str):
     """Rounds the output head to "int8", a scale a row, or "int4", groups of 32. A tied model's gets
     codes of its own, and the embedding stays; with several ranks each has rounded its own rows.
-    UserError for a head that cannot be rounded."""
+    ValueError for a head that cannot be rounded."""
     name = "head.linear" if hasattr(model.head, "linear") else "head"
     head = model.get_submodule(name)
     if isinstance(head, QuantizedLinear):
-        raise UserError(
-            f"`quantize_head`={quantize}: this checkpoint's head is quantized already; leave the "
+        raise ValueError(
+            f"quantize_head={quantize}: this checkpoint's head is quantized already; leave the "
             f"option out"
         )
     group = default_group(quantize, None)

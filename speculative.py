@@ -10,8 +10,8 @@ A step runs on the device from drafting to the new ends of the rows; the host re
 between. On a GPU the host learns a step late what came out. Before that it launches the next step,
 for which it decides k alone.
 
-Contents: acceptance, the drafts, the steps of a ragged batch. policies.py chooses k; EAGLE heads
-are in eagle.py.
+Contents: acceptance, the drafts, how many tokens to draft, the steps of a ragged batch. drafts/ has
+more drafts, EAGLE heads for one, and the policies that choose k from step to step.
 
 Shapes: B rows, k drafted tokens, T = k + 1, V the target's vocabulary, L cache length.
 
@@ -36,8 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from policies import TIMED_LENGTHS, Auto, draft_lengths, interpolate, make_policy
-from sampling import Sampling, draw, probabilities
+from generate import Sampling, choose, draw, probabilities
 
 # Slots beyond a text's limit: its last step may draft across the limit, and so may the step in
 # flight, of which the host has not heard. Two steps of up to 33 tokens are 66; 72 is the next
@@ -77,7 +76,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
 
 
 def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
-    """As sampling.choose(), for one drafted token: a draft's logits [B, T, any] -> a token [B]
+    """As generate.choose(), for one drafted token: a draft's logits [B, T, any] -> a token [B]
     after the last column, and the distribution [B, V] it was drawn from.
 
     Tokens that the target lacks are left out. Tokens that the draft lacks have probability 0."""
@@ -92,8 +91,7 @@ def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
 @dataclass
 class Drafter:
     """What proposes tokens. Another kind of draft is a subclass with a propose() and, if it keeps a
-    state, the rest. eagle.make_draft() makes it; its name for --draft is known to generate.LLM and
-    guard.check_options().
+    state, the rest; drafts/__init__.py knows its name for --draft.
 
     begin() starts the texts. A step with drafts calls catch_up(), propose() and, once the target
     has verified them, follow(). propose() and follow() must not wait for the device: the host
@@ -176,8 +174,8 @@ class DraftModel(Drafter):
 
     So start() always reads two slots, and catch_up() at least one more than are unread.
 
-    eagle.EagleDraft replaces read_prompts(), read(), start() and follow(), as its slots hold other
-    things, and readable() and choose(), as its vocabulary differs.
+    drafts/eagle.py's EagleDraft replaces read_prompts(), read(), start(), forward() and follow(), as
+    its slots hold other things, and readable() and choose(), as its vocabulary differs.
 
     engine: its generate.Engine."""
 
@@ -187,7 +185,6 @@ class DraftModel(Drafter):
     def __init__(self, engine, vocab_size: int):
         super().__init__(vocab_size, engine.max_seq_len)
         self.engine = engine
-        engine.row_length = engine.max_seq_len  # a draft is not told how long a row will be
         self.max_token = engine.model.config.vocab_size - 1
         # What new texts begin with, until catch_up() reads it, if anything is drafted.
         self.prompts = None
@@ -250,8 +247,7 @@ class DraftModel(Drafter):
         drafted, distributions = [], []
         for i in range(k):
             if i:
-                tokens = self.readable(drafted[-1][:, None])
-                logits = self.engine.forward(tokens, at + i, slots)
+                logits = self.forward(drafted[-1][:, None], at + i, slots)
             token, q = self.choose(logits)
             drafted.append(token)
             distributions.append(q)
@@ -266,12 +262,42 @@ class DraftModel(Drafter):
         # that row in the cache.
         at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
         at = at + torch.arange(2, device=last.device)
-        tokens = self.readable(text.gather(1, at))
-        return at[:, -1:], self.engine.forward(tokens, at, slots)
+        return at[:, -1:], self.forward(text.gather(1, at), at, slots)
+
+    def forward(self, tokens, at, slots):
+        """tokens [B, T] in slots at [B, T] -> logits [B, T, any]"""
+        return self.engine.forward(self.readable(tokens), at, slots)
 
     def choose(self, logits: Tensor):
         """choose_draft() with the draft's sampler."""
-        return self.engine.sampler.choose_draft(logits, self.vocab_size, self.engine.sampling)
+        engine = self.engine
+        return engine.twin(choose_draft)(logits, self.vocab_size, engine.sampling)
+
+
+# How many tokens to draft
+
+
+@dataclass
+class Policy:
+    """How many tokens to draft: always k. drafts/policies.py has others, which change k.
+
+    A step drafts the largest number up to self.k for which the Speculator has made a step."""
+
+    k: int
+
+    timed = ()  # the k whose steps are timed before the first, for begin()
+
+    def lengths(self, few: bool) -> tuple[int, ...]:
+        """The values that k may take. few: each costs seconds of compiling."""
+        return (self.k,)
+
+    def begin(self, seconds: dict[int, float], lengths: list[int]):
+        """Before the first step. lengths: the k that steps are made for; seconds: of a step of each
+        of these or, if steps are not compiled, of some."""
+
+    def update(self, accepted: list[int], k: int, seconds: float):
+        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not
+        ended."""
 
 
 # The steps
@@ -291,13 +317,13 @@ class Speculator:
     hold them. On the host alone are policy, counts (sums over all steps) and received_at, the time
     when a step last came.
 
-    target: the target's generate.Engine; policy: see policies.make_policy(). agree: with several
+    target: the target's generate.Engine. agree: with several
     ranks, gives rank 0's value to all, so that they choose the same k."""
 
-    def __init__(self, target, draft: Drafter, policy: str, agree: Callable = float):
+    def __init__(self, target, draft: Drafter, policy: Policy, agree: Callable = float):
         self.target = target
         self.draft = draft
-        self.policy_name = policy
+        self.policy = policy
         self.agree = agree
         self.device = target.device
         rows = target.batch_size
@@ -310,7 +336,7 @@ class Speculator:
     def begin(self, prompts, new_tokens, start, samples):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are
         done."""
-        tokens, logprobs = self.target.prefill(prompts, start, samples, new_tokens)  # [P x samples]
+        tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
         for b, prompt in enumerate(rows):
@@ -366,11 +392,11 @@ class Speculator:
             tokens = torch.cat([tokens, drafted], dim=1)
         logits = target.forward(tokens, at, target.slots(n_slots))
         if k:
-            tokens, logprobs, accepted = target.sampler.accept(
+            tokens, logprobs, accepted = target.twin(accept)(
                 logits, tokens, q, proposed, target.sampling
             )
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            chosen = target.sampler.choose(logits.squeeze(1), target.sampling)
+            chosen = target.twin(choose)(logits.squeeze(1), target.sampling)
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
         # What is no text is overwritten before it is read. Of rows that are done nothing is read
@@ -408,7 +434,7 @@ class Speculator:
         self.received_at += seconds
         # A step without drafts tells nothing of a policy that wanted some and had no room for them.
         if kept and (k or self.policy.k == 0):
-            if isinstance(self.policy, Auto):
+            if self.policy.timed:  # it goes by time
                 seconds = self.agree(seconds)
             self.policy.update(kept, k, seconds)
 
@@ -420,7 +446,6 @@ class Speculator:
         is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
         self.captures = target.captures and self.draft.captures
-        pool = torch.cuda.graph_pool_handle() if self.captures else None
         # They run over texts of two tokens, none of which is done.
         self.ends.fill_(target.max_seq_len)
         self.host_last = [1]
@@ -429,26 +454,31 @@ class Speculator:
         lengths = self.lengths()
         for k in lengths:
             step = partial(self.speculate, k)
-            # Compiled, each step runs here, so that none compiles later. "auto" wants times in any
-            # mode.
-            if target.compiled or self.policy_name == "auto" and k in TIMED_LENGTHS:
+            # Compiled, each step runs here, so that none compiles later.
+            if target.compiled or k in self.policy.timed:
                 results = step()
                 if self.captures:
-                    step = target.fast.capture(step, results, pool)
+                    step = target.capture(step, results)
                 seconds[k] = self.measure(step)
             self.step_of[k] = step
-        self.policy = make_policy(self.policy_name, interpolate(seconds, lengths))
+        self.policy.begin(seconds, lengths)
 
     def lengths(self) -> list[int]:
         """The values of k that a step is made for: those of the policy for which the draft's cache
-        has room. 0, no draft, is for "auto" and for texts that outgrow that cache."""
+        has room, and 0, no draft, for texts that outgrow that cache."""
         room = self.draft.max_seq_len
-        few = self.target.compiled and not self.captures
-        lengths = draft_lengths(self.policy_name, few)
-        if self.policy_name != "auto" and room >= self.target.max_seq_len:
-            lengths = [k for k in lengths if k]
+        wanted = {*self.policy.lengths(few=self.target.compiled and not self.captures)}
+        if room < self.target.max_seq_len:
+            wanted.add(0)
         # The shortest text has two tokens.
-        return [k for k in lengths if 2 + k <= room] or [0]
+        return sorted(k for k in wanted if 2 + k <= room) or [0]
+
+    @torch.no_grad()
+    def warm_up(self, prompts: int, alone: bool = True):
+        """Compiles what a batch of so many prompts needs beside the steps, which prepare() has
+        made. alone: as Engine.warm_up() has it."""
+        self.begin([[0, 0]] * prompts, 1, 0, 1)
+        self.draft.catch_up(self.text, self.last, self.n_slots())
 
     def measure(self, step: Callable) -> float:
         """Seconds: the best of a few runs over texts of two tokens."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from checkpoint import UserError, Weight, count_parameters, hf_weights
+from hub.checkpoint import Weight, count_parameters, hf_weights
 from model import Config, MoE, RMSNorm, Transformer
 
 
@@ -105,14 +105,14 @@ class Shard:
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
     between groups, so that any number of ranks holds the same quantized weights;
-    formats.QuantizedReader reads the slices. UserError if there are too many ranks."""
+    formats.QuantizedReader reads the slices. ValueError if there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int, outputs: int = 0):
         # Packed codes want whole words, kernels multiples of 32.
         group = 32 if group == -1 else group
         if reason := cannot_share(config, group, ranks):
             works = [n for n in range(1, 65) if not cannot_share(config, group, n)]
-            raise UserError(f"{reason}; want one of {works}")
+            raise ValueError(f"{reason}; want one of {works}")
         self.whole = config
         self.rank = rank
         self.outputs = outputs or config.vocab_size
@@ -339,7 +339,7 @@ def join(device: str | None):
     """The name of this rank's device and its team. device: cuda, cpu or None, the kind of device
     that each rank gets.
 
-    UserError where torchrun did not start the ranks, or where there are too few GPUs."""
+    ValueError where torchrun did not start the ranks, or where there are too few GPUs."""
     if world_size() == 1:
         return device, Team()
     return join_ranks(device or ("cuda" if torch.cuda.is_available() else "cpu"), world_size())
@@ -350,25 +350,25 @@ def join_ranks(kind: str, ranks: int):
     """Once a process, as its device stays the same. kind: cuda or cpu."""
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
-        raise UserError(
+        raise ValueError(
             f"WORLD_SIZE is {ranks}, {', '.join(missing)} not set: torchrun starts ranks, and sets "
             f"them"
         )
     rank, local, here = (int(os.environ[name]) for name in names[:3])
     if kind not in ("cuda", "cpu"):
-        raise UserError(
-            f"`device`={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu"
+        raise ValueError(
+            f"device={kind}: {ranks} ranks take a GPU each, or a CPU; want cuda or cpu"
         )
     device, backend = "cpu", "gloo"
     if kind == "cuda":
         gpus = torch.cuda.device_count()
         if not gpus:
-            raise UserError("`device`=cuda: PyTorch finds none of those; `device`=cpu works")
+            raise ValueError("device=cuda: PyTorch finds none of those; device=cpu works")
         if here > gpus:
-            raise UserError(
+            raise ValueError(
                 f"{here} ranks and {gpus} GPUs on this host: want --nproc-per-node {gpus} at most, "
                 f"or "
-                "`device`=cpu"
+                "device=cpu"
             )
         torch.cuda.set_device(local)
         device, backend = f"cuda:{local}", "cpu:gloo,cuda:nccl"

@@ -18,12 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from select import select
 
-from checkpoint import UserError
 from cli.errors import message_of
 from cli.output import per_token, show, written_whole
 from cli.prompts import system_messages
-from completion import Completion
-from guard import check_messages, read_text, user_errors
+from llm import Completion
+from hub.vet import check_messages, read_text, reading
 
 HELP = """\
 /reset        forget the conversation
@@ -39,7 +38,6 @@ class Chat:
 
     def __init__(self, llm, args):
         self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
-        llm.engine.row_length = llm.room  # all turns of a text are read with the same rope
         self.messages = system_messages(args.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
@@ -70,7 +68,7 @@ class Chat:
                     self.command(*command.groups())
                 elif line.strip():
                     self.turn(line)
-            except UserError as error:
+            except ValueError as error:
                 print(message_of(error), file=sys.stderr)
             except KeyboardInterrupt:  # before the answer began
                 print()
@@ -111,7 +109,7 @@ class Chat:
         return input("> ")
 
     def command(self, name: str, text: str | None):
-        """A line "/name text". UserError where it cannot be done; then nothing has changed."""
+        """A line "/name text". ValueError where it cannot be done; then nothing has changed."""
         match name:
             case "help":
                 print(HELP, file=sys.stderr)
@@ -120,7 +118,7 @@ class Chat:
                 self.say("The conversation is forgotten.")
             case "system":
                 if not self.tokenizer.template:
-                    raise UserError(
+                    raise ValueError(
                         "/system: this checkpoint has no chat template, so there is no system "
                         "message"
                     )
@@ -128,7 +126,7 @@ class Chat:
                 now = "the system message is set" if text else "none is set"
                 self.say(f"The conversation is forgotten; {now}.")
             case "save" | "load" if not text:
-                raise UserError(f"/{name}: want a file's name")
+                raise ValueError(f"/{name}: want a file's name")
             case "save":
                 if self.team.rank == 0:
                     save_messages(text, self.messages)
@@ -136,19 +134,19 @@ class Chat:
             case "load":
                 loaded = self.team.agree(lambda: load_messages(text))
                 if isinstance(loaded, str):
-                    raise UserError(loaded)
+                    raise ValueError(loaded)
                 self.messages = loaded
                 self.say(
                     f"{len(loaded)} messages are loaded; the last one: "
                     f"{loaded[-1]['content']!r:.60}"
                 )
             case _:
-                raise UserError(f"/{name}: no such command; /help lists them")
+                raise ValueError(f"/{name}: no such command; /help lists them")
 
     # A turn
 
     def turn(self, text: str):
-        """The user's turn and the answer. UserError where the turn alone is too long; it is then
+        """The user's turn and the answer. ValueError where the turn alone is too long; it is then
         forgotten."""
         room = self.llm.room
         messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
@@ -184,7 +182,7 @@ class Chat:
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest
-        turns are dropped until a quarter of the room is free; the system message stays. UserError
+        turns are dropped until a quarter of the room is free; the system message stays. ValueError
         where the last turn alone is too long."""
         tokens, room, before = self.encode(messages), self.llm.room, len(messages)
         if room - len(tokens) < min(self.args.max_new_tokens or room, room // 8):
@@ -198,8 +196,8 @@ class Chat:
             messages = kept + messages[turns[first] :]
             tokens = self.encode(messages)
         if len(tokens) >= room:
-            raise UserError(
-                f"{len(tokens)} tokens leave no room in {room}: shorten, or raise `max_seq_length`"
+            raise ValueError(
+                f"{len(tokens)} tokens leave no room in {room}: shorten, or raise max_seq_length"
             )
         if len(messages) < before and not self.told_dropped:
             self.say(
@@ -236,7 +234,7 @@ def system_of(messages: list[dict]) -> list[dict]:
 
 
 def save_messages(name: str, messages: list[dict]):
-    with user_errors(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
+    with reading(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
         partial.write_text(
             json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
         )
@@ -245,9 +243,9 @@ def save_messages(name: str, messages: list[dict]):
 def load_messages(name: str) -> list[dict] | str:
     """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
     try:
-        with user_errors(f"/load {name}"):
+        with reading(f"/load {name}"):
             messages = json.loads(read_text(Path(name).expanduser()))
             check_messages(messages)
             return messages
-    except UserError as error:
+    except ValueError as error:
         return str(error)

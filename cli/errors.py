@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import UserError, one_line
+from hub.checkpoint import one_line
 from tp import world_size
 
 
 def report_errors(main: Callable[[], None], ranks=False):
-    """Runs a command. A UserError is one line on stderr and exit code 2; Ctrl-C and a closed pipe
+    """Runs a command. A ValueError is one line on stderr and exit code 2; Ctrl-C and a closed pipe
     end it quietly.
 
     ranks: the command may be one of several processes."""
@@ -33,7 +33,7 @@ def report_errors(main: Callable[[], None], ranks=False):
             not ranks
         ):  # commands that may be ranks decide for themselves: see cli/generate.py's main()
             if world_size() > 1:
-                raise UserError(f"{world_size()} processes, want one: start it without torchrun")
+                raise ValueError(f"{world_size()} processes, want one: start it without torchrun")
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if world_size() == 1:  # half-written files are removed; for ranks see run()
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -56,14 +56,14 @@ def is_expected(error: BaseException) -> bool:
     """Whether it is no bug. The tokenizers library panics, with no Exception, over files that it
     does not expect."""
     return (
-        isinstance(error, (UserError, OSError, MemoryError))
+        isinstance(error, (ValueError, OSError, MemoryError))
         or type(error).__name__ == "PanicException"
     )
 
 
 def message_of(error: BaseException) -> str:
-    """Of a UserError with its keywords as options."""
-    if isinstance(error, UserError):
+    """Of a ValueError with its keywords as options."""
+    if isinstance(error, ValueError):
         message = error.message.replace("`=", "` ")
         return one_line(
             re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", message)
@@ -124,7 +124,7 @@ def run_rank(main: Callable[[], None], rank: int):
             tell_torchrun(
                 "another rank ended", delay=1
             )  # that rank's own reason comes first, in the same second too
-            raise UserError(f"another rank ended: {error}") from error
+            raise ValueError(f"another rank ended: {error}") from error
         raise
 
 

@@ -7,32 +7,32 @@ import signal
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 
-from checkpoint import UserError
+import generate
+
 from cli.chat import Chat
-from cli.options import DEFAULTS, generate_args
+from cli.options import generate_args
 from cli.output import add_headings, format_report, progress, report, show, written_whole
 from cli.prompts import read_prompts, system_messages
-from completion import Completion, make_completions, rank_completions
-from generate import LLM
-from guard import user_errors
+from llm import LLM, Completion, Options, make_completions, rank_completions
+from hub.vet import reading
 
 
-def main(description: str):
+def main():
     """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
     warnings.filterwarnings(
         "ignore", category=UserWarning, module="torch"
     )  # the compiler's hints to its developers
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
-    args = generate_args(description)
-    given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
-    llm = LLM(load=False, **given)
+    args = generate_args(generate.__doc__)
+    llm = LLM(load=False, **{each.name: getattr(args, each.name) for each in fields(Options)})
     if sys.stderr.isatty():
         llm.progress = progress
     if (args.chat or args.system is not None) and not llm.tokenizer.template:
-        raise UserError(
+        raise ValueError(
             f"--chat, --system: {args.checkpoint} has no chat template; without them its text is "
             f"continued"
         )
@@ -72,7 +72,7 @@ def main(description: str):
             print("\n" + format_report(result), file=sys.stderr)
     if args.profile and llm.team.rank == 0:
         with (
-            user_errors(f"--profile {args.profile}: cannot be written"),
+            reading(f"--profile {args.profile}: cannot be written"),
             written_whole(args.profile) as trace,
         ):
             profiler.export_chrome_trace(str(trace))
@@ -88,7 +88,7 @@ def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completio
         completions = rank_completions(completions, args.num_samples)
     try:
         show([] if args.json else completions, steps, args.show_thinking)
-    except UserError:
+    except ValueError:
         print(
             end="" if args.json else "\n", flush=True
         )  # the message to come has a line of its own

@@ -17,9 +17,9 @@ from threading import Event, Thread
 
 import torch
 
-from completion import Completion
-from generate import LLM, import_fast
-from guard import GIB
+from llm import Completion
+from llm import LLM, import_fast
+from hub.vet import GIB
 
 CONTROLS = dict.fromkeys(
     {*range(32), *range(127, 160)} - set(b"\n\t")

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-from checkpoint import UserError
-from guard import MOST_TEXT, read_text, user_errors
+from hub.vet import MOST_TEXT, read_text, reading
 
 
 def read_stdin(quiet: bool) -> str:
@@ -22,7 +21,7 @@ def read_stdin(quiet: bool) -> str:
     if not quiet:
         hint.start()
     try:
-        with user_errors("stdin"):
+        with reading("stdin"):
             text = sys.stdin.buffer.read(MOST_TEXT + 1)
             if len(text) > MOST_TEXT:
                 raise ValueError(f"more than {MOST_TEXT} bytes; give a part of them")
@@ -33,7 +32,7 @@ def read_stdin(quiet: bool) -> str:
 
 def read_prompts(args) -> list[str]:
     """--prompt's texts, then --prompt-file's; without both, what a pipe or a redirected file holds.
-    One newline at the end of a text is left out. UserError where a source that was named has no
+    One newline at the end of a text is left out. ValueError where a source that was named has no
     text."""
     if not args.prompt and args.prompt_file is None:
         text = "" if sys.stdin.isatty() else read_stdin(args.quiet)
@@ -43,7 +42,7 @@ def read_prompts(args) -> list[str]:
         if prompt == "-":
             prompt = read_stdin(args.quiet)
             if not prompt.strip():
-                raise UserError("--prompt -: stdin is empty; want a text")
+                raise ValueError("--prompt -: stdin is empty; want a text")
         prompts.append(prompt)
     if args.prompt_file is None:
         return prompts
@@ -52,7 +51,7 @@ def read_prompts(args) -> list[str]:
     else:
         text = read_text(Path(args.prompt_file), encoding="utf-8-sig").removesuffix("\n")
     if not text.strip():
-        raise UserError(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
+        raise ValueError(f"--prompt-file {args.prompt_file}: no prompt in it; want one a line")
     return prompts + ([text] if args.whole else [line for line in text.split("\n") if line.strip()])
 
 

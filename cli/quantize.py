@@ -13,17 +13,18 @@ import os
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, UserError, load_model
-from cli.options import DEVICE, Parser, add_keywords, within
+from hub.checkpoint import Checkpoint, load_model
+from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
-from formats import CONFIGS, check_finite, write_checkpoint
+from hub.formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
-from guard import (
+from hub.vet import (
     GIB,
     check_memory,
     find_device,
@@ -33,7 +34,8 @@ from guard import (
     read_text,
 )
 from quantize import group_of, round_model
-from tokenizer import Tokenizer
+from llm import Options
+from hub.tokenizer import Tokenizer
 
 
 def parse_args():
@@ -56,14 +58,12 @@ def parse_args():
         metavar="N",
         help="in rows of 2,048 (default: 131072)",
     )
-    add_keywords(
-        parser,
-        gptq="better codes, from the inputs that --calibration gives",
-        act_order="with --gptq: columns of large inputs first",
-        sym="zero points in the middle: less exact, and some engines want it",
-        head="quantize the output head too",
-        **DEVICE,
-    )
+    switch = partial(add, action="store_true")
+    switch("--gptq", help="better codes, from the inputs that --calibration gives")
+    switch("--act-order", help="with --gptq: columns of large inputs first")
+    switch("--sym", help="zero points in the middle: less exact, and some engines want it")
+    switch("--head", help="quantize the output head too")
+    parser.add_options(Options, *DEVICE)
     args = parser.parse_args()
     if (
         args.gptq != bool(args.calibration)
@@ -84,7 +84,7 @@ def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
     path, wanted = args.calibration, args.calibration_tokens
     tokens = tokenizer.encode_text(read_text(path))
     if len(tokens) < wanted:
-        raise UserError(
+        raise ValueError(
             f"--calibration {path}: {len(tokens)} of --calibration-tokens {wanted}; give more text"
         )
     length = min(2048, context, wanted)
@@ -92,23 +92,23 @@ def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
 
 
 def check_shapes(source: Checkpoint, args):
-    """UserError for weights that the formats cannot hold."""
+    """ValueError for weights that the formats cannot hold."""
     if source.hf.get("quantization_config"):
-        raise UserError(
+        raise ValueError(
             f"--checkpoint {args.checkpoint} is quantized already; start from the original"
         )
     if args.head and (source.config.tied or source.config.vocab_size % 8):
-        raise UserError(
+        raise ValueError(
             "--head: the head is the embedding here, or has no multiple of 8 rows; leave the "
             "option out"
         )
     for name, weight in source.weights.items():
         if weight.experts:
-            raise UserError(
+            raise ValueError(
                 f"{name} holds all experts, the formats want them one by one: --quantize serves it"
             )
         if weight.quantized and weight.shape[0] % 8:
-            raise UserError(
+            raise ValueError(
                 f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize "
                 f"serves "
                 "it"
@@ -119,19 +119,19 @@ def check_shapes(source: Checkpoint, args):
 
 
 def check_place(source: Checkpoint, out: Path, bits: int):
-    """UserError where a directory of that size cannot be made."""
+    """ValueError where a directory of that size cannot be made."""
     if os.path.lexists(out):
-        raise UserError(f"--out {out} exists; remove it, or name another directory")
+        raise ValueError(f"--out {out} exists; remove it, or name another directory")
     parent = out.absolute().parent
     if not parent.is_dir():
-        raise UserError(f"--out {out}: there is no directory {parent}; make it first")
+        raise ValueError(f"--out {out}: there is no directory {parent}; make it first")
     size = sum(
         math.prod(weight.shape) * (bits / 8 if weight.quantized else 2)
         for weight in source.weights.values()
     )
     free = shutil.disk_usage(parent).free
     if size > free:
-        raise UserError(
+        raise ValueError(
             f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free "
             f"more, or "
             "name another place"

@@ -2,7 +2,8 @@
 The speed layer: whatever makes a step faster than plain PyTorch. It changes no text, except where a
 rounding decides between two tokens.
 
-generate.py calls optimize(model) once, after model.setup(), and uses what it returns. The files
+engine.py is the door: its FastEngine calls optimize(model) once, after model.setup(), and uses what
+it returns. The files
 here import the core (eagle.py, model.py, quantize.py, sampling.py, tp.py). Of the core, only
 generate.py imports this folder, and it guards the import. Delete the folder, and every command
 still works, slower. The package imports without Triton.

@@ -32,7 +32,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
-from eagle import FirstBlock
+from drafts.eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.common import unknown_values
@@ -228,7 +228,6 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
         self.norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
-        self.offset = table.offset if attn.rope.long else None
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
         self.kernel = attn.cache.k.is_cuda
@@ -244,12 +243,10 @@ class FusedAttention(nn.Module):
         if not self.kernel:
             rows, slots = torch.arange(len(qkv))[:, None], torch.arange(cache.k.shape[2])
             mask = visible(slots, positions, self.window)
-            return attn.attend(
-                qkv, positions, *self.table(positions, len(qkv)), mask, rows
-            ).flatten(0, 1)
+            return attn.attend(qkv, positions, *self.table(positions), mask, rows).flatten(0, 1)
         if not few_pairs(T, self.G):
             rows = torch.arange(len(qkv), device=qkv.device)[:, None]
-            cos, sin = self.table(positions, len(qkv))
+            cos, sin = self.table(positions)
             return self.update_then_attend(qkv, positions, cos, sin, rows).flatten(0, 1)
         qkv = qkv.unflatten(-1, (-1, attn.head_dim))  # [B, T, H + 2K, E]
         rope = attn.rope
@@ -265,7 +262,7 @@ class FusedAttention(nn.Module):
             self.semaphore,
             *self.norms,
             attn.sinks,
-            self.offset,
+            None,
             self.window or 0,
             self.eps,
             attn.scale,
@@ -354,7 +351,7 @@ class AttentionHalf(Half):
             return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
         mask = visible(slots, positions, self.window)
         y = self.plain_norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]
-        y = self.attn(y, positions, *self.table(positions, len(y)), mask, rows)
+        y = self.attn(y, positions, *self.table(positions), mask, rows)
         return x + self.post_norm(y).flatten(0, 1)
 
 
@@ -381,9 +378,7 @@ class FirstHalf(AttentionHalf):
             )
         mask = visible(slots, positions, self.window)
         y = normed.flatten(1).unflatten(0, (-1, positions.shape[1]))  # [B, T, 2 D]
-        return residual + self.attn(
-            y, positions, *self.table(positions, len(y)), mask, rows
-        ).flatten(0, 1)
+        return residual + self.attn(y, positions, *self.table(positions), mask, rows).flatten(0, 1)
 
 
 class FeedForwardHalf(Half):
@@ -445,12 +440,18 @@ class FusedDecoder(nn.Module):
         if fusible(model.head) and type(model.norm) is RMSNorm and model.config.logits_scale == 1:
             self.head = fused_linear(model.head)
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
         """tokens, positions [B, T] -> logits [B, T, V]. slots, as in model.py, are for attention
-        without a kernel."""
+        without a kernel; inputs are as there."""
         model, rows = self.model, self.model.rows[: len(tokens)]
         slots = model.slots if slots is None else slots
-        x = model.embed_tokens(tokens, rows, positions).flatten(0, 1)  # [M, D]
+        x = (model.embedded(tokens) if inputs is None else inputs).flatten(0, 1)  # [M, D]
         if self.scale != 1:
             x = x / self.scale
         for i, layer in enumerate(self.layers):

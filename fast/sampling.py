@@ -33,7 +33,7 @@ from torch import Tensor, library
 
 from fast.common import constexpr, jit, last_arriver, tl, triton, unknown_values
 from quantize import say_once
-from sampling import Sampling, probabilities
+from generate import Sampling, probabilities
 
 KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Sampling
 

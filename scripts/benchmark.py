@@ -50,30 +50,30 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import Checkpoint, UserError, Weight, hf_weights  # noqa: E402
+from hub.checkpoint import Checkpoint, Weight, hf_weights  # noqa: E402
 from cli.errors import run  # noqa: E402
-from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
-from formats import check_quantize, load, read_settings  # noqa: E402
-from generate import TINY, Engine, generate, import_fast  # noqa: E402
-from guard import (
+from cli.options import DEVICE, QUANTIZATION, Parser, within  # noqa: E402
+from drafts import open_draft  # noqa: E402
+from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_weights  # noqa: E402
+from hub.formats import check_quantize, load, read_settings  # noqa: E402
+from llm import TINY, Options, find_engine, import_fast  # noqa: E402
+from generate import Engine, generate  # noqa: E402
+from hub.vet import (
     GIB,
     check_memory,
-    check_options,
     find_device,
     find_dtype,
-    memory_advice,  # noqa: E402
+    memory_advice,
     open_checkpoint,
-    open_draft,
-)
+)  # noqa: E402
 
 # noqa: E402
 from model import Block, Config, Experts, KVCache, LayerConfig, MoE, RMSNorm, Transformer
-from policies import make_policy  # noqa: E402
+from drafts.policies import make_policy  # noqa: E402
 
 # noqa: E402
 from quantize import MXFP4, QuantizedExperts, default_group, replace_layers, round_head, round_model
-from sampling import Sampling  # noqa: E402
+from generate import Sampling  # noqa: E402
 from shapes import MXFP4_SHAPES, SHAPES  # noqa: E402
 from speculative import SLACK, DraftModel, Speculator  # noqa: E402
 from tp import Shard, Team, all_reduce, draft_splitter, join, splitter  # noqa: E402
@@ -132,16 +132,16 @@ def widen(
     rows and layers are random and write nothing, more residual coordinates stay zero, and norms
     make up for these in their mean square.
 
-    UserError if tiny does not fit into the shape."""
+    ValueError if tiny does not fit into the shape."""
     small, D, d, E = tiny.config, config.dim, tiny.config.dim, config.head_dim
     for name in ("dim", "n_layer", "n_kv_head", "ffn_dim", "context"):
         if getattr(small, name) > getattr(config, name):
-            raise UserError(
+            raise ValueError(
                 f"--speculate: the bundled model's {name} of {getattr(small, name)} exceeds the "
                 f"shape's"
             )
     if E != small.head_dim or config.n_kv_head < small.n_head:
-        raise UserError(
+        raise ValueError(
             f"--speculate: want heads of {small.head_dim}, {small.n_head} kv heads, for the "
             f"bundled model"
         )
@@ -344,7 +344,7 @@ def parse_args() -> Namespace:
         action="store_true",
         help="time compilation with empty caches, then with full ones",
     )
-    add_keywords(parser, **QUANTIZATION)
+    parser.add_options(Options, *QUANTIZATION)
     add(
         "--ranks",
         type=within(int, 1),
@@ -352,7 +352,7 @@ def parse_args() -> Namespace:
         metavar="N",
         help="GPUs; started under torchrun (default: 1)",
     )
-    add_keywords(parser, **DEVICE)
+    parser.add_options(Options, *DEVICE)
     add(
         "--only-compile",
         action="store_true",
@@ -382,7 +382,7 @@ def parse_args() -> Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} goes with --speculate")
     args.draft_tokens = args.draft_tokens or "auto"
     for tokens in args.draft_tokens.split(","):
-        check_options(dict(draft="prompt-lookup", draft_tokens=tokens))
+        Options(draft="prompt-lookup", draft_tokens=tokens)
     if args.group_size and not args.quantize:
         parser.error(
             f"--group-size {args.group_size} goes with --quantize; a quantized checkpoint has its "
@@ -404,7 +404,7 @@ def build(
     checkpoint, settings, mxfp4 = None, {}, what in MXFP4_SHAPES
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
-            raise UserError(
+            raise ValueError(
                 f"{what}: no such shape and no such directory; the shapes are {', '.join(SHAPES)}"
             )
         checkpoint, _ = open_checkpoint(what, tokenizer=False)
@@ -413,7 +413,7 @@ def build(
     config = checkpoint.config if checkpoint else SHAPES[what]
     length = args.context + args.prompt_length + args.new_tokens
     if length > config.context:
-        raise UserError(
+        raise ValueError(
             f"--context {args.context}, --prompt-length {args.prompt_length} and --new-tokens "
             f"{args.new_tokens} make {length} tokens: the context of {what} is {config.context}"
         )
@@ -454,17 +454,12 @@ def finish(model: Transformer, args: Namespace, shard: Shard | None) -> Transfor
     return model
 
 
-def find_mode(args: Namespace) -> str:
-    if args.no_compile:
-        return "eager"
-    return "compile" if args.no_kernels else "fast"
-
-
-def ready(model: Transformer, args: Namespace, team: Team, mode: str) -> Engine:
-    """Compiled, where that is asked for."""
+def ready(model: Transformer, args: Namespace, team: Team, make: Callable | None = None) -> Engine:
+    """Compiled, where that is asked for. make: another class of engines than the options'."""
     max_seq_len = args.context + args.prompt_length + args.new_tokens
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    engine = Engine(model, max_seq_len, args.batch, sampling, mode, cache=args.kv_cache or "16-bit")
+    make = make or find_engine(not args.no_compile, args.no_kernels)
+    engine = make(model, max_seq_len, args.batch, sampling, cache=args.kv_cache or "16-bit")
     if engine.compiled:
         engine.warm_up(args.batch, alone=team.ranks == 1)
     return engine
@@ -546,7 +541,7 @@ def llama_cpp_run(
     """llama.cpp with the weights of a checkpoint, converted by its own code, and our number of
     threads -> a run as one_run()'s, which returns the seconds a step."""
     if what in SHAPES or device.type != "cpu" or args.batch > 1 or args.context or args.temperature:
-        raise UserError(
+        raise ValueError(
             "--against llama.cpp: want a checkpoint on the CPU, --batch 1, --context 0, "
             "--temperature 0"
         )
@@ -570,7 +565,7 @@ def llama_cpp_run(
         )
         done = subprocess.run(convert, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(
+            raise ValueError(
                 f"--against llama.cpp: {CONVERTER}: "
                 f"{(done.stderr.strip() or 'failed').splitlines()[-1]}"
             )
@@ -579,7 +574,7 @@ def llama_cpp_run(
             kind = dict(int8="Q8_0", int4="Q4_0")[args.quantize]
             params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
             if llama_cpp.llama_model_quantize(bytes(path), bytes(rounded), params):
-                raise UserError(f"--against llama.cpp: it cannot round {what} to {kind}")
+                raise ValueError(f"--against llama.cpp: it cannot round {what} to {kind}")
             path = rounded
         threads = torch.get_num_threads()
         model = llama_cpp.Llama(
@@ -617,7 +612,7 @@ def in_processes(what: str, args: Namespace, *more: str, env: dict | None = None
     ]
     ended = subprocess.run(command, env=env, stdout=subprocess.PIPE)
     if ended.returncode:
-        raise UserError(f"{what} ended with exit code {ended.returncode}, as said above")
+        raise ValueError(f"{what} ended with exit code {ended.returncode}, as said above")
     return ended.stdout
 
 
@@ -677,7 +672,7 @@ def setting(what: str, args: Namespace, device: torch.device, dtype: torch.dtype
         top_p=args.top_p,
         seed=args.seed,
         compile=not args.no_compile,
-        kernels=find_mode(args) == "fast" and import_fast() is not None,
+        kernels=not (args.no_compile or args.no_kernels) and import_fast() is not None,
         torch=torch.__version__,
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         commit=commit(),
@@ -703,7 +698,7 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    engine = ready(model, args, team, find_mode(args))
+    engine = ready(model, args, team)
     weights = sum(weight.nbytes for weight in model.parameters())  # as the engine has repacked them
     embedding = (
         model.embed.weight.nbytes
@@ -778,8 +773,8 @@ def measure(what: str, args: Namespace, device: torch.device, team: Team, bar: t
         result["against"]["llama.cpp"] = dict(tokens_per_s=1 / seconds, ratio=seconds / step)
     for name in others:
         model = engine = None  # their memory is needed
-        mode = "compile" if name == "cublas" else "eager"
-        engine = ready(build(what, args, device, dtype, team), args, team, mode)
+        make = find_engine(compile=name == "cublas", no_kernels=True)
+        engine = ready(build(what, args, device, dtype, team), args, team, make)
         seconds = []
         for _ in range(args.runs):
             seconds.append(one_run(engine, args)[1])
@@ -824,7 +819,7 @@ def forward_ms(engine: Engine, rows: int, T: int) -> float:
     """A forward of T tokens a row at position 100, a CUDA graph of its own; the median of 20."""
     tokens = torch.randint(engine.model.config.vocab_size, (rows, T), device=engine.device)
     positions = 100 + torch.arange(T, device=engine.device).repeat(rows, 1)
-    decoder = engine.decoder if engine.compiled else engine.model
+    decoder = getattr(engine, "decoder", engine.model)
     with torch.no_grad():
         return 1e3 * graph_seconds(lambda: decoder(tokens, positions, engine.slots(200)))
 
@@ -962,21 +957,23 @@ def speculate(
     )
     places = draft_checkpoint.options.places if eagle else ()
     if args.against and (eagle or cuda or what in SHAPES or args.batch > 1 or args.temperature > 0):
-        raise UserError(
+        raise ValueError(
             "--against transformers: want a checkpoint on the CPU, --batch 1, --temperature 0, no "
             "--draft"
         )
     prompts = [tokenizer.encode_text(OPENINGS[row % len(OPENINGS)]) for row in range(args.batch)]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
 
-    length = max(map(len, prompts)) + args.new_tokens + SLACK
+    length = max(map(len, prompts)) + args.new_tokens
     seeds = itertools.count(args.seed)
 
     def make_engine(draft: Transformer | None = None, features: tuple[int, ...] = ()) -> Engine:
         """Of the draft, or else of the target."""
         model = draft or speculation_target(what, checkpoint, args, device, dtype, team)
-        size = length if eagle else min(length, model.config.context)
-        return Engine(model, size, args.batch, sampling, find_mode(args), () if draft else features)
+        size = length if eagle else min(length, model.config.context - SLACK)
+        make = find_engine(not args.no_compile, args.no_kernels)
+        places = (model.config.n_layer,) if draft and eagle else features
+        return make(model, size, args.batch, sampling, features=places, spare=SLACK)
 
     def one_run(engine: Engine, speculator: Speculator | None = None) -> dict:
         torch.manual_seed(next(seeds))  # the steps were timed, and drew, any number of times
@@ -997,18 +994,20 @@ def speculate(
     names = args.draft_tokens.split(",")
     fast = make_engine(features=places)
     draft = make_draft(what, draft_checkpoint, fast, make_engine, team)
-    speculator = Speculator(fast, draft, names[0] if len(names) == 1 else "auto", team.agree)
+    policy = make_policy(names[0] if len(names) == 1 else "auto")
+    speculator = Speculator(fast, draft, policy, team.agree)
     if fast.compiled:
-        fast.warm_up(args.batch, speculator)
+        speculator.warm_up(args.batch)
     seconds = speculator.policy.seconds if len(names) > 1 else {}
     for name in names:
         if name.isdecimal() and int(name) not in speculator.step_of:
-            raise UserError(
+            raise ValueError(
                 f"--draft-tokens {name}: a list takes {sorted(speculator.step_of)}; give others "
                 f"alone"
             )
         if len(names) > 1:
-            speculator.policy = make_policy(name, seconds)
+            speculator.policy = make_policy(name)
+            speculator.policy.begin(seconds, list(seconds))
         runs, plains = [], plains if cuda else []
         for _ in range(args.runs):
             if slow:  # in turns: a CPU that others use is faster at one time than at another
@@ -1097,7 +1096,7 @@ def main() -> None:
         if args.only_compile:
             model = build(what, args, device, find_dtype(args.dtype, device), team)
             begun = time.perf_counter()
-            engine = ready(model, args, team, find_mode(args))
+            engine = ready(model, args, team)
             one_run(engine, Namespace(**vars(args) | dict(new_tokens=2)))
             print(time.perf_counter() - begun)
             continue

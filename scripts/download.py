@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser  # noqa: E402
-from guard import find_checkpoint  # noqa: E402
+from hub.vet import find_checkpoint  # noqa: E402
 
 
 def main() -> None:

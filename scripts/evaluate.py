@@ -48,14 +48,13 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import UserError  # noqa: E402
 from cli.errors import run  # noqa: E402
-from cli.options import DEVICE, QUANTIZATION, Parser, add_keywords, within  # noqa: E402
-from formats import unpack_quantized  # noqa: E402
-from generate import LLM, import_fast  # noqa: E402
-from guard import GIB, MOST_TEXT, is_file, memory_advice, user_errors  # noqa: E402
+from cli.options import DEVICE, QUANTIZATION, Parser, within  # noqa: E402
+from hub.formats import unpack_quantized  # noqa: E402
+from llm import LLM, Options, import_fast  # noqa: E402
+from hub.vet import GIB, MOST_TEXT, is_file, memory_advice, reading  # noqa: E402
 from model import Transformer  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
+from hub.tokenizer import Tokenizer  # noqa: E402
 from tp import world_size  # noqa: E402
 
 MOST_WORDS = 10**6  # more than a large dictionary's entries
@@ -95,7 +94,7 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], int, int]:
         start = tokenizer.encode_text(text[:characters])
         if 0 < len(start) < len(ids) and start == ids[: len(start)]:
             return ids, len(start), characters
-    raise UserError(
+    raise ValueError(
         f"--text: {len(ids)} tokens in {len(text)} characters, none to score: want 2 tokens or more"
     )
 
@@ -184,7 +183,7 @@ def evaluate(spec: dict, llm: LLM, text: str, args: Namespace, choices: list[Ten
             if llm.dtype == torch.float32
             else "--dtype float32 may help"
         )
-        raise UserError(f"{spec['model']}: its logits are not finite in {llm.dtype}; {advice}")
+        raise ValueError(f"{spec['model']}: its logits are not finite in {llm.dtype}; {advice}")
     choices.append(chosen)
     same = (
         (chosen == choices[0]).double().mean().item() if chosen.shape == choices[0].shape else None
@@ -258,7 +257,7 @@ def parse_args() -> Namespace:
         metavar="N",
         help="with --tasks: only the first N of each (default: all)",
     )
-    add_keywords(parser, **QUANTIZATION)
+    parser.add_options(Options, *QUANTIZATION)
     add(
         "--compare",
         nargs="+",
@@ -287,7 +286,7 @@ def parse_args() -> Namespace:
         metavar="S",
         help="tokens from window to window (default: half of --context)",
     )
-    add_keywords(parser, **DEVICE)
+    parser.add_options(Options, *DEVICE)
     add("--json", action="store_true", help="a JSON line for each model, and no table")
     args = parser.parse_args()
     if args.group_size is not None and not args.quantize:
@@ -324,10 +323,10 @@ def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
 
         from scripts.tasks import Harness
     except ImportError as error:
-        raise UserError(f"--tasks: {error}; pip install lm_eval") from error
+        raise ValueError(f"--tasks: {error}; pip install lm_eval") from error
     manager, names = TaskManager(include_path=args.task_path), args.tasks.split(",")
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise UserError(
+        raise ValueError(
             f"--tasks {unknown[0]}: no such task; `lm_eval ls tasks` lists them, --task-path adds "
             f"others"
         )
@@ -369,7 +368,7 @@ def main() -> None:
     text = None
     if args.text:
         is_file(args.text, MOST_TEXT, inside=False)
-        with user_errors(args.text):
+        with reading(args.text):
             text = args.text.read_bytes().decode()  # line ends as they are: bytes count
     group = "" if args.group_size is None else f"-g{args.group_size}"
     rounded = f":{args.quantize}{group}" if args.quantize else ""
@@ -392,13 +391,13 @@ def main() -> None:
     limits = [llm.context for llm in llms]
     args.context = args.context or min(2048, *limits)
     if args.context > min(limits):
-        raise UserError(
+        raise ValueError(
             f"--context {args.context}: {specs[limits.index(min(limits))]['model']} has "
             f"{min(limits)}"
         )
     args.stride = args.stride or max(1, args.context // 2)
     if args.stride > args.context:
-        raise UserError(
+        raise ValueError(
             f"--stride {args.stride} leaves tokens out: want at most --context, {args.context}"
         )
     if text and args.max_tokens:

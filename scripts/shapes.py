@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from families import config_from_hf  # noqa: E402
+from hub.families import config_from_hf  # noqa: E402
 from model import Config  # noqa: E402
 
 LLAMA31 = dict(

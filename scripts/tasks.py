@@ -15,7 +15,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from completion import Completion
+from llm import Completion
 from model import KVCache
 
 

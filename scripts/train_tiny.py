@@ -41,19 +41,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint import UserError, Weight, hf_weights, load_model  # noqa: E402
+from hub.checkpoint import Weight, hf_weights, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser, within  # noqa: E402
-from eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
-from families import config_from_hf  # noqa: E402
+from drafts import open_draft  # noqa: E402
+from drafts.eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
+from hub.families import config_from_hf  # noqa: E402
 from generate import Engine, generate  # noqa: E402
 
 # noqa: E402
-from guard import is_file, memory_advice, open_checkpoint, open_draft, read_text, user_errors
+from hub.vet import is_file, memory_advice, open_checkpoint, read_text, reading
 from model import Config, Transformer  # noqa: E402
-from sampling import Sampling  # noqa: E402
-from speculative import SLACK, DraftModel, Speculator  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
+from generate import Sampling  # noqa: E402
+from speculative import SLACK, DraftModel, Policy, Speculator  # noqa: E402
+from hub.tokenizer import Tokenizer  # noqa: E402
 
 COMMON = dict(
     model_type="llama",
@@ -101,7 +102,7 @@ HEAD, MEASURED, NEW_TOKENS = "tiny-eagle", 5, 200
 
 def read_stories(path: Path) -> list[str]:
     is_file(path)
-    with user_errors(path):
+    with reading(path):
         text = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
         return [
             story.strip()
@@ -119,7 +120,7 @@ def train_tokenizer(stories: list[str], vocab_size: int) -> bytes:
         (line for story in stories[:30000] for line in story.split("\n")),
         io.BytesIO(),
     )
-    with user_errors("sentencepiece"):
+    with reading("sentencepiece"):
         SentencePieceTrainer.train(
             sentence_iterator=paragraphs,
             model_writer=model,
@@ -192,7 +193,7 @@ def train(
     step_loss = torch.compile(loss_of) if device.type == "cuda" else loss_of
     begins = starts[starts + args.context < len(stream)]
     if not len(begins):
-        raise UserError(
+        raise ValueError(
             f"--text: {len(stream)} tokens are fewer than a row of {args.context}; give more text"
         )
     bar = tqdm(range(args.steps), unit="step", mininterval=5)
@@ -330,11 +331,11 @@ def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> 
 
 
 def check_out(out: Path, names: list[str]) -> None:
-    """UserError where save() would delete other files than those of an earlier checkpoint."""
+    """ValueError where save() would delete other files than those of an earlier checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     for place in (out / name for name in names if (out / name).exists()):
         if others := sorted({path.name for path in place.iterdir()} - FILES):
-            raise UserError(
+            raise ValueError(
                 f"--out {out}: {place} has other files ({others[0]}); name another directory"
             )
 
@@ -409,7 +410,7 @@ def read_paragraphs(text: Path) -> list[str]:
     """The first 200 of over 100 characters."""
     paragraphs = [line for line in read_text(text).split("\n") if len(line) > 100][:200]
     if not paragraphs:
-        raise UserError(f"--eval {text}: no line of over 100 characters in it")
+        raise ValueError(f"--eval {text}: no line of over 100 characters in it")
     return paragraphs
 
 
@@ -468,17 +469,18 @@ def acceptance(
     rows, tried = len(openings), Counter()
     engine = partial(
         Engine,
-        max_seq_len=max(map(len, openings)) + NEW_TOKENS + SLACK,
+        max_seq_len=max(map(len, openings)) + NEW_TOKENS,
+        spare=SLACK,
         batch_size=rows,
         sampling=Sampling(0.2, 0, 0.95),
     )
     if isinstance(draft, Head):
         whole = engine(target, features=draft.options.places)
-        drafter = EagleDraft(engine(draft), whole)
+        drafter = EagleDraft(engine(draft, features=(draft.config.n_layer,)), whole)
     else:
         whole = engine(target)
         drafter = DraftModel(engine(draft), target.config.vocab_size)
-    speculator, ended, first = Speculator(whole, drafter, str(MEASURED)), set(), True
+    speculator, ended, first = Speculator(whole, drafter, Policy(MEASURED)), set(), True
     for step in generate(speculator, openings, NEW_TOKENS):
         for b, new in enumerate(step):
             if b not in ended and not first:
@@ -576,7 +578,7 @@ def main() -> None:
     with memory_advice(f"out of memory on {device}: less --batch, --context or text needs less"):
         if not args.measure:
             if not args.text:
-                raise UserError("--text is missing: name a file of stories, or give --measure")
+                raise ValueError("--text is missing: name a file of stories, or give --measure")
             check_out(args.out, [HEAD] if args.eagle else [*PAIR])
             (make_head if args.eagle else train_pair)(args, device)
         (measure_head if args.eagle else measure)(args.out, paragraphs, device)

@@ -41,13 +41,12 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from checkpoint import UserError  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser  # noqa: E402
 from fast import common, packed_linear, tuning  # noqa: E402
 from fast.decoder import fused_linear  # noqa: E402
 from fast.layout import MAX_ROWS, MIN_BLOCK_M  # noqa: E402
-from guard import find_device  # noqa: E402
+from hub.vet import find_device  # noqa: E402
 from model import Config  # noqa: E402
 from quantize import INT4, INT8, QuantizedLinear, pack  # noqa: E402
 from shapes import SHAPES  # noqa: E402
@@ -547,7 +546,7 @@ def main() -> None:
     args = parse_args()
     device = find_device(args.device)
     if device.type != "cuda" or not common.triton:
-        raise UserError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
+        raise ValueError(f"--device {device}: the kernels are for NVIDIA GPUs, and want Triton")
     units = []
     for what, format in product(args.what, args.formats):
         group = group_size(format)
@@ -556,7 +555,7 @@ def main() -> None:
         else:
             units.append((what, format))
     if not units:
-        raise UserError(
+        raise ValueError(
             f"--formats {','.join(args.formats)}: none is left; 16-bit and int8 always are"
         )
     compile_all(units, args.rows, device)

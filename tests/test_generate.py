@@ -9,8 +9,10 @@ from torch._dynamo.utils import counters
 
 from cli.output import show
 from fast.experts import FusedMoE
-from generate import Completion, Engine, generate
+from generate import Engine, generate
+from llm import Completion
 from helpers import (
+    ENGINES,
     DRAFT,
     EOS,
     F32,
@@ -32,8 +34,8 @@ from helpers import (
     trained,
     with_json,
 )
-from sampling import Sampling
-from tokenizer import PARTS, Tokenizer
+from generate import Sampling
+from hub.tokenizer import PARTS, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def tokenizer() -> Tokenizer:
     ],
 )
 def test_greedy_ragged_batch_equals_transformers(family, mode, device):
-    assert is_golden(Engine(tiny(device, GOLDEN / family), 64, 3, GREEDY, mode), GOLDEN / family)
+    assert is_golden(ENGINES[mode](tiny(device, GOLDEN / family), 64, 3, GREEDY), GOLDEN / family)
 
 
 SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), GREEDY
@@ -87,7 +89,7 @@ def same_for_all(eager: Engine, compiled: Engine, monkeypatch) -> None:
 @pytest.mark.parametrize("mode", ["fast", "compile"])
 def test_what_is_compiled_once_serves_all_prompts_and_samplings(mode, monkeypatch):
     """On a CPU: test_llm.py, where the README's example compiles."""
-    engines = [Engine(tiny("cuda"), 400, 4, SAMPLINGS[0], kind) for kind in ("eager", mode)]
+    engines = [ENGINES[kind](tiny("cuda"), 400, 4, SAMPLINGS[0]) for kind in ("eager", mode)]
     engines[1].warm_up(2)
     same_for_all(*engines, monkeypatch)
 
@@ -249,9 +251,9 @@ def test_a_stop_text_across_tokens_and_a_part_of_a_character_are_never_shown(
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():
     late = {"huggingface_hub", "tokenizers", "sentencepiece", "jinja2", "torch._dynamo"}
-    code = "import torch, sys; before = set(sys.modules); import generate; print(*(set(sys.modules) - before))"
+    code = "import torch, sys; before = set(sys.modules); import llm; print(*(set(sys.modules) - before))"
     names = python("-c", code).stdout.split()
-    assert "checkpoint" in names and not late & set(names)
+    assert "hub.checkpoint" in names and not late & set(names)
 
 
 @pytest.mark.gpu

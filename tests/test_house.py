@@ -1,66 +1,44 @@
-"""The house of the repository: who imports whom, how much there is to read, and how it is laid
-out."""
+"""The house of the repository: who imports whom. A fork may add files to every room."""
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, python
+from helpers import ROOT, TINY, python, python_blocks
 
-REFERENCE = [
-    ROOT / f"{name}.py"
-    for name in "model checkpoint sampling generate speculative quantize tp".split()
+# Each room, a file or a folder, may import those of the rows above it, and itself.
+ROWS = [
+    ["model"],
+    ["generate", "quantize", "tp"],
+    ["speculative"],
+    ["gptq", "hub"],
+    ["drafts"],
+    ["llm"],
+    ["cli"],
 ]
-CLI, FAST, SCRIPTS, TESTS = (
-    sorted((ROOT / name).glob("*.py")) for name in ("cli", "fast", "scripts", "tests")
-)
-TOP = sorted(ROOT.glob("*.py"))
-CORE = [*TOP, *CLI]  # all but fast/, scripts/ and tests/
-
-# What each file may import of this repository: always files of the lines above its own, so there is
-# no circle.
-MAY_IMPORT = {
-    file: set(others)
-    for file, *others in map(
-        str.split,
-        """
-model
-policies
-sampling
-families     model
-checkpoint   families model
-tokenizer    checkpoint
-speculative  policies sampling
-eagle        checkpoint families model speculative
-quantize     checkpoint model
-tp           checkpoint model
-guard        checkpoint eagle families model sampling tokenizer
-completion   checkpoint guard tokenizer
-formats      checkpoint guard model quantize
-gptq         checkpoint formats model quantize
-generate     checkpoint completion eagle formats guard model sampling speculative tp
-""".strip().splitlines(),
-    )
+ALLOWED = {room: {room, *sum(ROWS[:n], [])} for n, row in enumerate(ROWS) for room in row}
+ALLOWED["fast"] = {"fast", "triton", *sum(ROWS[:3], []), "drafts"}
+ROOMS = {*ALLOWED, "triton", "scripts", "tests", "helpers"}
+# The two exceptions: a function, and what it imports.
+UPWARDS = {
+    ("generate", "main"): "cli",
+    ("quantize", "main"): "cli",
+    ("llm", "import_fast"): "fast",
 }
-UPPER_MAY_IMPORT = dict(
-    cli=["cli", *MAY_IMPORT],
-    fast="eagle fast model quantize sampling speculative tp triton".split(),
-)
 SHELL = {"argparse", "fcntl", "readline", "termios", "tty"}  # modules of a command line
+FILES = [
+    path
+    for room in ALLOWED
+    for path in [ROOT / f"{room}.py", *(ROOT / room).glob("*.py")]
+    if path.exists()
+]
 
 
-def each(paths: list[Path]):
-    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(ROOT)))
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def functions(tree: ast.AST) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -74,76 +52,97 @@ def imports(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def project_imports(tree: ast.AST) -> set[str]:
-    return imports(tree) & {
-        "fast",
-        "cli",
-        "scripts",
-        "tests",
-        "helpers",
-        "triton",
-        *(path.stem for path in CORE),
-    }
-
-
-UPWARDS = {
-    ("generate", "main"): "cli",
-    ("quantize", "main"): "cli",
-    ("generate", "import_fast"): "fast",
-}
-
-
-@each(TOP)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_what_is_below_it_alone(path):
-    """But for UPWARDS: main() of generate.py and of quantize.py imports cli/, import_fast() of
-    generate.py fast/."""
-    tree = parse(path)
-    for node in functions(tree):
-        if (path.stem, node.name) in UPWARDS:
-            assert project_imports(node) == {UPWARDS[path.stem, node.name]}
+    """So there is no circle. But for UPWARDS."""
+    tree, room = ast.parse(path.read_text(encoding="utf-8")), room_of(path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (room, node.name) in UPWARDS:
+            assert imports(node) & ROOMS == {UPWARDS[room, node.name]}
             node.body = [ast.Pass()]
-    tree.body = [
-        node for node in tree.body if not ast.unparse(node).startswith("if __name__ == '__main__'")
-    ]
-    assert project_imports(tree) <= MAY_IMPORT[path.stem]
-    assert not imports(tree) & SHELL
-
-
-def test_the_table_of_imports_has_no_circle():
-    below = set()
-    for file, names in MAY_IMPORT.items():
-        assert names <= below, file
-        below.add(file)
-    assert below == {path.stem for path in TOP}
+    if room == "quantize":  # how the command starts: see the end of the file
+        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if __name__")]
+    assert imports(tree) & ROOMS <= ALLOWED[room]
+    assert room == "cli" or not imports(tree) & SHELL
 
 
 def test_the_model_imports_torch_alone():
-    assert imports(parse(ROOT / "model.py")) == {"dataclasses", "functools", "torch"}
-
-
-@each([*FAST, *CLI])
-def test_the_command_line_stands_on_top_and_fast_imports_nothing_that_reads_files_or_talks(path):
-    assert project_imports(parse(path)) <= {*UPPER_MAY_IMPORT[path.parent.name]}
+    tree = ast.parse((ROOT / "model.py").read_text(encoding="utf-8"))
+    assert imports(tree) <= {"collections", "dataclasses", "functools", "math", "torch", "typing"}
 
 
 def test_llm_needs_no_command_line():
+    """And loads no file twice."""
     code = f"""
-import os, sys
+import sys
 sys.path.insert(0, {str(ROOT)!r})
-from generate import LLM
-ours = {{name: module for name, module in sys.modules.items()
-        if (getattr(module, "__file__", None) or "").startswith({str(ROOT) + "/"!r})}}
-print(*sorted(ours))
-print(*sorted(name for name in {SHELL!r} for module in ours.values() if name in vars(module)))
+from llm import LLM
+ours = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+ours = [file for file in ours if file.startswith({str(ROOT) + "/"!r})]
+print(len(ours) == len(set(ours)))
+print(*sorted(name for name in sys.modules if name == "cli" or name.startswith("cli.")))
+print(*({SHELL!r} & {{name for module in [*sys.modules.values()] for name in vars(module)
+        if (getattr(module, "__file__", None) or "") in ours}}))
 """
     done = python("-c", code)
-    assert done.stdout.splitlines() == [" ".join(sorted(MAY_IMPORT.keys() - {"gptq"})), ""], (
-        done.stderr
-    )
+    assert done.stdout.splitlines() == ["True", "", ""], done.stderr
 
 
-def test_the_readme_has_a_row_for_each_file_of_the_core_and_for_the_command_line():
+@pytest.mark.parametrize("command", ["generate.py", "quantize.py"])
+def test_a_command_is_loaded_once(command):
+    """Although it starts as __main__."""
+    code = f"""
+import runpy, sys
+sys.argv = [{command!r}, "--help"]
+sys.path.insert(0, {str(ROOT)!r})
+try:
+    runpy.run_path({str(ROOT / command)!r}, run_name="__main__")
+except SystemExit:
+    pass
+"""
+    done = python("-X", "importtime", "-c", code)
+    name = command.removesuffix(".py")
+    assert "usage:" in done.stdout
+    assert not re.search(rf"\| +{name}$", done.stderr, re.M), "imported beside __main__"
+
+
+LOOP = """
+import torch
+from generate import Engine, Sampling, generate
+from model import Config, LayerConfig, Rope, Transformer
+
+rope = Rope(tuple(1e4 ** (-i / 8) for i in range(0, 8, 2)))
+layers = (LayerConfig(rope=rope),) * 2
+model = Transformer(Config(32, layers, 4, 2, 8, 64, vocab_size=50, context=64))
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.1)
+engine = Engine(model.requires_grad_(False), 40, 2, Sampling(0))
+for step in generate(engine, [[1, 2, 3], [4]], 5):
+    print(len(step))
+"""
+
+
+def test_model_and_generate_alone_are_an_engine(tmp_path):
+    """A loop with random weights, in an empty folder with two files."""
+    for name in ("model.py", "generate.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = python("-c", LOOP, cwd=tmp_path, PYTHONPATH="")
+    assert done.stdout.split() == ["2"] * 5, done.stderr
+
+
+def test_the_readmes_loop_runs_on_model_and_three_files_of_hub(tmp_path):
+    [loop] = [block for block in python_blocks() if "load_model" in block]
+    shutil.copy(ROOT / "model.py", tmp_path)
+    (tmp_path / "hub").mkdir()
+    for name in ("__init__.py", "families.py", "checkpoint.py", "tokenizer.py"):
+        shutil.copy(ROOT / "hub" / name, tmp_path / "hub")
+    done = python("-c", loop.replace("checkpoints/tiny", str(TINY)), cwd=tmp_path, PYTHONPATH="")
+    assert done.stdout.startswith("Once upon a time") and len(done.stdout) > 200, done.stderr
+
+
+def test_the_readme_has_a_row_for_each_room():
     rows = re.findall(
         r"^\| \[(\S+?)/?\]\(\1/?\) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M
     )
-    assert {*(path.name for path in TOP), "cli", "fast", "scripts"} <= set(rows)
+    rooms = [f"{room}.py" if (ROOT / f"{room}.py").exists() else room for room in ALLOWED]
+    assert {*rooms, "scripts", "tests"} <= {*rows}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import formats
+from hub import formats
 import quantize
 from gptq import find_best_scales, gptq, gptq_model
 from helpers import (

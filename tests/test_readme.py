@@ -71,4 +71,4 @@ def test_a_command_is_understood(command, monkeypatch):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: True)  # the page says what to install
     monkeypatch.setattr("sys.argv", [script, *words])
     if script in PARSERS:
-        PARSERS[script]()  # UserError for what it does not understand
+        PARSERS[script]()  # ValueError for what it does not understand

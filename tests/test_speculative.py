@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from generate import Engine, generate
 from helpers import (
+    ENGINES,
     DRAFT,
     GOLDEN,
     GREEDY,
@@ -32,8 +33,8 @@ from helpers import (
     traced,
 )
 from model import Transformer
-from policies import DRAFT_LENGTHS, Auto, Bass, Heuristic, interpolate
-from sampling import Sampling, probabilities
+from drafts.policies import DRAFT_LENGTHS, Auto, Bass, Heuristic
+from generate import Sampling, probabilities
 from speculative import Speculator, accept, lookup
 
 PLAIN, CUT = Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6, top_p=0.95, min_p=0.08)
@@ -122,11 +123,11 @@ def greedy(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
 def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
     """Up to the last token of the context; compiled, no graph more than those made up front, with
     any sampling."""
-    made.target.warm_up(1, made)
+    made.warm_up(1)
     graphs, counts = counters["stats"]["unique_graphs"], made.counts
     assert not any(counts.values())  # what compilation ran is no result
     assert run(made, prompts[:1], 60) == greedy(prompts[:1], 60)
-    assert made.policy_name == "auto" or 0 < counts["accepted"] < counts["drafted"]
+    assert isinstance(made.policy, Auto) or 0 < counts["accepted"] < counts["drafted"]
     made.set_sampling(CUT)
     assert len(run(made, prompts[:1], 60)[0]) == 60 and counters["stats"]["unique_graphs"] == graphs
 
@@ -158,7 +159,7 @@ def test_a_ragged_batch_of_each_family_is_greedy_decoding(family):
     texts. Of LongRoPE's three rows first all exceed the original length, then only the first; a
     draft's always do."""
     model, draft = (load_checkpoint(GOLDEN / family) for _ in range(2))
-    prompts = [row[:-24].tolist() for row in golden(GOLDEN / family)[0]]
+    prompts = [row[:-24].tolist() for row in golden(GOLDEN / family, 80)[0]]
     expected = run(Engine(model, 80, 3, GREEDY), prompts, 40)
     made = speculator(model, 80, draft, "4", 3)
     assert run(made, prompts, 40) == expected and made.counts["accepted"] == made.counts["drafted"]
@@ -248,7 +249,8 @@ TIMES = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
 def test_auto(matches, times, k, most):
     """2,000 tokens of a draft whose tokens match or do not take little longer than they must. k:
     the last one, which may be any while it goes on trying."""
-    policy, clock, n, tried = Auto(times), 0.0, 0, 0
+    policy, clock, n, tried = Auto(), 0.0, 0, 0
+    policy.begin(times, [*times])
     while n < 2000:
         used = policy.k
         accepted, tried = (used, n) if used and matches(n) else (0, n if used else tried)
@@ -258,7 +260,9 @@ def test_auto(matches, times, k, most):
 
 
 def test_the_times_of_lengths_between_are_interpolated():
-    assert interpolate({0: 1.0, 8: 1.8}, [*TIMES]) == pytest.approx(TIMES)
+    policy = Auto()
+    policy.begin({0: 1.0, 8: 1.8}, [*TIMES])
+    assert policy.seconds == pytest.approx(TIMES)
 
 
 def looked_up(text: list[int], k: int) -> list[int]:
@@ -311,7 +315,7 @@ def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
 def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
     """bf16, with kernels, a ragged batch."""
     target = tiny().to("cuda", torch.bfloat16)
-    plain = run(Engine(target, 40 + 64, 5, GREEDY, "fast"), prompts, 64)
+    plain = run(ENGINES["fast"](target, 40 + 64, 5, GREEDY), prompts, 64)
     made = speculator(
         tiny().to("cuda", torch.bfloat16),
         40 + 64,

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import generate
 import tp_worker
-from checkpoint import hf_weights
-from families import config_from_hf
+from hub.checkpoint import hf_weights
+from hub.families import config_from_hf
 from helpers import (
     CPU,
     DRAFT,

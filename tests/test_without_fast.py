@@ -98,7 +98,7 @@ def test_a_fast_that_cannot_be_imported_is_said_in_one_line(tree):
     """Then generate.py goes on as if there were none. Git may leave a folder without a file,
     perhaps with caches."""
     module = tree / "fast" / "__init__.py"
-    command = [sys.executable, "-c", "import generate; print(generate.import_fast())"]
+    command = [sys.executable, "-c", "import llm; print(llm.import_fast())"]
     module.parent.mkdir()
     module.write_text('raise RuntimeError("broken")\n')
     broken = in_tree(tree, command)

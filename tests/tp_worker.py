@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cli.errors import run as run_rank
-from generate import Engine
-from guard import find_device
+from hub.vet import find_device
 from helpers import (
+    ENGINES,
     EAGLE,
     TINY,
     load_checkpoint,
@@ -28,7 +28,7 @@ from helpers import (
     traced,
 )
 from model import Transformer
-from sampling import Sampling
+from generate import Sampling
 from tp import Team, all_gather, all_reduce, join, logits_per_rank, splitter
 
 REPLAYS = 50
@@ -91,14 +91,14 @@ def tokens(
         )
         engine = runner.target
     else:
-        runner = engine = Engine(model, 17 + new, rows, sampling, mode, cache=cache)
+        runner = engine = ENGINES[mode](model, 17 + new, rows, sampling, cache=cache)
     if mode != "eager":
-        engine.warm_up(rows, runner if draft else None, team.ranks == 1)
+        runner.warm_up(rows, team.ranks == 1)
     torch.manual_seed(5)
     return dict(
         rows=run(runner, prompts(), new),
         counts=dict(runner.counts) if draft else {},
-        kernels=engine.kernels,
+        kernels=getattr(engine, "kernels", False),
     )
 
 

@@ -1,5 +1,5 @@
 """
-tokenizer.Tokenizer, as guard.VettedTokenizer makes it safe: text to tokens and back, special tokens
+tokenizer.Tokenizer, as vet.VettedTokenizer makes it safe: text to tokens and back, special tokens
 that users type, broken files, and chat templates. All tokenizers but the bundled tokenizer.model
 are made here.
 """
@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 import tokenizers as hf
 
-from checkpoint import Checkpoint
-from guard import template_process
+from hub.checkpoint import Checkpoint
+from hub.vet import template_process
 from helpers import (
     BOS,
     CHATS,
@@ -35,7 +35,7 @@ from helpers import (
     with_json,
     with_model,
 )
-from tokenizer import Tokenizer
+from hub.tokenizer import Tokenizer
 
 both = pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
 
@@ -408,7 +408,7 @@ def in_a_program(monkeypatch):
     def change(before: str, after: str) -> None:
         plain = inspect.getsource
         monkeypatch.setattr(
-            "guard.inspect.getsource", lambda function: plain(function).replace(before, after)
+            "vet.inspect.getsource", lambda function: plain(function).replace(before, after)
         )
         template_process.cache_clear()
 
@@ -465,7 +465,7 @@ def test_a_template_whose_wait_was_interrupted_answers_no_later_question(templat
     tokenizer = templated("{{ messages[0].content }}")
     process = template_process(os.getpid())
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("guard.json.loads", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("vet.json.loads", Mock(side_effect=KeyboardInterrupt))
         tokenizer.render(said("first"))
     assert process.wait(5) == -signal.SIGKILL
     assert tokenizer.render(said("second")) == "second"

@@ -1,8 +1,7 @@
 """
-How many tokens to draft: the policies that choose k from step to step.
+How many tokens to draft: policies that choose k from step to step. See speculative.Policy.
 
-policy.k is what the next step may draft. The Speculator takes the largest k that it has a step for,
-and calls update().
+One of your own is a subclass of Policy here, and its name in POLICIES.
 """
 
 from dataclasses import dataclass
@@ -10,24 +9,25 @@ from math import ceil
 
 import numpy
 
+from speculative import Policy
+
 DRAFT_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # the values of k that a policy may use
 COMPILED_LENGTHS = 0, 1, 2, 4, 8  # where each costs seconds of compiling
-TIMED_LENGTHS = 0, 2, 8  # where each costs as much as decoding; the others' times lie between
 
 
 @dataclass
-class Fixed:
-    """How many tokens to draft: always k. The other policies change k from step to step."""
+class Changing(Policy):
+    """A policy whose k changes."""
 
-    k: int = 0
+    k: int = 1
 
-    def update(self, accepted: list[int], k: int, seconds: float):
-        """A step drafted k tokens, took `seconds`, and accepted so many in each row that had not
-        ended."""
+    def lengths(self, few):
+        found = COMPILED_LENGTHS if few else DRAFT_LENGTHS
+        return found if self.timed else found[1:]
 
 
 @dataclass
-class Heuristic(Fixed):
+class Heuristic(Changing):
     """That of transformers' assisted generation: 5 at first, 2 more when all match, else 1 less.
 
     Of a batch the row that accepted most counts."""
@@ -39,7 +39,7 @@ class Heuristic(Fixed):
 
 
 @dataclass
-class Bass(Fixed):
+class Bass(Changing):
     """arXiv 2404.15778, algorithm 1."""
 
     k: int = 7
@@ -53,7 +53,7 @@ class Bass(Fixed):
             self.k, self.decreased = max(1, shorter, *accepted), 1
 
 
-class Auto(Fixed):
+class Auto(Changing):
     """The k that promises the most tokens a second.
 
     It estimates how often a token is accepted and how long a step of each k takes. It stops where
@@ -63,8 +63,11 @@ class Auto(Fixed):
     LOSS = 0.02  # that share
     MEMORY = 0.95  # how much of a step's counts remains after the next step
 
-    def __init__(self, seconds: dict[int, float]):
-        self.seconds = dict(seconds)  # of a step of each k, as the rows are now
+    timed = 0, 2, 8  # each costs as much as decoding; the others' times lie between
+
+    def begin(self, seconds, lengths):
+        times = numpy.interp(lengths, *zip(*seconds.items()))
+        self.seconds = dict(zip(lengths, times))  # of a step of each k, as the rows are now
         self.lost = self.elapsed = 0.0
         self.be_optimistic()
 
@@ -95,27 +98,10 @@ class Auto(Fixed):
             self.be_optimistic()
 
 
-def make_policy(name: str, seconds: dict[int, float]) -> Fixed:
-    """name: a number, auto, hf or bass. seconds: of a step of each k that auto may choose."""
-    match name:
-        case "auto":
-            return Auto(seconds)
-        case "hf":
-            return Heuristic()
-        case "bass":
-            return Bass()
-    return Fixed(int(name))
+POLICIES = {"auto": Auto, "hf": Heuristic, "bass": Bass}
+NAMES = *POLICIES, *map(str, range(1, DRAFT_LENGTHS[-1] + 1))
 
 
-def draft_lengths(name: str, few: bool) -> tuple[int, ...]:
-    """The values of k that the policy may use."""
-    if name.isdecimal():
-        return 0, int(name)
-    return COMPILED_LENGTHS if few else DRAFT_LENGTHS
-
-
-def interpolate(seconds: dict[int, float], lengths: list[int]) -> dict[int, float]:
-    """The seconds of a step of each length, from those of some. {} without any."""
-    if not seconds:
-        return {}
-    return dict(zip(lengths, numpy.interp(lengths, *zip(*seconds.items()))))
+def make_policy(name: str) -> Policy:
+    """name: of NAMES. A number is always that."""
+    return POLICIES[name]() if name in POLICIES else Policy(int(name))

@@ -35,17 +35,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import (
-    FLOATS,
-    INDEX,
-    Checkpoint,
-    UserError,
-    Weight,
-    hf_weights,
-    load_model,
-    read_tensor,
-)
-from guard import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, user_errors
+from hub.checkpoint import FLOATS, INDEX, Checkpoint, Weight, hf_weights, load_model, read_tensor
+from hub.vet import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, reading
 from model import Experts, KVCache, Transformer
 from quantize import (
     CODES,
@@ -85,15 +76,15 @@ ALL = slice(None)
 def check_quantize(
     checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None
 ) -> None:
-    """UserError where --quantize and --group-size do not suit the checkpoint. settings:
+    """ValueError where --quantize and --group-size do not suit the checkpoint. settings:
     read_settings()'s."""
     if not quantize:
         return
     if (
         settings and settings.get("quant_method") != "mxfp4"
     ):  # of gpt-oss what has no codes is rounded
-        raise UserError(
-            f"`quantize`={quantize}: {checkpoint.directory} is quantized already; leave the option "
+        raise ValueError(
+            f"quantize={quantize}: {checkpoint.directory} is quantized already; leave the option "
             f"out"
         )
     for weight in checkpoint.weights.values():
@@ -136,7 +127,7 @@ def load(
 
 
 def check_finite(model: Transformer) -> None:
-    """UserError for NaN and infinite weights, which rounding would hide."""
+    """ValueError for NaN and infinite weights, which rounding would hide."""
     held = dict(model.named_parameters())
     for name, weight in hf_weights(model.config).items():
         parameter = held.get(weight.ours)
@@ -149,7 +140,7 @@ def vet_numbers(tensor: Tensor, subject: str) -> None:
     """subject: what "NaN or infinite values" goes on, if there are any."""
     broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
     if broken.any():
-        raise UserError(f"{subject} NaN or infinite values; take a checkpoint that is whole")
+        raise ValueError(f"{subject} NaN or infinite values; take a checkpoint that is whole")
 
 
 def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
@@ -222,10 +213,10 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
 
 
 def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
-    """UserError for layers that differ in their codes or their number of groups."""
+    """ValueError for layers that differ in their codes or their number of groups."""
     linears = [*linears]
     if not alike(linears):
-        raise UserError("the experts of a layer are quantized in several ways; want one for all")
+        raise ValueError("the experts of a layer are quantized in several ways; want one for all")
     g_idx = None
     if any(linear.g_idx is not None for linear in linears):
         g_idx = torch.stack([linear.groups() for linear in linears])
@@ -292,7 +283,7 @@ OTHERS = {  # parts of names -> what people call these formats
 
 
 def wanted(settings: dict, key: str, values: list, default=None):
-    """settings[key], which must be one of the values; null is as if it were missing. UserError
+    """settings[key], which must be one of the values; null is as if it were missing. ValueError
     names what was found and what is read."""
     found = settings.get(key)
     if found is None:
@@ -300,7 +291,7 @@ def wanted(settings: dict, key: str, values: list, default=None):
     if found not in values:
         told = f"{found} {settings.get('quant_algo')}".lower()  # modelopt's own key
         known = next((f" ({name})" for part, name in OTHERS.items() if part in told), "")
-        raise UserError(
+        raise ValueError(
             f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}"
         )
     return values[values.index(found)]  # which is 4 where the file has 4.0
@@ -309,7 +300,7 @@ def wanted(settings: dict, key: str, values: list, default=None):
 def wanted_group(settings: dict) -> int:
     found = settings.get("group_size", -1)
     if type(found) is not int or found != -1 and found not in range(32, 2**20 + 1, 32):
-        raise UserError(
+        raise ValueError(
             f"quantization_config: group_size {found!r:.60} is not supported, want -1 or a "
             f"multiple of 32"
         )
@@ -325,7 +316,7 @@ def wanted_block(settings: dict, key: str) -> list[int]:
         or min(found) < 1
         or found[1] % 32
     ):
-        raise UserError(
+        raise ValueError(
             f"quantization_config: {key} {found!r} is not supported, want [rows, inputs], inputs % "
             f"32 = 0"
         )
@@ -467,7 +458,7 @@ RULES = {
 
 
 def read_settings(checkpoint: Checkpoint) -> dict:
-    """What config.json's quantization_config says; {} where there is none. UserError for a format
+    """What config.json's quantization_config says; {} where there is none. ValueError for a format
     that is not read.
 
     quant_method; rules; name, such as "int4", and bits: of the most exact scheme; activations:
@@ -477,7 +468,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     )
     if not settings:
         return {}
-    with user_errors(f"{checkpoint.directory / 'config.json'}: quantization_config"):
+    with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
         method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
         rules = RULES[method](settings)
         codes = [scheme.codes for _, scheme in rules if scheme]
@@ -585,7 +576,7 @@ class QuantizedReader:
     def read(
         self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()
     ) -> Tensor:
-        """The tensor, on the device, of one of the shapes. UserError for NaN and infinite
+        """The tensor, on the device, of one of the shapes. ValueError for NaN and infinite
         numbers."""
         tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
         if tensor.is_floating_point():
@@ -608,7 +599,7 @@ class QuantizedReader:
         else:
             G = group_of(K, scheme.group)
         if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
-            raise UserError(
+            raise ValueError(
                 f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}"
             )
         rows, columns = part
@@ -710,7 +701,7 @@ class Layer:
 
         A block may end early, at K or where a rank's columns begin or end. Then it becomes several
         groups of one size: K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64,
-        with the scales 0, 1, 1. UserError for a g_idx that does not name each group K / C times."""
+        with the scales 0, 1, 1. ValueError for a g_idx that does not name each group K / C times."""
         K, C = self.K, self.C
         consecutive = groups = torch.arange(K, device=self.reader.device) // self.G
         kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
@@ -718,7 +709,7 @@ class Layer:
         if name in self.reader.files or self.scheme.act_order:
             groups = self.reader.read(name, [(K,)], "I32").long()
             if not groups.sort().values.equal(consecutive):
-                raise UserError(
+                raise ValueError(
                     f"{name}: want each of {C} groups {K // C} times; config.json is of another "
                     f"model"
                 )
@@ -768,7 +759,7 @@ def read_packed(layer: Layer):
     stored plus 2 ** (bits - 1)."""
     shape = layer.reader.read(f"{layer.name}.weight_shape", [(2,)], "I64 I32").tolist()
     if shape != [layer.N, layer.K]:
-        raise UserError(
+        raise ValueError(
             f"{layer.name}.weight_shape says {shape}, want {[layer.N, layer.K]}: config.json is of "
             "another model"
         )
@@ -784,7 +775,7 @@ def read_int(layer: Layer):
     bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
     codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
     if (codes > 2**bits - 1).any():
-        raise UserError(
+        raise ValueError(
             f"the tensor {layer.name}.weight has numbers of more than {bits} bits; config.json is "
             f"of "
             "another model"
@@ -850,10 +841,10 @@ def gptq_config(bits: int, group_size: int, sym: bool, act_order: bool, head: bo
 def compressed_tensors_config(
     bits: int, group_size: int, sym: bool, act_order: bool, head: bool
 ) -> dict:
-    """quantization_config of a compressed-tensors checkpoint, pack-quantized. UserError for
+    """quantization_config of a compressed-tensors checkpoint, pack-quantized. ValueError for
     act-order, whose g_idx the package no longer reads."""
     if act_order:
-        raise UserError(
+        raise ValueError(
             "--act-order: compressed-tensors reads it no more; leave it out, or take --format gptq"
         )
     strategy = "channel" if group_size == -1 else "group"
@@ -935,7 +926,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
         path = directory / file
-        with user_errors(path):  # a full disk raises an exception of its own
+        with reading(path):  # a full disk raises an exception of its own
             save_file(
                 {name: held[name].contiguous().cpu() for name in names},
                 path,

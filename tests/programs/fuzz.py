@@ -567,12 +567,12 @@ class Fuzzer:
 
 
 SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that must be bad then
-    "guard.is_inside": (lambda path: True, 1058),
-    "guard.is_file": (lambda path, most=None, inside=True: path.exists(), 1036),
+    "vet.is_inside": (lambda path: True, 1058),
+    "vet.is_file": (lambda path, most=None, inside=True: path.exists(), 1036),
     "sampling.Sampling.__post_init__": (lambda self: None, 1020),
-    "guard.vet_tokens": (lambda key, ids, vocab_size: None, 1048),
+    "vet.vet_tokens": (lambda key, ids, vocab_size: None, 1048),
     "checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1117),
-    "guard.silenced": (nullcontext, 1096),
+    "vet.silenced": (nullcontext, 1096),
 }
 
 

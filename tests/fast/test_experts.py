@@ -12,7 +12,7 @@ from torch import nn
 from fast import experts
 from fast.experts import FusedMoE
 from fast.packed_gemv import Experts, Plain
-from formats import join_experts, plain_layer
+from hub.formats import join_experts, plain_layer
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
 from model import Config, LayerConfig, MoE, MoEConfig

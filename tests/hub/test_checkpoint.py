@@ -20,10 +20,9 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
-from checkpoint import UserError
 from cli.errors import message_of
-from families import config_from_hf
-from guard import find_checkpoint, read_text, vet
+from hub.families import config_from_hf
+from hub.vet import find_checkpoint, read_text, vet
 from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
@@ -211,13 +210,13 @@ def test_each_file_is_opened_once_to_load(tmp_path, monkeypatch):
     """Tensors that lie in two files by turns are read file by file: each opening reads a header."""
     save(tmp_path, make(tmp_path, num_hidden_layers=6), shards=2)
     opened = MagicMock(side_effect=safe_open)
-    monkeypatch.setattr("checkpoint.safe_open", opened)
+    monkeypatch.setattr("hub.checkpoint.safe_open", opened)
     load(tmp_path)
     assert opened.call_count == 2
 
 
 def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
-    error = UserError("`max_seq_length`=900: the context is 512;\nsee `draft`")
+    error = ValueError("max_seq_length=900: the context is 512;\nsee draft")
     assert str(error) == "max_seq_length=900: the context is 512; see draft"
     assert message_of(error) == "--max-seq-length 900: the context is 512; see --draft"
 

@@ -7,7 +7,7 @@ that will be read (its kind, size and links, the JSON's types and ranges, the he
 weights); then checkpoint.py and tokenizer.py read it plainly. The tokenizer's files are looked at
 for those alone who want a tokenizer. No path in a checkpoint leads out of its directory. What calls
 code that a file can steer runs in a process of its own with limits of time and memory: chat
-templates, and patterns of layers' names. Each mistake is a UserError of one line.
+templates, and patterns of layers' names. Each mistake is a ValueError of one line.
 """
 
 import gc
@@ -19,7 +19,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -28,12 +30,11 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 from safetensors import safe_open
 
-from checkpoint import INDEX, WHOLE, Checkpoint, UserError, count_parameters, hf_weights
-from eagle import HeadCheckpoint, head_settings, is_head
-from families import FAMILIES, config_from_hf, head_dim, rope_settings, text_settings
+from hub.checkpoint import INDEX, WHOLE, Checkpoint, count_parameters, hf_weights
+from hub.families import FAMILIES, config_from_hf, head_dim, is_head, rope_settings, text_settings
+from generate import Sampling
 from model import Config, KVCache
-from sampling import LIMITS as SAMPLING_LIMITS, Sampling
-from tokenizer import Tokenizer, any_of, read_ends, render_plainly
+from hub.tokenizer import Tokenizer, any_of, read_ends, render_plainly
 
 GIB = 2**30
 HUB_FILES = f"""
@@ -65,12 +66,12 @@ MOST_WEIGHTS = (
 
 
 @contextmanager
-def user_errors(source: Path | str):
-    """Turns whatever the content of a file makes libraries raise into a UserError that names the
+def reading(source: Path | str):
+    """Turns whatever the content of a file makes libraries raise into a ValueError that names the
     source."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
         # The tokenizers library's PanicException is no Exception.
@@ -80,7 +81,7 @@ def user_errors(source: Path | str):
         reason = (
             getattr(error, "strerror", None) or error
         )  # an OSError's own words name the file once more
-        raise UserError(f"{source}: {kind}{reason}") from error
+        raise ValueError(f"{source}: {kind}{reason}") from error
 
 
 # Finding a checkpoint
@@ -94,30 +95,13 @@ def open_checkpoint(name: str | Path, tokenizer=True) -> tuple[Checkpoint, Token
     return checkpoint, VettedTokenizer(checkpoint) if tokenizer else None
 
 
-def open_draft(name: str, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint:
-    """A smaller model's checkpoint or an EAGLE head's. UserError if it is not for the target."""
-    directory = find_checkpoint(name)
-    with read_json(directory / "config.json") as hf:
-        if is_head(hf):
-            if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
-                raise UserError(
-                    f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, "
-                    f"convert "
-                    f"it there: {CONVERT}"
-                )
-            vet(directory, head=True)
-            return HeadCheckpoint(directory, target[0])
-    draft, tokenizer = open_checkpoint(directory)
-    check_draft(name, tokenizer, target[1])
-    smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
-    if smaller > larger:
-        print(
-            f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft "
-            f"costs more than it "
-            "can save",
-            file=sys.stderr,
+def check_head_files(directory: Path):
+    """ValueError for a head's directory without safetensors, as the authors publish some."""
+    if not any(is_file(directory / file) for file in (WHOLE, INDEX)):
+        raise ValueError(
+            f"{directory}: no {WHOLE}; a pytorch_model.bin is {PICKLE}. If you trust it, convert it "
+            f"there: {CONVERT}"
         )
-    return draft
 
 
 def find_checkpoint(name: str) -> Path:
@@ -130,7 +114,7 @@ def find_checkpoint(name: str) -> Path:
     if name and os.path.exists(path):
         what = OTHER_FILES.get(path.suffix.lower(), "a file")
         wanted = f"its directory, {parent}" if (parent / "config.json").exists() else LAYOUT
-        raise UserError(f"{name} is {what}; want {wanted}")
+        raise ValueError(f"{name} is {what}; want {wanted}")
     missing = f"{name}: no such directory"
     if os.path.isdir(parent):
         missing += f" in {parent}"
@@ -143,12 +127,12 @@ def find_checkpoint(name: str) -> Path:
             raise ValueError
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except ValueError:
-        raise UserError(
+        raise ValueError(
             f"{missing}, and not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
         ) from None
     # the client and its transport raise many kinds; each means that there is no checkpoint
     except Exception as error:
-        raise UserError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
+        raise ValueError(f"{missing}; as a Hub id: the Hub {hub_answer(error)}") from error
 
 
 def hub_answer(error: Exception) -> str:
@@ -189,14 +173,14 @@ def is_inside(path: Path) -> bool:
 
 
 def is_file(path: Path, most: int | None = None, inside=True) -> bool:
-    """Whether it is there. UserError for what would block or never end, such as a pipe or a device.
+    """Whether it is there. ValueError for what would block or never end, such as a pipe or a device.
 
     most: bytes, of what is read whole. inside: it is a checkpoint's JSON, template or tokenizer,
     which no link may take from elsewhere. Weights, without `most`, may be links, as they may lie on
     another disk."""
     if not os.path.lexists(path):
         return False
-    with user_errors(path):
+    with reading(path):
         if not path.exists():
             raise ValueError(
                 f"a link to {os.readlink(path)}, which is not there; copy or download the file "
@@ -216,7 +200,7 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     is_file(path, MOST_TEXT, inside=False)
-    with user_errors(path):
+    with reading(path):
         return path.read_text(encoding)
 
 
@@ -224,7 +208,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def read_json(path: Path):
     """A JSON object, {} where the file is not there. Errors over what it says, too, are UserErrors
     that name it."""
-    with user_errors(path):
+    with reading(path):
         content = json.loads(read_text(path)) if is_file(path, MOST_JSON) else {}
         if not isinstance(content, dict):
             raise ValueError(f"want a JSON object, found {type(content).__name__}")
@@ -366,22 +350,22 @@ def check_keys(of: dict, table: str):
             raise ValueError(f"{key}={value!r:.60}: want {kind}")
 
 
-def vet(directory: Path, head=False):
-    """UserError for what checkpoint.py could not read. Files that are missing and not needed by all
+def vet(directory: Path, head: Callable | None = None):
+    """ValueError for what checkpoint.py could not read. Files that are missing and not needed by all
     are left to it.
 
-    head: it is an EAGLE head's directory, which no other may be."""
+    head: drafts.eagle.head_settings() for an EAGLE head's directory, which no other may be."""
     path = directory / "config.json"
     if not is_file(path):
-        raise UserError(f"{path.resolve()}: no such file; want {LAYOUT}")
+        raise ValueError(f"{path.resolve()}: no such file; want {LAYOUT}")
     with read_json(path) as hf:
         if is_head(hf):
             if not head:
                 raise ValueError(
-                    "an EAGLE head's, which drafts for a checkpoint: give its directory as `draft`"
+                    "an EAGLE head's, which drafts for a checkpoint: give its directory as draft"
                 )
             check_keys(hf, HEAD)
-            hf = head_settings(hf)
+            hf = head(hf)
             check_keys(hf, HEAD)  # also those that stood in the objects
             if hf.get("eagle_aux_hidden_state_layer_ids") == []:
                 raise ValueError("eagle_aux_hidden_state_layer_ids=[]: want numbers of layers")
@@ -391,9 +375,9 @@ def vet(directory: Path, head=False):
         vet_tokens("eos_token_id", read_ends(generation), vocab_size)
         Sampling(
             **{
-                name: generation[name]
-                for name in SAMPLING_LIMITS
-                if generation.get(name) is not None
+                each.name: generation[each.name]
+                for each in fields(Sampling)
+                if generation.get(each.name) is not None
             }
         )
     vet_weights(directory)
@@ -484,7 +468,7 @@ def vet_tokens(key: str, ids: list, vocab_size: int):
 
 
 def vet_tokenizer(directory: Path) -> Path:
-    """The tokenizer's file. UserError for what tokenizer.py could not read."""
+    """The tokenizer's file. ValueError for what tokenizer.py could not read."""
     with read_json(directory / "tokenizer_config.json") as settings:
         check_keys(settings, SETTINGS)
         for key, value in settings.items():
@@ -504,7 +488,7 @@ def vet_tokenizer(directory: Path) -> Path:
     paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
     there = [path for path in paths if is_file(path, MOST_TOKENIZER)]
     if not there:
-        raise UserError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
+        raise ValueError(f"{directory}: neither tokenizer.json nor tokenizer.model is there")
     return there[0]
 
 
@@ -523,7 +507,7 @@ def vet_weights(directory: Path):
         places = {directory / WHOLE: set()}
     for path, names in places.items():
         is_file(path)
-        with user_errors(path):
+        with reading(path):
             with open(path, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
             if size > MOST_JSON:
@@ -538,7 +522,7 @@ def vet_weights(directory: Path):
 
 
 def render(template: str, values: dict) -> str:
-    """The text of a chat template, made in a process of its own. UserError for whatever goes wrong
+    """The text of a chat template, made in a process of its own. ValueError for whatever goes wrong
     there."""
     process = template_process(os.getpid())
     try:
@@ -549,11 +533,11 @@ def render(template: str, values: dict) -> str:
         template_process.cache_clear()
         if not isinstance(error, (BrokenPipeError, ValueError)):
             raise
-        raise UserError(
+        raise ValueError(
             f"the chat template's process ended, code {process.wait()}: it may take 3 s and 512 MB"
         ) from None
     if kind:
-        raise UserError(f"the chat template: {kind}: {text}")
+        raise ValueError(f"the chat template: {kind}: {text}")
     return text
 
 
@@ -631,7 +615,7 @@ def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
     )
     if done.returncode:
         reason = (done.stderr.splitlines() or ["they take more than 3 s"])[-1]
-        raise UserError(
+        raise ValueError(
             f"config.json: quantization_config: its patterns of layers' names: {reason}"
         )
     return json.loads(done.stdout)
@@ -659,11 +643,11 @@ def vetted(encode):
     token, is refused."""
 
     def call(tokenizer, of):
-        with user_errors("the text"):
+        with reading("the text"):
             # Raises for what is no JSON, and for half of a character: a command line that is not
             # UTF-8.
             json.dumps(of, ensure_ascii=False).encode()
-        with user_errors(tokenizer.path), silenced():
+        with reading(tokenizer.path), silenced():
             ids = encode(tokenizer, of)
             vet_tokens("token", ids, tokenizer.vocab_size)
         return ids
@@ -672,7 +656,7 @@ def vetted(encode):
 
 
 class VettedTokenizer(Tokenizer):
-    """Special tokens that are typed in a chat are text. Whatever a library raises is a UserError,
+    """Special tokens that are typed in a chat are text. Whatever a library raises is a ValueError,
     and what it writes to stderr by itself goes nowhere.
 
     In messages each special token that is typed gives way to a mark, a character without a meaning,
@@ -684,7 +668,7 @@ class VettedTokenizer(Tokenizer):
     def __init__(self, checkpoint: Checkpoint):
         self.path = vet_tokenizer(checkpoint.directory)
         self.vocab_size = checkpoint.config.vocab_size
-        with user_errors(self.path), silenced():
+        with reading(self.path), silenced():
             super().__init__(checkpoint)
             # What a user's text must not give. An end may be no special token; one character is
             # what any text has.
@@ -697,7 +681,7 @@ class VettedTokenizer(Tokenizer):
                 # 0.1 s on two cores).
                 tokens = [*range(self.backend.tokenizer.get_vocab_size())]
                 self.backend.tokenizer.decode_batch([tokens, *([i] for i in tokens)])
-        with user_errors(checkpoint.directory / "tokenizer_config.json"):
+        with reading(checkpoint.directory / "tokenizer_config.json"):
             if end := self.special_tokens.get("eos_token"):
                 vet_tokens("eos_token_id", [self.backend.id(end)], self.vocab_size)
             if self.add_bos:
@@ -710,11 +694,11 @@ class VettedTokenizer(Tokenizer):
         self.meant = {mark: text for text, mark in self.marks.items()}
 
     def token(self, i: int) -> str | None:
-        with user_errors(self.path):
+        with reading(self.path):
             return super().token(i)
 
     def decode(self, ids: list[int]) -> str:
-        with user_errors(self.path):
+        with reading(self.path):
             return super().decode(ids)
 
     @vetted
@@ -741,7 +725,7 @@ class VettedTokenizer(Tokenizer):
         if not isinstance(value, str):
             return value
         if taken := re.search(f"[{chr(MARKS[0])}-{chr(MARKS[-1])}]", value):
-            raise UserError(
+            raise ValueError(
                 f"the private character U+{ord(taken[0]):X} stands for others here; leave it out"
             )
         return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
@@ -790,7 +774,7 @@ DTYPES = dict(
 
 def find_device(name: str | torch.device | None, compile: bool = False) -> torch.device:
     """The device or, for None, the first GPU, else the CPU. A GPU becomes the current one: Triton
-    launches there. compile: UserError where Inductor would not find a C++ compiler."""
+    launches there. compile: ValueError where Inductor would not find a C++ compiler."""
     # Where the driver is unusable, GPUs may be counted and yet not available.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = [f"cuda:{i}" for i in range(gpus)]
@@ -800,8 +784,8 @@ def find_device(name: str | torch.device | None, compile: bool = False) -> torch
     if name is None:
         name = found[0].partition(":")[0]
     if str(name) not in found and f"{name}:0" not in found:
-        raise UserError(
-            f"`device`={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}"
+        raise ValueError(
+            f"device={name}: want cpu, cuda, cuda:N or mps; PyTorch finds {', '.join(found)}"
         )
     device = torch.device(name)
     if device.type == "cuda":
@@ -810,8 +794,8 @@ def find_device(name: str | torch.device | None, compile: bool = False) -> torch
         "CXX", "clang++" if sys.platform == "darwin" else "g++"
     )  # the one that Inductor runs
     if compile and device.type == "cpu" and not shutil.which(compiler):
-        raise UserError(
-            f"`compile` on a CPU runs {compiler}, which is not here: install it, or let CXX name "
+        raise ValueError(
+            f"compile on a CPU runs {compiler}, which is not here: install it, or let CXX name "
             f"another"
         )
     return device
@@ -825,8 +809,8 @@ def find_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         and dtype == torch.bfloat16
         and not torch.cuda.is_bf16_supported(False)
     ):
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} has no bfloat16: `dtype`=float16 or float32 "
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: dtype=float16 or float32 "
             f"runs there"
         )
     return dtype
@@ -851,7 +835,7 @@ def free_memory(device: torch.device, ranks=1) -> int:
 
 @contextmanager
 def memory_advice(advice: str):
-    """Turns running out of memory into a UserError with this advice."""
+    """Turns running out of memory into a ValueError with this advice."""
     try:
         yield
     except (
@@ -859,7 +843,7 @@ def memory_advice(advice: str):
         RuntimeError,
     ) as error:  # a GPU's torch.OutOfMemoryError, a CPU's plain RuntimeError
         if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
-            raise UserError(advice) from None
+            raise ValueError(advice) from None
         raise
 
 
@@ -874,7 +858,7 @@ def check_memory(
     kind="16-bit",
     features=0,
 ) -> str:
-    """What to say if memory runs out later. UserError if weights and KV caches alone do not fit.
+    """What to say if memory runs out later. ValueError if weights and KV caches alone do not fit.
 
     models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs
     share both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
@@ -890,112 +874,32 @@ def check_memory(
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
         cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
-    no_draft = ", or no `draft`" if len(models) > 1 else ""
+    no_draft = ", or no draft" if len(models) > 1 else ""
     advice = (
         f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache "
         f"({batch_size} rows "
         f"of {cache_length}) for {there / GIB:.2f} GiB on {device}; fewer prompts, samples or "
-        f"tokens, or `dtype`"
+        f"tokens, or dtype"
         f"{no_draft}, help"
     )
     if (0 if loaded else weights) + cache > there:
-        raise UserError(advice)
+        raise ValueError(advice)
     return advice
 
 
 def check_draft(name: str, draft: Tokenizer, target: Tokenizer):
-    """UserError if the draft's tokenizer is not the checkpoint's."""
+    """ValueError if the draft's tokenizer is not the checkpoint's."""
     for i in range(min(draft.vocab_size, target.vocab_size)):
         theirs, ours = draft.token(i), target.token(i)
         if theirs != ours and None not in (theirs, ours):
-            raise UserError(
-                f"`draft`={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; "
+            raise ValueError(
+                f"draft={name}: token {i} is {theirs!r} there and {ours!r} in the checkpoint; "
                 f"want a "
-                "draft with the same tokenizer, or `draft`=prompt-lookup"
+                "draft with the same tokenizer, or draft=prompt-lookup"
             )
 
 
-# Options
-
-
-LIMITS = SAMPLING_LIMITS | dict(  # an option's type, least and largest value
-    max_batch_size=(int, 1, math.inf),
-    max_seq_length=(int, 2, math.inf),
-    group_size=(int, -1, math.inf),
-    max_new_tokens=(int, 1, math.inf),
-    num_samples=(int, 1, 10**5),
-    seed=(int, 0, 2**63 - 1),
-    time_budget=(float, 1e-9, math.inf),
-)
-CHOICES = dict.fromkeys(("quantize", "quantize_head", "draft_quantize"), ("int8", "int4")) | dict(
-    dtype=tuple(DTYPES), kv_cache=("int8", "int8-values")
-)
-DRAFT_TOKENS = "auto", "hf", "bass", *map(str, range(1, 33))
-
-
-def check_options(options: dict):
-    """UserError for a value out of its limits, and for options that contradict each other. None: it
-    is not given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if name in LIMITS:
-            kind, low, high = LIMITS[name]
-            if type(value) not in (int, kind):
-                raise UserError(f"`{name}`={value!r:.60}: invalid {kind.__name__} value")
-            if not low <= value <= high:
-                raise UserError(f"`{name}`={value} is not from {low} to {high}")
-        if name == "dtype":
-            value = str(value).removeprefix("torch.")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"`{name}`={value!r:.60}: want one of {', '.join(CHOICES[name])}")
-    stop = given.get("stop", [])
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"`stop`={stop!r:.60}: want a text, or a list of texts")
-    if "" in texts:
-        raise UserError("`stop`: an empty text would end everything at once")
-    options = given.get("template_options", {})
-    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
-        raise UserError(
-            f"`template_options`={options!r:.60}: want the template's variables and their values"
-        )
-    with user_errors("`template_options`"):
-        json.dumps(options)
-    if "group_size" in given and "quantize" not in given:
-        raise UserError(
-            f"`group_size`={given['group_size']} goes with `quantize`; a quantized checkpoint has "
-            f"its own"
-        )
-    draft, tokens = given.get("draft"), given.get("draft_tokens")
-    if draft == "":
-        raise UserError(
-            "`draft`: want a checkpoint or prompt-lookup; for no draft, leave the option out"
-        )
-    if not draft and (tokens or "draft_quantize" in given):
-        raise UserError("`draft_tokens` and `draft_quantize` go with `draft`")
-    if draft == "prompt-lookup" and "draft_quantize" in given:
-        raise UserError("`draft_quantize`: prompt-lookup has no weights; leave it out")
-    if tokens is not None and str(tokens) not in DRAFT_TOKENS:
-        raise UserError(f"`draft_tokens`={tokens!r:.60} is none of 1 to 32, auto, hf and bass")
-
-
-def check_model(options: dict, config: Config):
-    length = options["max_seq_length"]
-    if length and length > config.context:
-        raise UserError(f"`max_seq_length`={length}: the model's context is {config.context}")
-
-
-# What a call of LLM may set.
-CALL = "max_new_tokens temperature top_k top_p min_p seed num_samples stop time_budget".split()
-
-
-def check_call(given: dict, options: dict):
-    """UserError for a keyword that is no option of a call. options: all of LLM's."""
-    for name in given.keys() - CALL:
-        if name in options:
-            raise UserError(f"{name}: an option of LLM(...), not of a call")
-        near = get_close_matches(name, CALL, 1)
-        raise UserError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
+# A chat
 
 
 def check_messages(messages):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import guard
-from checkpoint import Checkpoint, count_parameters
+from hub import vet
+from hub.checkpoint import Checkpoint, count_parameters
 from cli.options import generate_args
-from families import config_from_hf
-from generate import LLM, Engine
+from hub.families import config_from_hf
+from llm import LLM
 from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (
     GOLDEN,
@@ -30,7 +30,6 @@ from helpers import (
     read_json,
     refusal,
     rewrite,
-    run,
     tiny,
     with_template,
     write,
@@ -151,7 +150,7 @@ def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, case, said):
     rewrite(
         shutil.copytree(GOLDEN / family, tmp_path / "bad") / "config.json", **json.loads(changes)
     )
-    assert said in refusal(guard.open_checkpoint, tmp_path / "bad", tokenizer=False)
+    assert said in refusal(vet.open_checkpoint, tmp_path / "bad", tokenizer=False)
 
 
 def make_seeing(
@@ -268,18 +267,14 @@ def test_gpt_oss_is_rounded_as_it_is_loaded_alone(tmp_path, call):
     )
 
 
-def test_with_longrope_a_row_has_the_factors_of_its_own_length():
-    """Beside a longer row, as a sample, and, where the row's length is said, as all turns of a
-    chat."""
+def test_longropes_factors_are_those_of_the_length_that_texts_may_reach():
+    """Slots behind the texts do not count."""
     model = tiny(directory=GOLDEN / "phi3-long")
-    engine = Engine(model, 100, 4)
-    run(engine, [[1] * 40, [1]], 5, samples=2)
-    assert model.ropes[0].offset.tolist() == [[len(model.slots)]] * 2 + [[0]] * 2
-    run(engine, [[1] * 30, [1] * 5], 28)
-    assert model.ropes[0].offset[:2].tolist() == [[len(model.slots)], [len(model.slots)]]
-    engine.row_length = 20
-    run(engine, [[1] * 30], 28)
-    assert model.ropes[0].offset[0] == 0
+    [rope] = {layer.rope for layer in model.config.layers}
+    for length, frequencies in (rope.original, rope.frequencies), (rope.original + 1, rope.long):
+        model.setup(length, 1, spare=40)
+        expected = torch.tensor(frequencies).repeat(2).cos() * rope.scale
+        assert torch.allclose(model.ropes[0].cos[1][: len(expected)], expected)
 
 
 TEMPLATE = (

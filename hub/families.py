@@ -112,6 +112,12 @@ def check_supported(settings: dict, supported: dict) -> None:
             )
 
 
+def is_head(hf: dict) -> bool:
+    """Whether config.json is an EAGLE head's, and not a whole model's."""
+    named = "eagle" in str(hf.get("architectures", "")).lower()
+    return named or "draft_vocab_size" in hf or "speculators_model_type" in hf
+
+
 def text_settings(hf: dict) -> dict:
     """Those of the language model, where config.json is of a model that also sees, and what missing
     keys stand for."""

@@ -3,14 +3,14 @@ Text to tokens and back, and the chat template, from a checkpoint in Hugging Fac
 
     tokenizer = Tokenizer(checkpoint)
 
-guard.open_checkpoint() gives one that takes typed special tokens as text.
+vet.open_checkpoint() gives one that takes typed special tokens as text.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint import Checkpoint
+from hub.checkpoint import Checkpoint
 
 # They end a turn, whether or not generation_config.json lists them.
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"
@@ -20,7 +20,7 @@ PARTS = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 
 def render_plainly(template: str, values: dict) -> str:
     """The text of a chat template. jinja2's sandbox keeps it from other code, but not from taking
-    all time and memory: guard.render() does."""
+    all time and memory: vet.render() does."""
     import json
     from datetime import datetime
     from functools import partial
@@ -93,7 +93,7 @@ class Tokenizer:
         """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
         A special token that is typed in a message counts as a token here, as in transformers: a
-        user who types <|im_end|> ends the turn. For guard.VettedTokenizer, which the commands and
+        user who types <|im_end|> ends the turn. For vet.VettedTokenizer, which the commands and
         LLM use, it is text."""
         return self.backend.encode(self.render(messages))
 

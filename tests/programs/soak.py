@@ -26,8 +26,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import torch  # noqa: E402
 
 from cli.chat import Chat  # noqa: E402
-from completion import Completion  # noqa: E402
-from generate import LLM  # noqa: E402
+from llm import Completion  # noqa: E402
+from llm import LLM  # noqa: E402
 from helpers import DRAFT, TINY  # noqa: E402
 
 WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import generate
-import guard
-from checkpoint import Checkpoint
-from eagle import Head, HeadCheckpoint, find_places
-from formats import load
+from hub.checkpoint import Checkpoint
+from drafts import open_draft
+from drafts.eagle import Head, HeadCheckpoint, find_places
+from hub.formats import load
 from helpers import (
     CPU,
     F32,
@@ -33,8 +33,8 @@ from helpers import (
     run,
     speculator,
 )
-from policies import Fixed
-from sampling import Sampling
+from speculative import Policy
+from generate import Sampling
 from speculative import Speculator
 
 HEADS = ROOT / "tests" / "eagle"
@@ -56,7 +56,7 @@ def target(tmp_path_factory) -> Checkpoint:
 
 
 def open_head(directory: Path, target: Checkpoint) -> tuple[HeadCheckpoint, Head]:
-    checkpoint = guard.open_draft(str(directory), (target, None))
+    checkpoint = open_draft(str(directory), (target, None))
     return checkpoint, load(checkpoint, CPU, F32)
 
 
@@ -70,11 +70,15 @@ def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> 
     """What the head, new, predicts behind the pairs of features [N, n D] and tokens [N], and behind
     each token that it drafted but the last [len(drafted), draft's V]."""
     n = len(tokens)
-    head.setup(n + len(drafted), 1)
-    head.states[0, :n] = head.project(features)
-    logits = [read(head, tokens[None])[0, -1]]
+    head.setup(n + len(drafted), 1, features=(head.config.n_layer,))
+    inputs = head.inputs(tokens, head.project(features))[None]
+    logits = [read(head, tokens[None], inputs=inputs)[0, -1]]
     for at, token in enumerate(drafted[:-1], start=n):
-        logits.append(head(torch.tensor([[token]]), torch.tensor([[at]]))[0, 0])
+        state = head.features[:, at - 1 : at]
+        state = head.norm(state) if head.options.norm_output else state
+        token = torch.tensor([[token]])
+        inputs = head.inputs(token, state)
+        logits.append(head(token, torch.tensor([[at]]), inputs=inputs)[0, 0])
     return torch.stack(logits)
 
 
@@ -148,7 +152,7 @@ def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
     """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long
     prompt is read in pieces, by the target 16 tokens at a time, by the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
-    monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
+    monkeypatch.setattr("drafts.eagle.EagleDraft.READ_TOKENS", 32)
     made = watched(policy, len(texts) * samples)
     rows = run(made, texts, 40, samples=samples)
     assert (
@@ -161,14 +165,14 @@ def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
     """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind
     the text, whose end it has not heard of, and behind a part of it, which only a row alone can
     have."""
-    monkeypatch.setattr("eagle.EagleDraft.READ_TOKENS", 32)
+    monkeypatch.setattr("drafts.eagle.EagleDraft.READ_TOKENS", 32)
     made = watched("auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2]]
-    made.policy = Fixed(0)
+    made.policy = Policy(0)
     made.policy.update = lambda *_: setattr(made.policy, "k", plan.pop(0) if plan else 0)
     first = run(made, texts, 200)[0]
     assert not plan and set(made.checked) == {2, 4}
-    made.policy = Fixed(3)
+    made.policy = Policy(3)
     for start in (205, 160, 30) if len(texts) == 1 else ():
         made.checked.clear()
         run(made, [[first[150], 1, 6, 2]], 30, start=start)

@@ -7,9 +7,9 @@ Transformer.setup(). The head reads pairs: the embedding of token t + 1 with the
 From the pair in slot t it predicts token t + 2. For the tokens that it drafts itself there is no
 feature yet: the head's own hidden state takes the feature's place.
 
-A head is a Transformer with another way in (embed_tokens()) and out (keep()). Between the two lies
-`states`, which holds what goes beside the token t + 1 in slot t: the feature, once the target has
-read token t, else the head's own hidden state.
+A head is a Transformer whose first layer reads 2 D inputs. Its engine keeps the head's own last
+hidden states by position, as the target's keeps the features (Transformer.setup()); EagleDraft makes
+the first layer's inputs of both.
 
 Contents: the head, its files in both published layouts, the Drafter.
 
@@ -17,7 +17,6 @@ Shapes: as in model.py and speculative.py; n places, D the head's dim, which may
 target's.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,10 +24,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from checkpoint import Checkpoint, Place, UserError, Weight, hf_weights, open_shard, read_tensor
-from families import check_supported, text_settings
-from model import Block, Config, RMSNorm, Transformer, buffer
-from speculative import Drafter, DraftModel, PromptLookup
+from hub.checkpoint import Checkpoint, Place, Weight, hf_weights, open_shard, read_tensor
+from hub.families import check_supported, text_settings
+from model import Block, Config, RMSNorm, Transformer
+from speculative import DraftModel
 
 
 # The head
@@ -89,11 +88,6 @@ class Head(Transformer):
         )
         self.head = nn.Linear(config.dim, options.vocab_size, bias=False)
 
-    def setup(self, max_seq_len: int, batch_size: int = 0, *how):
-        super().setup(max_seq_len, batch_size, *how)
-        self.states = buffer(self.fc.weight.new_zeros(batch_size, max_seq_len, self.config.dim))
-        self.places = (len(self.layers),)
-
     def share_embedding(self, target: Transformer):
         """Heads whose file has no embedding read the target's."""
         if self.embed.weight.is_meta:
@@ -107,15 +101,9 @@ class Head(Transformer):
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(x)
 
-    def embed_tokens(self, tokens, rows, positions):
-        """[B, T] -> what the first layer reads [B, T, 2 D]"""
-        return torch.cat((self.embed(tokens), self.states[rows, positions]), dim=-1)
-
-    def keep(self, place: int, x, rows, positions):
-        """The last layer's output x [B, T, D] is the state of the next slot, until its feature
-        comes."""
-        if place in self.places:
-            self.states[rows, positions + 1] = self.norm(x) if self.options.norm_output else x
+    def inputs(self, tokens, states):
+        """tokens [B, T], states [B, T, D] -> what the first layer reads [B, T, 2 D]"""
+        return torch.cat((self.embed(tokens), states), dim=-1)
 
 
 # Its files
@@ -157,12 +145,6 @@ EMBEDDING = "embed_tokens.weight"
 UNUSED = "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"
 
 
-def is_head(hf: dict) -> bool:
-    """Whether config.json is an EAGLE head's, and not a whole model's."""
-    named = "eagle" in str(hf.get("architectures", "")).lower()
-    return named or "draft_vocab_size" in hf or "speculators_model_type" in hf
-
-
 def head_settings(hf: dict) -> dict:
     """config.json of either layout as one dictionary: the keys of a model of one or a few layers,
     and the head's own.
@@ -201,7 +183,7 @@ def find_places(ids: list[int] | None, n_layer: int) -> tuple[int, ...]:
 
 
 class HeadCheckpoint(Checkpoint):
-    """A head's directory. target: its target's Checkpoint. UserError for a head of another
+    """A head's directory. target: its target's Checkpoint. ValueError for a head of another
     target."""
 
     @staticmethod
@@ -223,6 +205,7 @@ class HeadCheckpoint(Checkpoint):
             hf.get("draft_vocab_size") or whole.vocab_size,
             **{name: bool(hf.get(name)) for name in NORMS},
         )
+        self.places = self.options.places
         files = super().files()
         self.has_embedding = EMBEDDING in files
         self.check_sizes(files, whole)
@@ -231,28 +214,28 @@ class HeadCheckpoint(Checkpoint):
     def check_sizes(self, files: dict[str, Place], target: Config) -> None:
         config, options = self.config, self.options
         if "fc.weight" not in files:
-            raise UserError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
+            raise ValueError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
         path, name = files["fc.weight"]
         found, want = open_shard(path).get_slice(name).get_shape(), [config.dim, options.width]
         if found != want:
-            raise UserError(
+            raise ValueError(
                 f"{self.directory}: fc.weight is {found}, want {want} for {len(options.places)} "
                 f"places and "
                 f"the checkpoint's {target.dim} dimensions: the head is of another model"
             )
         if config.vocab_size != target.vocab_size:
-            raise UserError(
+            raise ValueError(
                 f"{self.directory}: vocab_size is {config.vocab_size}, the checkpoint's is "
                 f"{target.vocab_size}: the head is of another model"
             )
         if options.vocab_size > target.vocab_size:
-            raise UserError(
+            raise ValueError(
                 f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the "
                 f"checkpoint's "
                 f"{target.vocab_size} tokens: the head is of another model"
             )
         if not self.has_embedding and config.dim != target.dim:
-            raise UserError(
+            raise ValueError(
                 f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has "
                 f"{target.dim} "
                 f"dimensions, not the head's {config.dim}: want a file that has it"
@@ -266,7 +249,7 @@ class HeadCheckpoint(Checkpoint):
         vocabulary = torch.arange(n) + read_tensor(files, "d2t", [(n,)], dtypes="I64 I32")
         low, high = vocabulary.aminmax()
         if low < 0 or high >= vocab_size or len(vocabulary.unique()) < n:
-            raise UserError(
+            raise ValueError(
                 f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones "
                 f"from 0 "
                 f"to {vocab_size - 1}, the checkpoint's"
@@ -324,20 +307,21 @@ class EagleDraft(DraftModel):
     so that the cache holds slots 0 to last - 1 - unread after every step: follow() reads the pairs
     of all tokens that were kept.
 
-    engine: the head's generate.Engine; target: the target's, which keeps the features of all slots.
-    So pairs can be read late, and again: what was read of drafted tokens gives way to what the
-    target made of those that were kept."""
+    engine: the head's generate.Engine, which keeps the head's last hidden states; target: the
+    target's, which keeps the features of all slots. So pairs can be read late, and again: what was
+    read of drafted tokens gives way to what the target made of those that were kept."""
 
     OFFSET = 1
     READ_TOKENS = 4096
 
     def __init__(self, engine, target):
-        head = engine.model
+        self.head = head = engine.model
         super().__init__(engine, target.model.config.vocab_size)
         self.features = target.model.features
         # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be
         # made.
-        self.logits = head.states.new_zeros(engine.batch_size, 1, head.options.vocab_size)
+        shape = engine.batch_size, 1, head.options.vocab_size
+        self.logits = head.fc.weight.new_zeros(shape)
         self.vocabulary = head.vocabulary
         if self.vocabulary is not None:
             self.vocabulary = self.vocabulary.to(engine.device)
@@ -348,39 +332,49 @@ class EagleDraft(DraftModel):
     def read_prompts(self, text, slots):
         """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before
         it is seen."""
-        model, P, samples = self.engine.model, len(self.prompts), self.samples
+        head, P, samples = self.head, len(self.prompts), self.samples
         pairs = max(map(len, self.prompts)) - 1
         width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
         at = torch.arange(width, device=text.device).expand(P, -1)
         size = max(32, self.READ_TOKENS // P // 32 * 32)
         for chunk in at.split(size, dim=1) if width else ():
-            tokens = self.pair(text, chunk, width, samples)
-            model(tokens, chunk, slots, last=at[:, 0])  # which is 0: nobody reads the logits
+            tokens, inputs = self.pairs(text, chunk, width, samples)
+            # Nobody reads the logits: column 0.
+            head(tokens, chunk, slots, at[:, 0], inputs)
         if samples > 1:
-            model.arrange_rows([row for row in range(P) for _ in range(samples)], width)
+            head.arrange_rows([row for row in range(P) for _ in range(samples)], width)
 
     def read(self, text, last, at, slots):
-        tokens = self.pair(text, at, last[:, None])
+        tokens, inputs = self.pairs(text, at, last[:, None])
         wanted = last - 1 - at[:, 0]  # the column of slot last - 1
         column = wanted.clamp(0, at.shape[1] - 1)
-        logits = self.engine.model(tokens, at, slots, column)[:, None]
+        logits = self.head(tokens, at, slots, column, inputs)[:, None]
         here = (column == wanted)[:, None, None]
         self.logits.copy_(torch.where(here, logits, self.logits))
 
-    def pair(self, text, at, end, samples=1):
-        """Makes the pairs of slots at [B, T]: puts the features of those before end, [B, 1] or one
-        for all, into the head's states, and returns the tokens [B, T]. Row b is of the text's row b
-        * samples."""
-        head = self.engine.model
-        rows = head.rows[: len(at)]
-        states = head.project(self.features[::samples][rows, at])
-        before = (at < end)[:, :, None]
-        head.states[rows, at] = torch.where(before, states, head.states[rows, at])
-        return text[::samples].gather(1, at + 1)
+    def pairs(self, text, at, end, samples=1):
+        """The pairs of slots at [B, T]: tokens [B, T] and what the first layer reads of them. Slots
+        before end, [B, 1] or one for all, have features. Row b is of the text's row b * samples."""
+        head = self.head
+        tokens = text[::samples].gather(1, at + 1)
+        states = head.project(self.features[::samples][head.rows[: len(at)], at])
+        states = torch.where((at < end)[:, :, None], states, self.own_states(at))
+        return tokens, head.inputs(tokens, states)
+
+    def own_states(self, at):
+        """The head's own hidden states of the slots before at [B, T] -> [B, T, D]: they stand for
+        the features that the target has not made yet."""
+        head = self.head
+        states = head.features[head.rows[: len(at)], (at - 1).clamp(min=0)]
+        return head.norm(states) if head.options.norm_output else states
 
     def start(self, text, last, k, slots):
         """Nothing is left to read: follow() or catch_up() has read the last pair."""
         return last[:, None] - 1, self.logits
+
+    def forward(self, tokens, at, slots):
+        inputs = self.head.inputs(tokens, self.own_states(at))
+        return self.engine.forward(tokens, at, slots, inputs=inputs)
 
     def choose(self, logits):
         """In the target's numbers. Tokens that the head lacks have probability 0."""
@@ -391,17 +385,7 @@ class EagleDraft(DraftModel):
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 
     def follow(self, text, at, accepted, n_slots):
-        tokens = self.pair(text, at, at[:, :1] + accepted[:, None] + 1)
-        logits = self.engine.forward(tokens, at, self.engine.slots(n_slots))  # [B, T, draft's V]
+        tokens, inputs = self.pairs(text, at, at[:, :1] + accepted[:, None] + 1)
+        slots = self.engine.slots(n_slots)
+        logits = self.engine.forward(tokens, at, slots, inputs=inputs)  # [B, T, draft's V]
         self.logits.copy_(logits.take_along_dim(accepted[:, None, None], dim=1))
-
-
-def make_draft(target, model: Transformer | None, make_engine: Callable, slots: int) -> Drafter:
-    """For the generate.Engine `target`. model: a head or a smaller model, which make_engine(model,
-    slots) runs; None: prompt lookup."""
-    if isinstance(model, Head):
-        return EagleDraft(make_engine(model, slots), target)
-    vocab_size = target.model.config.vocab_size
-    if model is None:
-        return PromptLookup(vocab_size, slots)
-    return DraftModel(make_engine(model, min(slots, model.config.context)), vocab_size)

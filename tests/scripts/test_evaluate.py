@@ -10,7 +10,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from generate import LLM
+from llm import LLM
 from helpers import (
     GOLDEN,
     ROOT,
@@ -27,7 +27,7 @@ from helpers import (
     with_json,
 )
 from scripts import evaluate
-from tokenizer import Tokenizer
+from hub.tokenizer import Tokenizer
 
 STORY = (
     'Once upon a time, a small café had 3 cats.\r\nOne cat 🐈 said:\n\n "Привет, 世界!"  The end. '

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import library, nn
 from torch._dynamo.utils import counters
 
-from eagle import Head, HeadConfig
+from drafts.eagle import Head, HeadConfig
 from fast import optimize, use_kernels
+from fast.engine import FastEngine
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, linear, row_decoder
 from fast.decoder import (
     FusedAttention,
@@ -21,9 +22,10 @@ from fast.decoder import (
     unknown_fields,
 )
 from fast.packed_linear import PackedLinear
-from formats import SeparateLinears
-from generate import Engine, decode_one_token, generate
+from hub.formats import SeparateLinears
+from generate import generate
 from helpers import (
+    ENGINES,
     F32,
     GOLDEN,
     GREEDY,
@@ -40,7 +42,7 @@ from helpers import (
 )
 from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
 from quantize import NVFP4, QuantizedExperts
-from sampling import Sampling, choose
+from generate import Sampling, choose
 
 
 @pytest.mark.parametrize(
@@ -164,13 +166,12 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
         == "plain PyTorch samples: fast/ does not know Sampling.typical=0.5\n"
     )
 
-    engine = Engine(tiny(), 20)  # with what an engine on a GPU has
-    engine.compiled, engine.kernels, engine.fast, engine.settings = True, True, fast, torch.zeros(4)
+    engine = FastEngine(tiny(), 20)
+    engine.kernels, engine.fast = True, fast  # what an engine on a GPU has
     engine.decoder, engine.compiled_decoder = range(2)
-    captured = True, 0, fast.choose, engine.captured_decode
-    for setting, used in (other, (False, 1, choose, decode_one_token)), (known, captured):
+    for setting, used in (other, (False, 1, choose)), (known, (True, 0, fast.choose)):
         engine.set_sampling(setting)
-        assert (engine.captures, engine.forward, engine.sampler.choose, engine.decode) == used
+        assert (engine.captures, engine.forward, engine.twin(choose)) == used
     assert engine.settings.equal(expected)
 
 
@@ -380,13 +381,8 @@ def test_fast_decoder_with_packed_weights(quantize, group_size, head, device):
 @pytest.mark.gpu
 def test_one_graph_for_all_prompts_lengths_conversations_and_settings():
     counters.clear()
-    engine = Engine(
-        load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16),
-        500,
-        2,
-        Sampling(0.8, 50),
-        "fast",
-    )
+    model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
+    engine = FastEngine(model, 500, 2, Sampling(0.8, 50))
     samplings = Sampling(0.8, 50), Sampling(0.0), Sampling(1.1, 7, 0.9), Sampling(0.7, min_p=0.05)
     prompts = (
         ([[1], [2]], 0),
@@ -409,5 +405,5 @@ def test_kernels_change_greedy_tokens_at_ties_only():
     rows, prompts = [], [[1, 5 + i, 300 + 7 * i] for i in range(4)]
     for mode in ("compile", "fast"):
         model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
-        rows.append(run(Engine(model, 80, 4, GREEDY, mode), prompts, 64))
+        rows.append(run(ENGINES[mode](model, 80, 4, GREEDY), prompts, 64))
     same_but_for_ties(tiny(), prompts, *rows, 0.02)

@@ -17,11 +17,11 @@ from unittest.mock import Mock, patch
 import pytest
 import tokenizers as hf
 
-from checkpoint import Checkpoint
+from hub.checkpoint import Checkpoint
 from cli.chat import Chat
-from generate import LLM
+from llm import LLM
 from helpers import GOLDEN, ROOT, TINY, of_each_family, put, read_json, with_template
-from tokenizer import Tokenizer
+from hub.tokenizer import Tokenizer
 
 
 class Session:

@@ -23,7 +23,6 @@ import torch
 
 import generate
 import quantize
-from checkpoint import UserError
 from cli.output import format_report, show, speculation
 from helpers import (
     DRAFT,
@@ -137,7 +136,7 @@ def test_a_profile_replaces_a_file_and_leaves_nothing_else(cli, tmp_path, line):
 def test_a_profile_that_cannot_be_written_is_refused_before_the_work(
     cli, monkeypatch, tmp_path, name, said
 ):
-    monkeypatch.setattr("formats.load", None)
+    monkeypatch.setattr("hub.formats.load", None)
     os.mkfifo(tmp_path / "pipe")
     told = f"--profile {tmp_path / name}: cannot write there, name another place: {said}"
     assert told in one_line(cli(f"--profile {tmp_path / name}"))
@@ -304,7 +303,7 @@ def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     monkeypatch.setattr(
-        "formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+        "hub.formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     )
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
@@ -439,7 +438,7 @@ def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_text_as_it_is
 )
 def test_the_command_says_once_that_it_compiles(cli, monkeypatch, more, terminal, said):
     monkeypatch.setattr("cli.generate.sys.stderr.isatty", lambda: terminal)
-    monkeypatch.setattr(generate.Engine, "compile", Mock(side_effect=UserError("")))
+    monkeypatch.setattr(generate.Engine, "compile", Mock(side_effect=ValueError("")))
     assert cli(f"--compile {more}") == (2, "", f"{said}generate.py: \n")
 
 

@@ -7,8 +7,8 @@ knows what its config means, tokenizer.py its texts.
     tokenizer = Tokenizer(checkpoint)
 
 Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but whoever
-reads a directory of unknown origin calls guard.open_checkpoint(), which vets it first and gives a
-tokenizer that takes typed special tokens as text. What a user can get wrong is a UserError of one
+reads a directory of unknown origin calls vet.open_checkpoint(), which vets it first and gives a
+tokenizer that takes typed special tokens as text. What a user can get wrong is a ValueError of one
 line.
 
 Shapes: as in model.py.
@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from families import config_from_hf, text_settings
+from hub.families import config_from_hf, text_settings
 from model import Config, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,7 +35,7 @@ FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 
 
-class UserError(ValueError):
+class ValueError(ValueError):
     """A user's mistake: what was wrong, the limit and the remedy, in one line of at most 1,000
     characters.
 
@@ -100,7 +100,7 @@ class Checkpoint:
         if not self.index:
             whole = self.directory / WHOLE
             if not whole.exists():
-                raise UserError(
+                raise ValueError(
                     f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read"
                 )
             paths = dict.fromkeys(open_shard(whole).keys(), whole)
@@ -285,13 +285,13 @@ def read_tensor(
     dtypes: str = FLOATS,
     part: tuple[slice | Tensor, ...] = (),
 ) -> Tensor:
-    """The tensor, or tp.Shard's part of it, in the host's memory. UserError if it is missing, or
+    """The tensor, or tp.Shard's part of it, in the host's memory. ValueError if it is missing, or
     has another type or shape than one of these.
 
     Its name is removed from `files`: a name that is still there at the end has no place in the
     model."""
     if name not in files:
-        raise UserError(
+        raise ValueError(
             f"the tensor {name} is missing from the safetensors files: config.json is of another "
             f"model, or "
             "the weights are quantized (formats.load reads these)"
@@ -300,7 +300,9 @@ def read_tensor(
     found = open_shard(path).get_slice(stored)
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in dtypes.split() or shape not in shapes:
-        raise UserError(f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}")
+        raise ValueError(
+            f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}"
+        )
     if part and isinstance(part[0], slice):
         return found[part[: len(shape)]]
     tensor = open_shard(path).get_tensor(stored)
@@ -355,7 +357,7 @@ def load_model(
 
 
 def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
-    """UserError for a tensor that the model has no place for. Not wanted are rope's frequencies, a
+    """ValueError for a tensor that the model has no place for. Not wanted are rope's frequencies, a
     tied model's head, and biases of zeros."""
     sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
     for name, (path, _) in list(files.items()):
@@ -365,4 +367,4 @@ def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
             or (name.endswith(".bias") and not read_tensor(files, name, sizes).any())
         )
         if not unwanted:
-            raise UserError(f"{path}: no place for tensor {name}; config.json is of another model")
+            raise ValueError(f"{path}: no place for tensor {name}; config.json is of another model")

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import formats
-from checkpoint import Checkpoint, hf_weights
-from formats import read_settings
+from hub import formats
+from hub.checkpoint import Checkpoint, hf_weights
+from hub.formats import read_settings
 from helpers import (
     F32,
     ROOT,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from generate import LLM
+from llm import LLM
 from helpers import DRAFT, TINY, logits_of
 from scripts import evaluate
 

@@ -1,0 +1,65 @@
+"""
+What proposes tokens, beyond speculative.py's smaller model and prompt lookup, and the policies that
+say how many.
+
+    eagle.py      EAGLE-3 heads
+    policies.py   how many tokens to draft
+
+A draft of your own is a subclass of speculative.Drafter in a file here and, if it has no weights, a
+name in NAMED; else a case of open_draft(), which reads its directory, and of make_draft().
+"""
+
+import sys
+from collections.abc import Callable
+
+from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_settings
+from drafts.policies import NAMES as DRAFT_TOKENS
+from drafts.policies import make_policy
+from generate import Engine
+from hub import vet
+from hub.checkpoint import Checkpoint, count_parameters
+from hub.families import is_head
+from hub.tokenizer import Tokenizer
+from model import Transformer
+from speculative import Drafter, DraftModel, PromptLookup
+
+NAMED = {"prompt-lookup": PromptLookup}
+
+
+def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:
+    """A smaller model's checkpoint or an EAGLE head's; None where the draft has no weights.
+    ValueError if it is not for the target."""
+    if name is None or name in NAMED:
+        return None
+    directory = vet.find_checkpoint(name)
+    with vet.read_json(directory / "config.json") as hf:
+        if is_head(hf):
+            vet.check_head_files(directory)
+            vet.vet(directory, head_settings)
+            return HeadCheckpoint(directory, target[0])
+    draft, tokenizer = vet.open_checkpoint(directory)
+    vet.check_draft(name, tokenizer, target[1])
+    smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
+    if smaller > larger:
+        print(
+            f"the draft {name} has {smaller:,} parameters, the checkpoint {larger:,}: this draft "
+            "costs more than it can save",
+            file=sys.stderr,
+        )
+    return draft
+
+
+def make_draft(
+    target: Engine, model: Transformer | None, make_engine: Callable, name: str = "prompt-lookup"
+) -> Drafter:
+    """For the engine of the target. model: of open_draft()'s checkpoint, which
+    make_engine(model, max_seq_len) runs; without one, name says which draft it is."""
+    slots = target.max_seq_len
+    if isinstance(model, Head):
+        # It reads its own last hidden state: see EagleDraft.
+        engine = make_engine(model, slots, features=(model.config.n_layer,))
+        return EagleDraft(engine, target)
+    vocab_size = target.model.config.vocab_size
+    if model is None:
+        return NAMED[name](vocab_size, slots)
+    return DraftModel(make_engine(model, min(slots, model.config.context)), vocab_size)

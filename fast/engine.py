@@ -1,0 +1,94 @@
+"""
+The captured engine: generate.Engine with this folder's modules in the model and, on a GPU with its
+kernels, a decode step as one CUDA graph. llm.py imports this file, at one guarded place.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fast import optimize, read_bandwidth  # noqa: F401  (for cli/output.py)
+from generate import Engine, Sampling, choose, decode_one_token
+
+
+class FastEngine(Engine):
+    """What a step runs:
+
+                         forward                 sampling functions    one CUDA graph is
+        captured         self.decoder            fast/sampling.py      the whole step
+        not captured     torch.compile of it     generate.py           the forward
+
+    decoder: a second module over the model's weights and caches. captures: kernels do all of a
+    step, and know all values of Sampling.
+    """
+
+    def __init__(self, *args, **options):
+        """As Engine, which is compiled here."""
+        super().__init__(*args, compile=True, **options)
+
+    def compile(self) -> None:
+        super().compile()
+        self.fast = optimize(self.model)
+        self.decoder = self.fast.decoder if self.fast else self.model
+        self.kernels = bool(self.fast and self.fast.kernels)
+        self.compiled_decoder = self.compile_whole(self.decoder)
+        self.settings = torch.zeros(4, device=self.device)  # the kernels' values of Sampling
+        self.graph = self.pool = None
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        values = self.fast.settings(sampling) if self.kernels else None
+        self.captures = values is not None
+        if self.captures:
+            self.settings.copy_(values)
+            self.sampling, self.forward = self.settings, self.decoder
+        else:
+            self.sampling, self.forward = sampling, self.compiled_decoder
+
+    def twin(self, function: Callable) -> Callable:
+        """The function of that name in fast/sampling.py, while kernels sample."""
+        return getattr(self.fast, function.__name__) if self.captures else function
+
+    def columns(self) -> int:
+        return 2 if self.kernels else super().columns()
+
+    def slots(self, n: int) -> Tensor:
+        """None with kernels: they find the slots in use by themselves, also those that are in the
+        model for prefill."""
+        return self.model.slots[:0] if self.kernels else super().slots(n)
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        """The first captured step runs as it is, which compiles the kernels.
+
+        torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready
+        in 17 s with empty caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The
+        graph has no arguments: it reads tokens, positions and settings where they are, and changes
+        the first two there."""
+        if not self.captures:
+            return super().decode()
+        if self.graph:
+            return self.graph()
+        parts = self.forward, *self.state, self.slots(0), self.twin(choose), self.sampling
+        step = partial(decode_one_token, *parts)
+        chosen = step()
+        self.graph = self.capture(step, chosen)
+        return chosen
+
+    def capture(self, step: Callable, results: tuple[Tensor, ...]) -> Callable:
+        """As graph.CapturedStep. All graphs of an engine share their memory."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        return self.fast.capture(step, results, self.pool)
+
+    @torch.no_grad()
+    def warm_up(self, prompts: int, alone: bool = True) -> None:
+        """alone: kernels are compiled beside prefill, see FusedDecoder.warm_up(). Ranks that
+        compile and run at once would exchange their sums out of order."""
+        beside = nullcontext()
+        if self.captures and alone:
+            beside = self.decoder.warm_up(self.batch_size, self.twin(choose), self.sampling)
+        with beside:
+            self.begin([[0, 0]] * prompts, 4, 0, 1)
+        while self.step():
+            pass

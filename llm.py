@@ -1,0 +1,682 @@
+"""
+The Python API: a checkpoint, ready to generate.
+
+    from llm import LLM
+
+    llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
+    print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
+
+Contents: the options, completions (a row's tokens and the text that they make), LLM.
+"""
+
+import gc
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from drafts import DRAFT_TOKENS, make_draft, make_policy, open_draft
+from drafts.eagle import Head
+from generate import Engine, Sampling, check_limits, generate, option
+from hub import formats, vet
+from hub.tokenizer import Tokenizer
+from speculative import SLACK, Speculator
+from tp import draft_splitter, join, splitter
+
+TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
+
+
+# Options
+
+
+# A field is a keyword of LLM, and an option of the command line: its name, its type, its default
+# and, by option(), its limits and its help. More that option() takes:
+#
+#     choices   the values that there are
+#     metavar   what the command line calls the value
+#     flags     what it calls the option, if that is not the field's name
+#     group     the heading in --help
+model = partial(option, group="model")
+speed = partial(option, group="speed")
+quantization = partial(option, group="quantization")
+speculation = partial(option, group="speculation")
+prompt = partial(option, group="prompt")
+generation = partial(option, group="generation")
+output = partial(option, group="output")
+
+INTS = "int8", "int4"
+ROUND = dict(choices=INTS)
+
+# Sampling's fields. None: generation_config.json's value or, without one, Sampling's.
+SamplingOptions = make_dataclass(
+    "SamplingOptions",
+    [
+        (each.name, each.type | None, generation(None, **(each.metadata | dict(metavar="X"))))
+        for each in fields(Sampling)
+    ],
+    kw_only=True,
+)
+
+
+@dataclass(kw_only=True)
+class CallOptions(SamplingOptions):
+    """What a call of LLM may set, too."""
+
+    max_new_tokens: int | None = generation(
+        None, "default: 256, or what the context leaves; in a chat, what the context leaves", 1
+    )
+    seed: int | None = generation(None, "the same seed, the same text", 0, 2**63 - 1)
+    num_samples: int = generation(1, "of each prompt", 1, 10**5)
+    stop: str | list[str] = generation([], "end before TEXT; repeat it for more", metavar="TEXT")
+    time_budget: float | None = generation(None, "seconds; then rank what there is", 1e-9)
+
+    def __post_init__(self):
+        check_limits(self)
+        for each in fields(self):
+            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            if choices and value is not None and str(value).removeprefix("torch.") not in choices:
+                wanted = ", ".join(choices)
+                raise ValueError(f"{each.name}={value!r:.60}: want one of {wanted}")
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"stop={self.stop!r:.60}: want a text, or a list of texts")
+        if "" in texts:
+            raise ValueError("stop='': an empty text would end everything at once")
+
+
+@dataclass(kw_only=True)
+class Options(CallOptions):
+    """The keywords of LLM."""
+
+    checkpoint: str = model(
+        TINY, "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct", metavar="DIR"
+    )
+    max_batch_size: int | None = model(None, "rows (prompts x samples) of the KV cache", 1)
+    max_seq_length: int | None = model(
+        None, "prompt and new tokens at most; default: the context; in a chat at most 8192", 2
+    )
+    device: str | None = model(
+        None, "cpu, cuda, cuda:N or mps; default: the first GPU, else cpu", metavar="NAME"
+    )
+    dtype: str | None = model(
+        None, "default: bfloat16 on a GPU, float32 on a CPU", choices=tuple(vet.DTYPES)
+    )
+    compile: bool = speed(False, "torch.compile: a wait first, then faster")
+    no_kernels: bool = speed(False, "with --compile: plain PyTorch, without fast/")
+    quantize: str | None = quantization(
+        None, "round the layers' weights as they are loaded", **ROUND
+    )
+    group_size: int | None = quantization(
+        None,
+        "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 32",
+        -1,
+    )
+    quantize_head: str | None = quantization(
+        None, "round the output head: int8 a row, int4 in groups of 32", **ROUND
+    )
+    kv_cache: str | None = quantization(
+        None,
+        "round keys and values, or values alone, a scale for each token and head",
+        choices=("int8", "int8-values"),
+    )
+    draft: str | None = speculation(
+        None,
+        "a smaller checkpoint with the same tokenizer, an EAGLE-3 head, or prompt-lookup",
+        metavar="DRAFT",
+    )
+    draft_tokens: int | str | None = speculation(
+        None, "1 to 32, or a rule: auto, hf or bass; default: auto", metavar="N"
+    )
+    draft_quantize: str | None = speculation(None, "round the draft's weights", **ROUND)
+    template_options: dict | None = prompt(
+        None,
+        "a variable of the chat template, e.g. enable_thinking=false",
+        flags=("--template-option",),
+        metavar="KEY=VALUE",
+    )
+    quiet: bool = output(False, "no progress, no hints, no table")
+
+    def __post_init__(self):
+        super().__post_init__()
+        values = self.template_options or {}
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError(
+                f"template_options={values!r:.60}: want the template's variables and their values"
+            )
+        with vet.reading("template_options"):
+            json.dumps(values)
+        if self.group_size and not self.quantize:
+            raise ValueError(
+                f"group_size={self.group_size} goes with quantize; a quantized checkpoint has its "
+                "own"
+            )
+        if self.draft == "":
+            raise ValueError(
+                "draft='': want a checkpoint or prompt-lookup; for no draft, leave the option out"
+            )
+        if not self.draft and (self.draft_tokens or self.draft_quantize):
+            raise ValueError("draft_tokens and draft_quantize go with draft")
+        if self.draft == "prompt-lookup" and self.draft_quantize:
+            raise ValueError("draft_quantize: prompt-lookup has no weights; leave it out")
+        if self.draft_tokens is not None and str(self.draft_tokens) not in DRAFT_TOKENS:
+            raise ValueError(
+                f"draft_tokens={self.draft_tokens!r:.60}: want 1 to 32, auto, hf or bass"
+            )
+
+
+def takes(kind: type) -> Callable:
+    """A decorator: **options are the fields of this dataclass, whose names, types and defaults
+    help() and a shell's completion then show, and whose meaning stands behind the docstring."""
+
+    def show(function: Callable) -> Callable:
+        found = inspect.signature(function)
+        own = [each for each in found.parameters.values() if each.kind != each.VAR_KEYWORD]
+        theirs = [
+            each.replace(annotation=each.annotation)
+            for each in inspect.signature(kind).parameters.values()
+            if each.name not in found.parameters
+        ]
+        function.__signature__ = found.replace(parameters=own + theirs)
+        meanings = [f"    {each.name}: {each.metadata['help']}" for each in fields(kind)]
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__), "", *meanings])
+        return function
+
+    return show
+
+
+# Completions
+
+
+@dataclass
+class Completion:
+    """One row of the batch: the tokens that follow its prompt, their text so far, and why they
+    ended."""
+
+    prompt: str
+    prompt_tokens: list[int]
+    tokenizer: Tokenizer = field(repr=False)
+    limit: int  # new tokens at most
+    stop_texts: list[str] = ()
+    tokens: list[int] = field(default_factory=list)  # the new ones, without the stop token
+    logprobs: list[float] = field(default_factory=list, repr=False)
+    text: str = ""
+    heading: str = ""  # what the command line prints before the text
+    # What gpt-oss writes in other channels than "final", and how the part begins that is being
+    # written.
+    thoughts: str = ""
+    header: str = ""
+    finish_reason: str | None = None  # "stop", "length", "time" or, in a chat, "interrupted"
+    steps: int = 0  # that of a stop token included
+    first_s: float = 0.0  # when the first step came, since the start
+    seconds: float = 0.0  # when the last one came
+
+    def __post_init__(self):
+        # New tokens are decoded together with the tokens before them: their spaces depend on these.
+        self.before = self.prompt_tokens[-8:]
+        self.pending = []  # tokens that are not in the text yet
+        self.writes = "text"  # or "thoughts" or "header": what tokens are added to
+
+    def add(self, token: int, logprob: float, seconds: float):
+        if logprob != logprob:  # NaN
+            raise ValueError(
+                "the logits are not finite: the weights are broken, or dtype=float32 helps"
+            )
+        self.steps += 1
+        self.first_s, self.seconds = self.first_s or seconds, seconds
+        if token in self.tokenizer.stops:
+            self.finish_reason = "stop"
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if mark := self.tokenizer.parts.get(token):
+            self.begin_part(mark)
+        else:
+            self.decode(token)
+        ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
+        if ends:
+            self.text, self.finish_reason = self.text[: min(ends)], "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+
+    def begin_part(self, mark: str):
+        """mark: one of tokenizer.PARTS."""
+        self.writes = "header"
+        if mark == "<|message|>":
+            self.writes = "text" if self.header.startswith("final") else "thoughts"
+        self.header, self.pending = "", []
+
+    def decode(self, token: int):
+        """Adds the token to what is being written, once its characters are complete."""
+        self.pending.append(token)
+        before = self.tokenizer.decode(self.before)
+        after = self.tokenizer.decode(self.before + self.pending)
+        if len(after) > len(before) and not after.endswith(
+            "\ufffd"
+        ):  # else the last character is incomplete
+            vars(self)[self.writes] += after[len(before) :]
+            self.before, self.pending = self.pending, []
+
+    @property
+    def room(self) -> int:
+        """Tokens of the prompt and of what may follow."""
+        return len(self.prompt_tokens) + self.limit
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """Of the tokens under the model's raw logits; None without tokens."""
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
+
+    def visible(self) -> str:
+        """The text, without an end that may yet turn out to begin a stop text."""
+        stops = [] if self.finish_reason else self.stop_texts
+        held = max(
+            (n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])),
+            default=0,
+        )
+        return self.text[: len(self.text) - held]
+
+
+def make_completions(
+    prompts: list, options, tokenizer: Tokenizer, context: int
+) -> list[Completion]:
+    """A completion for each prompt, a text or a chat's messages, and each sample of it. ValueError
+    where the context, or max_seq_length, has no room for it."""
+    if not prompts:
+        raise ValueError("no prompt: want a text, messages, or a list of these")
+    texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
+    if [] in encoded:
+        raise ValueError(
+            "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
+        )
+    longest = max(map(len, encoded))
+    new_tokens = options.max_new_tokens or max(1, min(256, context - longest))
+    if longest + new_tokens > context:
+        limit = "max_seq_length" if options.max_seq_length else "the model's context"
+        raise ValueError(
+            f"{longest} prompt tokens and {new_tokens} new ones exceed {context}, {limit}: "
+            "shorten the prompt or lower max_new_tokens"
+        )
+    stops = [options.stop] if isinstance(options.stop, str) else options.stop
+    return [
+        Completion(text, tokens, tokenizer, new_tokens, stops)
+        for text, tokens in zip(texts, encoded)
+        for _ in range(options.num_samples)
+    ]
+
+
+def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """A text, or a chat's last message, and the tokens of all."""
+    with vet.reading("a prompt"):
+        if isinstance(prompt, str):
+            return prompt, tokenizer.encode_text(prompt)
+        vet.check_messages(prompt)
+        if not tokenizer.template:
+            raise ValueError(
+                "this checkpoint has no chat template: give a text, which is continued"
+            )
+        return prompt[-1]["content"], tokenizer.encode_chat(prompt)
+
+
+def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
+    """The text that each step adds."""
+    shown = 0
+    for _ in steps:
+        piece = completion.visible()[shown:]
+        if piece:
+            yield piece
+            shown += len(piece)
+
+
+def rank_completions(completions: list[Completion], samples: int) -> list[Completion]:
+    """After a time budget: for each prompt the finished ones first, and the likeliest first among
+    these."""
+
+    def place(completion: Completion):
+        return (
+            completion.finish_reason == "time",
+            not completion.tokens,
+            -(completion.mean_logprob or 0),
+        )
+
+    ranked = []
+    for at in range(0, len(completions), samples):
+        ranked += sorted(completions[at : at + samples], key=place)
+    return ranked
+
+
+# The API
+
+
+class LLM:
+    """A checkpoint, ready to generate: the Python API, and what the command line runs.
+
+        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
+        print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
+
+    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those from
+    max_new_tokens on may be given here, for all calls, or to a call.
+
+    The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first
+    call sets what is not given, and a larger call lets it grow. With compile=True the first call
+    takes 2,048 tokens at least if the model has them, and when the cache grows the model is loaded
+    and compiled again; other LLMs of the process are compiled again, too. Calls of any size and
+    sampling within these limits compile nothing again. Compiled, a step costs what max_batch_size
+    rows cost, and draws random numbers for as many.
+
+    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One
+    call at a time: another one ends a stream() that goes on. Under torchrun each rank makes the
+    same calls."""
+
+    @takes(Options)
+    def __init__(self, checkpoint: str = TINY, *, load: bool = True, **options):
+        """load: False puts off reading the weights to the first call. The other keywords:"""
+        self.options = options = make_options(Options, options | dict(checkpoint=checkpoint))
+        name, self.team = join(options.device)
+        self.device = vet.find_device(name, options.compile)
+        self.dtype = vet.find_dtype(options.dtype, self.device)
+        opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(checkpoint)
+        self.tokenizer.template_options = options.template_options or {}
+        length = options.max_seq_length
+        self.context = self.checkpoint.config.context
+        if length and length > self.context:
+            raise ValueError(f"max_seq_length={length}: the model's context is {self.context}")
+        self.context = length or self.context
+        self.quantization = formats.read_settings(self.checkpoint)
+        formats.check_quantize(
+            self.checkpoint, self.quantization, options.quantize, options.group_size
+        )
+        self.draft_checkpoint = open_draft(options.draft, opened)
+        # The places whose hidden states the draft reads: see Transformer.setup().
+        self.features = getattr(self.draft_checkpoint, "places", ())
+        self._sizes = [
+            (checkpoint.counted(), formats.read_settings(checkpoint).get("bits"))
+            for checkpoint in (self.checkpoint, self.draft_checkpoint)
+            if checkpoint
+        ]
+        self.model = self.draft_model = self.engine = self.speculator = self._running = None
+        # Room: tokens of a prompt and its completion.
+        self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
+        self.progress = say_compiling
+        if self.team.ranks > 1:
+            torch.manual_seed(self.team.agree(torch.seed()))
+        if load and options.max_batch_size and length:
+            self.prepare(options.max_batch_size, length)
+        elif load:
+            self._load(options.max_batch_size or 1, length or 1)
+
+    def __repr__(self) -> str:
+        return f"LLM({str(self.checkpoint.directory)!r}, device={str(self.device)!r})"
+
+    @takes(CallOptions)
+    def __call__(self, prompts: str | list, **options) -> Completion | list[Completion]:
+        """Completes a text, a chat's messages (a list of {"role": ..., "content": ...}), or a list
+        of these as one batch. options: the constructor's, from max_new_tokens on.
+
+        Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of
+        the samples or, with a time budget, by rank_completions()."""
+        options = self._options(options)
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ValueError(f"{prompts!r:.60}: want a text, messages, or a list of these")
+        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict))
+        prompts = [prompts] if single else prompts
+        completions = make_completions(prompts, options, self.tokenizer, self.context)
+        for _ in self._steps(completions, options):
+            pass
+        if options.time_budget:
+            completions = rank_completions(completions, options.num_samples)
+        return completions[0] if single and options.num_samples == 1 else completions
+
+    @takes(CallOptions)
+    def stream(self, prompt: str | list[dict], **options) -> Iterator[str]:
+        """The completion of one prompt, piece by piece, as it is generated. Another call ends
+        it."""
+        options = self._options(options)
+        if options.num_samples > 1:
+            raise ValueError(f"num_samples={options.num_samples}: a stream is of one sample")
+        completions = make_completions([prompt], options, self.tokenizer, self.context)
+        return pieces(completions[0], self._steps(completions, options))
+
+    def _options(self, given: dict) -> Options:
+        """The constructor's options with those of a call in their place. None: as if it were not
+        given."""
+        for name in given.keys() & {each.name for each in fields(Options)}:
+            if name not in {each.name for each in fields(CallOptions)}:
+                raise ValueError(f"{name}: an option of LLM(...), not of a call")
+        check_names(CallOptions, given)
+        return replace(
+            self.options, **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def _sampling(self, options: Options) -> Sampling:
+        """The options that were given, else generation_config.json's, else Sampling's defaults."""
+        found = {}
+        for source in (self.checkpoint.generation, vars(options)):
+            for each in fields(Sampling):
+                if source.get(each.name) is not None:
+                    found[each.name] = source[each.name]
+        return Sampling(**found)
+
+    # Weights, cache and compiled code
+
+    def _load(self, rows: int, length: int) -> None:
+        """Reads the weights, for a cache of so many rows and tokens."""
+        options = self.options
+        begun = time.perf_counter()
+        where = dict(device=self.device, dtype=self.dtype, progress=not options.quiet)
+        read = partial(formats.load, **where)
+        self.advice = self._check_memory(rows, length)
+        with vet.memory_advice(self.advice):
+            self.model = read(
+                self.checkpoint,
+                quantize=options.quantize,
+                group_size=options.group_size,
+                quantize_head=options.quantize_head,
+                split=splitter(self.team),
+            )
+            if self.draft_checkpoint:
+                self.draft_model = read(
+                    self.draft_checkpoint,
+                    quantize=options.draft_quantize,
+                    split=draft_splitter(self.team, self.draft_checkpoint.counted()),
+                )
+                if isinstance(self.draft_model, Head):
+                    self.draft_model.share_embedding(self.model)
+        self.load_s = time.perf_counter() - begun
+
+    def _check_memory(self, rows: int, length: int) -> str:
+        """What to say if memory runs out. ValueError if weights and caches alone do not fit."""
+        return vet.check_memory(
+            self._sizes,
+            rows,
+            length + self._spare(),
+            self.device,
+            self.dtype,
+            self.team.ranks,
+            loaded=self.model is not None,
+            kind=self.options.kv_cache or "16-bit",
+            features=len(self.features) * self.checkpoint.config.dim,
+        )
+
+    def _spare(self) -> int:
+        """Slots beyond the end of a text, for drafted tokens that are refused."""
+        return SLACK if self.options.draft else 0
+
+    def prepare(self, rows: int, length: int, prompts: int | None = None) -> None:
+        """Makes room for calls of so many rows and of `length` tokens, a prompt's and its
+        completion's together. What is not loaded yet is loaded, and what is to be compiled is
+        compiled.
+
+        prompts: how many a call has, where that is known; for other numbers prefill compiles when
+        they come."""
+        if self.engine and rows <= self.engine.batch_size and length <= self.room:
+            return
+        self._free_cache(rows, length)
+        if self.model is None:
+            self._load(rows, length)
+        else:
+            self.advice = self._check_memory(rows, length)
+        begun = time.perf_counter()
+        with vet.memory_advice(self.advice):
+            if self.options.compile:
+                with nullcontext() if self.options.quiet else self.progress():
+                    runner = self._make_engine(rows, length)
+                    for count in {prompts} if prompts else {1, rows}:
+                        runner.warm_up(count, self.team.ranks == 1)
+                self.compile_s = time.perf_counter() - begun
+            else:
+                for model in (self.model, self.draft_model):
+                    formats.unpack_quantized(
+                        model, rows * length, self.options.quiet, self.team.ranks
+                    )
+                self._make_engine(rows, length)
+        self.room = length
+
+    def _free_cache(self, rows: int, length: int) -> None:
+        """Frees the old one, before one of so many rows and tokens is made."""
+        if not self.engine:
+            return
+        if self.options.compile:  # compiled code and kernels hold it
+            if not self.options.quiet:
+                print(
+                    f"compiling again: the KV cache grows to max_batch_size={rows}, "
+                    f"max_seq_length={length}",
+                    file=sys.stderr,
+                )
+            self.model = self.draft_model = None
+            torch._dynamo.reset()
+        self.engine = self.speculator = None
+        for model in (self.model, self.draft_model):
+            if model is not None:
+                model.setup(1, 1)  # the smallest cache takes the old one's place
+        gc.collect()
+
+    def _make_engine(self, rows: int, length: int) -> Engine | Speculator:
+        """Makes self.engine and, with a draft, self.speculator: what generate() runs."""
+        options = self.options
+        engine = partial(
+            find_engine(options.compile, options.no_kernels),
+            batch_size=rows,
+            sampling=self._sampling(options),
+            cache=options.kv_cache or "16-bit",
+        )
+        self.engine = engine(self.model, length, features=self.features, spare=self._spare())
+        if not options.draft:
+            return self.engine
+        draft = make_draft(self.engine, self.draft_model, engine, options.draft)
+        if draft.max_seq_len < length:
+            print(
+                f"the draft's context is {draft.max_seq_len} tokens: no token beyond is drafted",
+                file=sys.stderr,
+            )
+        policy = make_policy(str(options.draft_tokens or "auto"))
+        self.speculator = Speculator(self.engine, draft, policy, self.team.agree)
+        return self.speculator
+
+    # Generation
+
+    def _steps(self, completions: list[Completion], options) -> Iterator[None]:
+        """What complete() yields for a call, once room for it is made."""
+        if self._running:
+            self._running.close()  # a stream that goes on ends here
+        rows, most = len(completions), self.options.max_batch_size
+        if most and rows > most:
+            raise ValueError(
+                f"{rows} rows (prompts x samples) exceed max_batch_size={most}: give fewer"
+            )
+        length = max(completion.room for completion in completions)
+        # max_batch_size and max_seq_length if given, else what is needed, and never less than there
+        # is.
+        least = min(2048, self.context) if self.options.compile else 1
+        there = self.engine.batch_size if self.engine else 1
+        self.prepare(
+            most or max(rows, there), self.options.max_seq_length or max(length, self.room, least)
+        )
+        (self.speculator or self.engine).set_sampling(self._sampling(options))
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        self._running = self.complete(completions, options.num_samples, budget=options.time_budget)
+        return self._running
+
+    def complete(
+        self,
+        completions: list[Completion],
+        samples: int = 1,
+        start: int = 0,
+        budget: float | None = None,
+    ) -> Iterator[None]:
+        """Generates until each completion has ended or `budget` seconds are over, and yields after
+        each step.
+
+        Each prompt has `samples` completions, one after the other, all of one limit. `start` tokens
+        of the prompts are in the cache already."""
+        begun, limit = time.perf_counter(), completions[0].limit
+        # With a budget all ranks must stop at the same step.
+        agree = self.team.agree if budget else float
+        prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
+        with vet.memory_advice(self.advice):
+            for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
+                seconds = agree(time.perf_counter() - begun)
+                for b, completion in enumerate(completions):
+                    if budget and seconds > budget and not completion.finish_reason:
+                        completion.finish_reason = "time"
+                    for token, logprob in rows[b]:
+                        if not completion.finish_reason:
+                            completion.add(token, logprob, seconds)
+                    if completion.finish_reason and self.speculator:
+                        self.speculator.finish(b)
+                yield
+                if all(completion.finish_reason for completion in completions):
+                    break
+        if budget and not any(completion.steps for completion in completions):
+            raise ValueError(
+                f"time_budget={budget}: the first token took {seconds:.3f} s; allow more"
+            )
+
+
+def say_compiling():
+    print("compiling ...", file=sys.stderr)
+    return nullcontext()
+
+
+def make_options(kind: type, given: dict):
+    """An instance of a dataclass of options. ValueError for a name that it lacks."""
+    check_names(kind, given)
+    return kind(**given)
+
+
+def check_names(kind: type, given: dict) -> None:
+    names = [each.name for each in fields(kind)]
+    for name in given.keys() - {*names}:
+        near = get_close_matches(name, names, 1)
+        raise ValueError(f"{name}: no such option" + (f", did you mean {near[0]}?" if near else ""))
+
+
+def find_engine(compile: bool, no_kernels: bool = False) -> Callable[..., Engine]:
+    """The class of engines, eager, compiled or with fast/ in it."""
+    fast = import_fast() if compile and not no_kernels else None
+    return fast.FastEngine if fast else partial(Engine, compile=compile)
+
+
+@cache
+def import_fast():
+    """fast/engine.py, the door of the speed layer. None where the folder was deleted or, after a
+    line on stderr, does not import."""
+    try:
+        import fast.engine
+
+        return fast.engine
+    except Exception as error:  # whatever is wrong with it, the plain path runs
+        missing = isinstance(error, ModuleNotFoundError) and error.name in ("fast", "fast.engine")
+        if not missing:
+            print(
+                f"fast/ cannot be imported, plain PyTorch runs: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
