@@ -42,15 +42,15 @@ TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 #
 #     choices   the values that there are
 #     metavar   what the command line calls the value
-#     flags     what it calls the option, if that is not the field's name
+#     flags     what it calls the option, if that is not the field's name; (): it has none
 #     group     the heading in --help
-model = partial(option, group="model")
-speed = partial(option, group="speed")
-quantization = partial(option, group="quantization")
-speculation = partial(option, group="speculation")
-prompt = partial(option, group="prompt")
-generation = partial(option, group="generation")
-output = partial(option, group="output")
+of_model = partial(option, group="model")
+of_speed = partial(option, group="speed")
+of_quantization = partial(option, group="quantization")
+of_speculation = partial(option, group="speculation")
+of_prompt = partial(option, group="prompt")
+of_generation = partial(option, group="generation")
+of_output = partial(option, group="output")
 
 INTS = "int8", "int4"
 ROUND = dict(choices=INTS)
@@ -59,7 +59,7 @@ ROUND = dict(choices=INTS)
 SamplingOptions = make_dataclass(
     "SamplingOptions",
     [
-        (each.name, each.type | None, generation(None, **(each.metadata | dict(metavar="X"))))
+        (each.name, each.type | None, of_generation(None, **(each.metadata | dict(metavar="X"))))
         for each in fields(Sampling)
     ],
     kw_only=True,
@@ -70,13 +70,13 @@ SamplingOptions = make_dataclass(
 class CallOptions(SamplingOptions):
     """What a call of LLM may set, too."""
 
-    max_new_tokens: int | None = generation(
+    max_new_tokens: int | None = of_generation(
         None, "default: 256, or what the context leaves; in a chat, what the context leaves", 1
     )
-    seed: int | None = generation(None, "the same seed, the same text", 0, 2**63 - 1)
-    num_samples: int = generation(1, "of each prompt", 1, 10**5)
-    stop: str | list[str] = generation([], "end before TEXT; repeat it for more", metavar="TEXT")
-    time_budget: float | None = generation(None, "seconds; then rank what there is", 1e-9)
+    seed: int | None = of_generation(None, "the same seed, the same text", 0, 2**63 - 1)
+    num_samples: int = of_generation(1, "of each prompt", 1, 10**5)
+    stop: str | list[str] = of_generation([], "end before TEXT; repeat it for more", metavar="TEXT")
+    time_budget: float | None = of_generation(None, "seconds; then rank what there is", 1e-9)
 
     def __post_init__(self):
         check_limits(self)
@@ -96,53 +96,55 @@ class CallOptions(SamplingOptions):
 class Options(CallOptions):
     """The keywords of LLM."""
 
-    checkpoint: str = model(
+    checkpoint: str = of_model(
         TINY, "directory or Hub id, e.g. HuggingFaceTB/SmolLM2-135M-Instruct", metavar="DIR"
     )
-    max_batch_size: int | None = model(None, "rows (prompts x samples) of the KV cache", 1)
-    max_seq_length: int | None = model(
+    max_batch_size: int | None = of_model(
+        None, "rows (prompts x samples) of the KV cache", 1, flags=()
+    )
+    max_seq_length: int | None = of_model(
         None, "prompt and new tokens at most; default: the context; in a chat at most 8192", 2
     )
-    device: str | None = model(
+    device: str | None = of_model(
         None, "cpu, cuda, cuda:N or mps; default: the first GPU, else cpu", metavar="NAME"
     )
-    dtype: str | None = model(
+    dtype: str | None = of_model(
         None, "default: bfloat16 on a GPU, float32 on a CPU", choices=tuple(vet.DTYPES)
     )
-    compile: bool = speed(False, "torch.compile: a wait first, then faster")
-    no_kernels: bool = speed(False, "with --compile: plain PyTorch, without fast/")
-    quantize: str | None = quantization(
+    compile: bool = of_speed(False, "torch.compile: a wait first, then faster")
+    no_kernels: bool = of_speed(False, "with --compile: plain PyTorch, without fast/")
+    quantize: str | None = of_quantization(
         None, "round the layers' weights as they are loaded", **ROUND
     )
-    group_size: int | None = quantization(
+    group_size: int | None = of_quantization(
         None,
         "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 32",
         -1,
     )
-    quantize_head: str | None = quantization(
+    quantize_head: str | None = of_quantization(
         None, "round the output head: int8 a row, int4 in groups of 32", **ROUND
     )
-    kv_cache: str | None = quantization(
+    kv_cache: str | None = of_quantization(
         None,
         "round keys and values, or values alone, a scale for each token and head",
         choices=("int8", "int8-values"),
     )
-    draft: str | None = speculation(
+    draft: str | None = of_speculation(
         None,
         "a smaller checkpoint with the same tokenizer, an EAGLE-3 head, or prompt-lookup",
         metavar="DRAFT",
     )
-    draft_tokens: int | str | None = speculation(
+    draft_tokens: int | str | None = of_speculation(
         None, "1 to 32, or a rule: auto, hf or bass; default: auto", metavar="N"
     )
-    draft_quantize: str | None = speculation(None, "round the draft's weights", **ROUND)
-    template_options: dict | None = prompt(
+    draft_quantize: str | None = of_speculation(None, "round the draft's weights", **ROUND)
+    template_options: dict | None = of_prompt(
         None,
         "a variable of the chat template, e.g. enable_thinking=false",
         flags=("--template-option",),
         metavar="KEY=VALUE",
     )
-    quiet: bool = output(False, "no progress, no hints, no table")
+    quiet: bool = of_output(False, "no progress, no hints, no table")
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cli.output import partial_directory
 from hub.vet import reading
-from llm import Options, output, prompt
+from llm import Options, of_output, of_prompt
 
 GROUPS = {  # the headings of --help, in their order
     "model": None,
@@ -67,8 +67,8 @@ class Parser(argparse.ArgumentParser):
                 groups[name] = self.add_argument_group(name, example)
         for each in wanted:
             flag = f"--{each.name.replace('_', '-')}"
-            flags = each.metadata.get("flags", [flag])
-            groups[each.metadata["group"]].add_argument(*flags, dest=each.name, **how(each))
+            if flags := each.metadata.get("flags", [flag]):
+                groups[each.metadata["group"]].add_argument(*flags, dest=each.name, **how(each))
 
 
 def how(each) -> dict:
@@ -122,26 +122,28 @@ def key_and_value(text: str) -> tuple[str, object]:
 class CommandLine(Options):
     """generate.py's options. What contradicts itself is a ValueError."""
 
-    prompt: list[str] = prompt(
+    prompt: list[str] = of_prompt(
         [],
         "several: a batch; -: what stdin holds (default: a pipe's or a redirected file's text, "
         "else Once upon a time)",
         flags=("-p", "--prompt"),
         metavar="TEXT",
     )
-    prompt_file: str | None = prompt(None, "a prompt a line; -: stdin's lines", metavar="FILE")
-    whole: bool = prompt(False, "the whole of --prompt-file is one prompt")
-    chat: bool = prompt(False, "put each prompt into the chat template")
-    interactive: bool = prompt(False, "chat or, without a template, continue your text")
-    system: str | None = prompt(
+    prompt_file: str | None = of_prompt(None, "a prompt a line; -: stdin's lines", metavar="FILE")
+    whole: bool = of_prompt(False, "the whole of --prompt-file is one prompt")
+    chat: bool = of_prompt(False, "put each prompt into the chat template")
+    interactive: bool = of_prompt(False, "chat or, without a template, continue your text")
+    system: str | None = of_prompt(
         None,
         "with --chat or --interactive: the system message (default: the template's)",
         metavar="TEXT",
     )
-    show_thinking: bool = output(False, "of gpt-oss: what it thinks before it answers, to stderr")
-    json: bool = output(False, "print one JSON object instead of the text")
-    logprobs: bool = output(False, "with --json: the tokens' log-probabilities, too")
-    profile: Path | None = output(None, "write a Chrome trace of the generation", metavar="FILE")
+    show_thinking: bool = of_output(
+        False, "of gpt-oss: what it thinks before it answers, to stderr"
+    )
+    json: bool = of_output(False, "print one JSON object instead of the text")
+    logprobs: bool = of_output(False, "with --json: the tokens' log-probabilities, too")
+    profile: Path | None = of_output(None, "write a Chrome trace of the generation", metavar="FILE")
 
     def __post_init__(self):
         super().__post_init__()
