@@ -23,11 +23,14 @@ from pathlib import Path
 
 import torch
 
-from drafts import DRAFT_TOKENS, make_draft, make_policy, open_draft
+from drafts import NAMED, make_draft, open_draft
 from drafts.eagle import Head
+from drafts.policies import NAMES as DRAFT_TOKENS
+from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
 from hub.tokenizer import Tokenizer
+from model import CACHES
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
 
@@ -127,7 +130,7 @@ class Options(CallOptions):
     kv_cache: str | None = of_quantization(
         None,
         "round keys and values, or values alone, a scale for each token and head",
-        choices=("int8", "int8-values"),
+        choices=(*CACHES,)[1:],
     )
     draft: str | None = of_speculation(
         None,
@@ -135,7 +138,9 @@ class Options(CallOptions):
         metavar="DRAFT",
     )
     draft_tokens: int | str | None = of_speculation(
-        None, "1 to 32, or a rule: auto, hf or bass; default: auto", metavar="N"
+        None,
+        f"1 to {DRAFT_TOKENS[-1]}, or a policy: {', '.join(POLICIES)}; default: auto",
+        metavar="N",
     )
     draft_quantize: str | None = of_speculation(None, "round the draft's weights", **ROUND)
     template_options: dict | None = of_prompt(
@@ -166,11 +171,12 @@ class Options(CallOptions):
             )
         if not self.draft and (self.draft_tokens or self.draft_quantize):
             raise ValueError("draft_tokens and draft_quantize go with draft")
-        if self.draft == "prompt-lookup" and self.draft_quantize:
-            raise ValueError("draft_quantize: prompt-lookup has no weights; leave it out")
+        if self.draft in NAMED and self.draft_quantize:
+            raise ValueError(f"draft_quantize: {self.draft} has no weights; leave it out")
         if self.draft_tokens is not None and str(self.draft_tokens) not in DRAFT_TOKENS:
             raise ValueError(
-                f"draft_tokens={self.draft_tokens!r:.60}: want 1 to 32, auto, hf or bass"
+                f"draft_tokens={self.draft_tokens!r:.60}: want 1 to {DRAFT_TOKENS[-1]}, or "
+                f"{', '.join(POLICIES)}"
             )
 
 
@@ -319,6 +325,8 @@ def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[in
     with vet.reading("a prompt"):
         if isinstance(prompt, str):
             return prompt, tokenizer.encode_text(prompt)
+        if not isinstance(prompt, list):
+            raise ValueError(f"{type(prompt).__name__} is no text, and no list of messages")
         vet.check_messages(prompt)
         if not tokenizer.template:
             raise ValueError(
@@ -426,7 +434,8 @@ class LLM:
         the samples or, with a time budget, by rank_completions()."""
         options = self._options(options)
         if not isinstance(prompts, (str, list, tuple)):
-            raise ValueError(f"{prompts!r:.60}: want a text, messages, or a list of these")
+            kind = type(prompts).__name__
+            raise ValueError(f"a {kind} is no prompt: want a text, messages, or a list of these")
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict))
         prompts = [prompts] if single else prompts
         completions = make_completions(prompts, options, self.tokenizer, self.context)

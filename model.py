@@ -26,9 +26,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# A kind of KV cache -> whether keys, and whether values, are int8. "16-bit", without --kv-cache:
-# both in the model's dtype, whichever that is.
-CACHES = {"16-bit": (False, False), "int8": (True, True), "int8-values": (False, True)}
 ACTIVATIONS = dict(silu=F.silu, gelu=partial(F.gelu, approximate="tanh"))
 # Buffers, so that a CUDA graph finds them at fixed addresses; not persistent, so that no checkpoint
 # holds them.
@@ -80,6 +77,23 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """A family of models is a set of values of these fields, and hub/families.py knows them by the
+    model_type of config.json; hub/checkpoint.py names the weights. Where a family wants something
+    new, it is one more field, whose default turns it off, and the line that uses it. A Llama whose
+    logits are capped, as Gemma 2's are, is three places:
+
+        # model.py, below: logits_scale: float = 1.0
+        logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+        # model.py, above: return logits
+        if cap := self.config.logits_cap:
+            logits = cap * torch.tanh(logits / cap)
+
+        # hub/families.py, below: "llama": {},
+        "capped_llama": dict(logits_cap=3.0),
+
+    fast/ does not know the field: where it has another value, this file decodes."""
+
     dim: int
     layers: tuple[LayerConfig, ...]
     n_head: int
@@ -163,7 +177,7 @@ class Transformer(nn.Module):
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers:
             shape = batch_size, config.n_kv_head, L, config.head_dim
-            layer.attn.cache = KVCache(shape, device, dtype, cache) if batch_size else None
+            layer.attn.cache = CACHES[cache](shape, device, dtype) if batch_size else None
         self.places = features
         shape = batch_size, L, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
@@ -212,7 +226,8 @@ class Transformer(nn.Module):
         self.keep(len(self.layers), x, rows, positions)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
-        return self.head(self.norm(x) * self.config.logits_scale)
+        logits = self.head(self.norm(x) * self.config.logits_scale)
+        return logits
 
     def embedded(self, tokens):
         """[B, T] -> [B, T, D]"""
@@ -334,33 +349,57 @@ class Attention(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The keys and values of a layer: k, v [B, K, L, E]. Another kind is a subclass, made in
-    Transformer.setup(), and fast/ leaves it to this file. Its buffers begin with [B, K, L]:
+    """The keys and values of a layer: k, v [B, K, L, E]. Its buffers begin with [B, K, L]:
     arrange_rows() copies them.
 
-    In int8 each token's head has a scale [B, K, L], its largest element / 127. All that attention
-    reads has been int8, the new token's key and value too: so a prompt in chunks, verification and
-    a batch give what decode alone gives."""
+    int8: whether keys, and whether values, are int8. Then each token's head has a scale [B, K, L],
+    its largest element / 127. All that attention reads has been int8, the new token's key and value
+    too: so a prompt in chunks, verification and a batch give what decode alone gives.
+
+    Another kind is a subclass with its own write() and read(), and a name in CACHES; --kv-cache has
+    it then, and fast/ leaves attention to this file. Keys and values as e4m3 are two places:
+
+        # model.py, below: "16-bit": KVCache,
+        "fp8": Float8Cache,
+
+        # model.py, above: # The kinds of KV cache.
+        class Float8Cache(KVCache):
+            def __init__(self, shape, device, dtype):
+                super().__init__(shape, device, torch.uint8)
+                self.dtype = dtype
+
+            def write(self, k, v, rows, positions):
+                k, v = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (k, v))
+                super().write(k, v, rows, positions)
+
+            def read(self, rows, n):
+                k, v = super().read(rows, n)
+                return [x.view(torch.float8_e4m3fn).to(self.dtype) for x in (k, v)]
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kind: str = "16-bit"
+        self,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        int8: tuple[bool, bool] = (False, False),
     ):
         super().__init__()
         self.dtype = dtype
         self.k, self.v = (
-            buffer(torch.zeros(shape, device=device, dtype=torch.int8 if int8 else dtype))
-            for int8 in CACHES[kind]
+            buffer(torch.zeros(shape, device=device, dtype=torch.int8 if small else dtype))
+            for small in int8
         )
         self.k_scale, self.v_scale = (
-            buffer(torch.zeros(shape[:3], device=device)) if int8 else None for int8 in CACHES[kind]
+            buffer(torch.zeros(shape[:3], device=device)) if small else None for small in int8
         )
 
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
-        """Of all layers."""
-        E = config.head_dim
-        head = sum(E + 4 if int8 else E * dtype.itemsize for int8 in CACHES[kind])
-        return config.n_layer * config.n_kv_head * head
+        """Of all layers. kind: of CACHES."""
+        shape = 1, config.n_kv_head, 1, config.head_dim
+        cache = CACHES[kind](shape, torch.device("meta"), dtype)
+        return config.n_layer * sum(part.nbytes for part in cache.buffers())
 
     def write(self, k, v, rows, positions):
         """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T].
@@ -381,6 +420,14 @@ class KVCache(nn.Module):
                 x = (x * scales[: len(rows), :, :n, None]).to(self.dtype)
             found.append(x)
         return found
+
+
+# The kinds of KV cache. "16-bit", without --kv-cache: in the model's dtype, whichever that is.
+CACHES = {
+    "16-bit": KVCache,
+    "int8": partial(KVCache, int8=(True, True)),
+    "int8-values": partial(KVCache, int8=(False, True)),
+}
 
 
 def to_int8(x):

@@ -5,16 +5,35 @@ say how many.
     eagle.py      EAGLE-3 heads
     policies.py   how many tokens to draft
 
-A draft of your own is a subclass of speculative.Drafter in a file here and, if it has no weights, a
-name in NAMED; else a case of open_draft(), which reads its directory, and of make_draft().
+A draft of your own is a subclass of speculative.Drafter in a file here, and its name in NAMED. One
+that says the last token again and again is three places:
+
+    # drafts/repeat.py, a new file
+    import torch
+    import torch.nn.functional as F
+
+    from speculative import Drafter
+
+
+    class Repeat(Drafter):
+        def propose(self, text, last, k, n_slots):
+            drafted = text.gather(1, last[:, None]).expand(-1, k)  # [B, k]
+            q = F.one_hot(drafted, self.vocab_size).float()
+            return drafted, F.pad(q, (0, 0, 0, 1)), torch.full_like(last, k)
+
+    # drafts/__init__.py, above: from generate import
+    from drafts.repeat import Repeat
+
+    # drafts/__init__.py, below: NAMED = {
+    "repeat": Repeat,
+
+One with weights is a case of open_draft(), which reads its directory, and of make_draft() instead.
 """
 
 import sys
 from collections.abc import Callable
 
 from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_settings
-from drafts.policies import NAMES as DRAFT_TOKENS
-from drafts.policies import make_policy
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
@@ -23,7 +42,9 @@ from hub.tokenizer import Tokenizer
 from model import Transformer
 from speculative import Drafter, DraftModel, PromptLookup
 
-NAMED = {"prompt-lookup": PromptLookup}
+NAMED = {
+    "prompt-lookup": PromptLookup,
+}
 
 
 def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from hub import formats
 from hub import vet
 from hub.checkpoint import Checkpoint, hf_weights, load_model
-from drafts import make_draft, make_policy, open_draft
+from drafts import make_draft, open_draft
 from drafts.eagle import Head, HeadConfig
+from drafts.policies import make_policy
 from hub.families import config_from_hf
 from generate import Engine, generate
 from llm import find_engine

@@ -119,14 +119,14 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
         ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
         ([], {}, "no prompt"),
         ([[]], {}, "[]: want a text, or messages"),
-        ([7], {}, "7: want a text"),
+        ([7], {}, "int is no text"),
         ([dict(role="user")], {}, "want a role and a content"),
         (torch.zeros(3, 3), {}, "want"),
         ([["a"]], {}, "want"),
     ],
 )
 def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, options, said):
-    assert said in refusal(llm, prompts, **options) and issubclass(ValueError, ValueError)
+    assert said in refusal(llm, prompts, **options)
     refusal(llm.stream, prompts, **options)
     assert llm("One day").tokens  # nothing is broken
 

@@ -1,0 +1,187 @@
+"""What README and docstrings tell who forks, followed to the letter: all recipes in one copy of the
+repository, whose commands and tests must like them."""
+
+import ast
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers import DRAFT, ROOT, TINY, beside, ended, read_json, put
+
+# What a recipe's part begins with: the file, and the beginning of the one line beside which it goes.
+PLACE = re.compile(r"^# (?P<file>[\w/]+\.py), (?:(?P<side>above|below): (?P<line>.+)|a new file)$")
+SOURCES = [
+    "README.md",
+    "model.py",
+    "drafts/__init__.py",
+    "drafts/policies.py",
+]
+
+
+def texts(path: Path) -> list[str]:
+    """README's blocks of Python, or a file's docstrings, without indentation."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return re.findall(r"```python\n(.*?)```", text, re.S)
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(text)) if isinstance(n, nodes)]
+    # Paragraphs of code are those that are indented.
+    return [
+        textwrap.dedent(found)
+        for doc in docs
+        if doc
+        for found in re.findall(r"(?:^    .*\n|^\n(?=\n*    ))+", doc + "\n", re.M)
+    ]
+
+
+def parts_of(source: str) -> list[tuple[str, str | None, str | None, str]]:
+    """The parts of a file's recipes: file, side, line, code."""
+    found = []
+    for text in texts(ROOT / source):
+        code = None
+        for line in text.splitlines():
+            if place := PLACE.match(line):
+                code = []
+                found.append((*place.group("file", "side", "line"), code))
+            elif code is not None:
+                code.append(line)
+    return [(*place, "\n".join(code).strip("\n") + "\n") for *place, code in found]
+
+
+def follow(tree: Path, file: str, side: str | None, line: str | None, code: str) -> None:
+    path = tree / file
+    if side is None:
+        assert not path.exists()
+        path.write_text(code)
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    # In the code, not in the docstring that holds the recipe.
+    docs = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs |= set(range(node.lineno - 1, node.end_lineno))
+    [at] = [n for n, of in enumerate(lines) if of.strip().startswith(line) and n not in docs]
+    opens = side == "below" and lines[at].endswith("{")
+    indent = re.match(" *", lines[at + opens])[0]
+    new = textwrap.indent(code, indent).rstrip("\n").split("\n")
+    if side == "below":
+        at += 1
+    elif not indent:
+        new += ["", ""]
+    lines[at:at] = new
+    path.write_text("\n".join(lines))
+
+
+def forked(tree: Path) -> Path:
+    """A copy of the repository with all recipes."""
+    hidden = shutil.ignore_patterns(".*", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=hidden)
+    for source in SOURCES:
+        parts = parts_of(source)
+        assert parts, source
+        for part in parts:
+            follow(tree, *part)
+    return tree
+
+
+USE = """
+import json, sys
+import torch
+from llm import LLM
+
+tiny, draft, capped = sys.argv[1:]
+llm = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20)
+told = dict(
+    greedy=llm("One day", temperature=0).tokens,
+    always=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, epsilon=1)("One day").tokens,
+    call=llm("One day", epsilon=1).tokens,
+    stream="".join(llm.stream("One day", epsilon=1)) == llm("One day", temperature=0).text,
+    fp8=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, kv_cache="fp8")(
+        "One day", temperature=0
+    ).tokens,
+)
+for name, options in dict(
+    draft=dict(draft=draft),
+    repeat=dict(draft="repeat", draft_tokens=2),
+    growing=dict(draft=draft, draft_tokens="growing"),
+).items():
+    made = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, **options)
+    told[name] = made("One day", epsilon=1).tokens
+    told[name + " k"] = made.speculator.policy.k
+capped = LLM(capped, device="cpu", quiet=True)
+capped.prepare(1, 20)
+told["peak"] = capped.model(torch.tensor([[1, 2]]), torch.arange(2)[None]).abs().max().item()
+try:
+    llm("One day", epsilon=2)
+except ValueError as error:
+    told["refused"] = str(error)
+print(json.dumps(told))
+"""
+
+
+@beside
+def fork(directory: Path) -> Callable:
+    """The tree; what USE says; the command line's text and its refusal; the fork's own tests."""
+    tree = forked(directory / "tree")
+    capped = directory / "capped"
+    shutil.copytree(TINY, capped)
+    put(capped / "config.json", read_json(capped / "config.json") | dict(model_type="capped_llama"))
+    command = (sys.executable, "generate.py", "-p", "One day", "--max-new-tokens", "20", "--quiet")
+    tests = [f"tests/{name}.py" for name in ("test_house", "test_readme", "test_sampling")]
+
+    def run(*command):
+        return ended(command, cwd=tree, PYTHONPATH="")
+
+    return lambda: dict(
+        use=run(sys.executable, "-c", USE, TINY, DRAFT, capped),
+        greedy=run(*command, "--temperature", "0"),
+        always=run(*command, "--epsilon", "1"),
+        refused=run(*command, "--epsilon", "2"),
+        help=run(sys.executable, "generate.py", "--help"),
+        tests=run(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests),
+    )
+
+
+@pytest.fixture
+def told(fork) -> dict:
+    assert fork["use"].returncode == 0, fork["use"].stderr
+    return json.loads(fork["use"].stdout)
+
+
+def test_a_sampler_of_ones_own(fork, told):
+    """With epsilon at 1 the likeliest token alone is left: through LLM, a call, a stream and the
+    command line, with a draft and without."""
+    greedy = told["greedy"]
+    assert len(greedy) == 20
+    for name in ("always", "call", "draft"):
+        assert told[name] == greedy, name
+    assert told["stream"]
+    assert fork["always"].stdout == fork["greedy"].stdout != "", fork["always"].stderr
+    assert "--epsilon" in fork["help"].stdout
+    assert "epsilon=2: want float from 0 to 1" in told["refused"]
+    assert fork["refused"].returncode == 2 and "epsilon=2" in fork["refused"].stderr
+    assert fork["refused"].stderr.count("\n") == 1
+
+
+def test_a_draft_and_a_policy_of_ones_own(told):
+    assert told["repeat"] == told["growing"] == told["greedy"]
+    assert told["repeat k"] == 2 and told["growing k"] >= 1
+
+
+def test_a_family_by_a_field_of_config(told):
+    assert 2 < told["peak"] <= 3
+
+
+def test_a_kv_cache_of_ones_own(told):
+    assert len(told["fp8"]) == 20
+
+
+def test_the_forks_own_tests_stay_green(fork):
+    done = fork["tests"]
+    assert done.returncode == 0, done.stdout[-3000:]
