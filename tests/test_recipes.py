@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import DRAFT, ROOT, TINY, beside, ended, read_json, put
+from helpers import DRAFT, ROOT, TINY, beside, ended, put, read_json
+from llm import LLM
 
 # What a recipe's part begins with: the file, and the beginning of the one line beside which it goes.
 PLACE = re.compile(r"^# (?P<file>[\w/]+\.py), (?:(?P<side>above|below): (?P<line>.+)|a new file)$")
@@ -90,6 +91,7 @@ def forked(tree: Path) -> Path:
     return tree
 
 
+GREEDY_20 = dict(temperature=0, max_new_tokens=20)
 USE = """
 import json, sys
 import torch
@@ -159,6 +161,8 @@ def test_a_sampler_of_ones_own(fork, told):
     command line, with a draft and without."""
     greedy = told["greedy"]
     assert len(greedy) == 20
+    # Also with attention's weights made, to look at.
+    assert greedy == LLM(str(TINY), device="cpu", quiet=True)("One day", **GREEDY_20).tokens
     for name in ("always", "call", "draft"):
         assert told[name] == greedy, name
     assert told["stream"]
