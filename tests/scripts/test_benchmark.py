@@ -25,8 +25,9 @@ from helpers import (
     tiny_head,
 )
 from model import Config, LayerConfig
-from scripts.benchmark import main, part_for, random_model, widen, widen_head
-from scripts.shapes import SHAPES
+from scripts.benchmark import main
+from scripts.benchmark_speculation import part_for, widen, widen_head
+from scripts.shapes import SHAPES, random_model
 from tp import Shard
 
 
@@ -58,6 +59,15 @@ def test_a_line_says_what_was_measured(benchmark):
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
+
+
+def test_the_first_call_stands_beside_the_median(benchmark, monkeypatch):
+    """Seconds to the first token, and a step."""
+    times = iter([(0.5, 0.1), (0.2, 0.2), (0.3, 0.4)])
+    monkeypatch.setitem(main.__globals__, "one_run", lambda *_: next(times))
+    [line] = benchmark("--runs 3")
+    assert (line["first_call_s"], line["first_token_s"]) == (0.5, 0.3)
+    assert line["ms_per_token"] == 200
 
 
 @pytest.mark.parametrize(
@@ -130,8 +140,10 @@ def test_random_mxfp4_experts_are_as_large_as_published_ones():
         ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
         ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
         ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
-        ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),
+        ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' bass"),
         ("llama-2-7b --speculate --against cublas --device cpu", "--against cublas"),
+        ("llama-2-7b --speculate --cold-start --device cpu", "--cold-start --speculate"),
+        ("checkpoints/tiny --speculate --new-tokens 510 --device cpu", "510 512"),
     ],
 )
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
@@ -159,8 +171,8 @@ def test_a_widened_model_keeps_the_logits(shape):
         model.setup(64, 2, head.options.places)
         head.setup(64, 2)
         ours = read(model, tokens)
-        head.states[:, :30] = head.project(model.features[:, :30])
-        logits.append((ours, read(head, tokens)[..., : len(head.vocabulary)]))
+        inputs = head.inputs(tokens, head.project(model.features[:, :30]))
+        logits.append((ours, read(head, tokens, inputs=inputs)[..., : len(head.vocabulary)]))
     assert all(error(out, ref) < 1e-5 for ref, out in zip(*logits))
     assert (
         wide_head.head.weight.shape == (32000, dim)
