@@ -12,9 +12,10 @@ gets, and for gpt-fast's weights 14 to 25 GB. Each engine gives a JSON line. tok
 sequence and of a whole call, its prompt included, as gpt-fast counts. start_s is the first call with
 what it compiles and, of vLLM and transformers, with making the model.
 
-Not run by us: written on 2026-11-27 from these engines' code and documentation, as the GPUs at hand
-had no network. The table's figures come from the same versions and setting, by other scripts. Our
-tests run --dry-run alone.
+Not run by us on a GPU, as those at hand had no network: written on 2026-11-27 from these engines'
+code and documentation. Of gpt-fast all steps but --compile and int4 ran on a CPU with a small model;
+of vLLM and transformers nothing did. The table's figures come from the same versions and setting, by
+other scripts. Our tests run --dry-run alone.
 """
 
 import json

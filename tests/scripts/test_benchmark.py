@@ -25,9 +25,11 @@ from helpers import (
     tiny_head,
 )
 from model import Config, LayerConfig
+from scripts import benchmark_speculation
 from scripts.benchmark import main
 from scripts.benchmark_speculation import part_for, widen, widen_head
 from scripts.shapes import SHAPES, random_model
+from speculative import Speculator
 from tp import Shard
 
 
@@ -148,9 +150,8 @@ def test_random_mxfp4_experts_are_as_large_as_published_ones():
 )
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(
-        main.__globals__, "find_spec", lambda name: None
-    )  # as if it were not installed
+    # As if it were not installed.
+    monkeypatch.setitem(main.__globals__, "find_spec", lambda name: None)
     assert absent(words, one_line(call("benchmark.py", main, *args.split()))) == []
 
 
@@ -197,6 +198,28 @@ def test_speculation_is_measured_against_plain_decoding(benchmark, draft):
             <= line["ms_per_token"]["last"]
         )
         assert 0 < line["accepted_of_drafted"] <= line["acceptance"] <= 1 < line["tokens_per_step"]
+
+
+@pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
+def test_what_a_gpu_times_of_speculation_are_whole_forwards(benchmark, monkeypatch, draft):
+    """Its clock stands still here: each forward runs once, and takes a millisecond."""
+
+    def once(run) -> float:
+        run()
+        return 1e-3
+
+    monkeypatch.setattr(benchmark_speculation, "graph_seconds", once)
+    found = []
+
+    class Kept(Speculator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(benchmark_speculation, "Speculator", Kept)
+    benchmark(f"--speculate --draft {draft} --runs 1 --new-tokens 120 --draft-tokens 4 --batch 2")
+    verify, drafts, one = benchmark_speculation.forwards_ms(found[0], 4, 2)
+    assert (verify, drafts, one) == (1, 4 if draft == "tiny-draft" else 5, 1)
 
 
 def test_ranks_draw_and_speculate_as_one_does(benchmark):
