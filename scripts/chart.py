@@ -10,8 +10,8 @@ lines of one configuration the later one counts, so append a newer measurement.
 All lines are of one kind of GPU. A chart that has no line is left out.
 """
 
-import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +19,16 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-WIDTH, MARGIN, LABELS, BARS, BARS_END = (
-    838,
-    24,
-    100,
-    340,
-    734,
-)  # px from the left; the longest bar ends at BARS_END
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cli.errors import report_errors  # noqa: E402
+from cli.options import Parser  # noqa: E402
+from hub.vet import reading  # noqa: E402
+
+# px from the left; the longest bar ends at BARS_END.
+WIDTH, MARGIN, LABELS, BARS, BARS_END = 838, 24, 100, 340, 734
 PITCH, THICK, GAP = 23, 15, 11  # px from bar to bar, of a bar, and between two groups
+# What tells two lines apart, and what a missing key means.
 CONFIGURATION = dict(
     engine="llama-fast",
     version=None,
@@ -43,7 +45,7 @@ CONFIGURATION = dict(
     compile=True,
     kernels=True,
     gpu=None,
-)  # what tells two lines apart, and what a missing key means
+)
 PRECISIONS = {None: "bf16", "int8": "8 bits", "fp8": "8 bits", "int4": "4 bits"}
 POLICIES = {
     "auto": "auto, by measured time",
@@ -330,22 +332,26 @@ def draw(chart: Chart, bars: list[Bar]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("lines", type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument(
         "--out", type=Path, default=Path("assets"), metavar="DIR", help="default: assets"
     )
     args = parser.parse_args()
-    lines = read(args.lines)
-    if len(found := {str(line["gpu"]) for line in lines}) > 1:
-        parser.error(f"{args.lines} has lines of {', '.join(sorted(found))}: want one kind of GPU")
+    charts = {}
+    with reading(args.lines):
+        lines = read(args.lines)
+        found = sorted({str(line["gpu"]) for line in lines})
+        if len(found) > 1:
+            raise ValueError(f"{args.lines} has lines of {', '.join(found)}: want one kind of GPU")
+        for name, chart in CHARTS.items():
+            bars = list(chart.bars([line for line in lines if line.get(chart.figure)]))
+            if bars:
+                charts[name] = draw(chart, bars)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, chart in CHARTS.items():
-        if bars := list(chart.bars([line for line in lines if line.get(chart.figure)])):
-            (args.out / f"{name}.svg").write_text(draw(chart, bars), encoding="utf-8")
+    for name, drawn in charts.items():
+        (args.out / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    report_errors(main)

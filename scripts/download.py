@@ -7,9 +7,8 @@ and no others, into the Hub's own cache.
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+if __name__ == "__main__":
+    # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys

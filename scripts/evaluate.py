@@ -27,9 +27,8 @@ fetches their data.
 # W windows, B windows at once, V vocabulary.
 import signal
 
-if (
-    __name__ == "__main__"
-):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+if __name__ == "__main__":
+    # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import json
@@ -51,10 +50,10 @@ from tqdm import tqdm  # noqa: E402
 from cli.errors import run  # noqa: E402
 from cli.options import DEVICE, QUANTIZATION, Parser, within  # noqa: E402
 from hub.formats import unpack_quantized  # noqa: E402
-from llm import LLM, Options, import_fast  # noqa: E402
-from hub.vet import GIB, MOST_TEXT, is_file, memory_advice, reading  # noqa: E402
-from model import Transformer  # noqa: E402
 from hub.tokenizer import Tokenizer  # noqa: E402
+from hub.vet import GIB, MOST_TEXT, is_file, memory_advice, reading  # noqa: E402
+from llm import LLM, Options, import_fast  # noqa: E402
+from model import Transformer  # noqa: E402
 from tp import world_size  # noqa: E402
 
 MOST_WORDS = 10**6  # more than a large dictionary's entries

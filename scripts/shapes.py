@@ -1,14 +1,21 @@
 """
 The shapes of public models, as their config.json files have them: what benchmark.py measures with
-random weights, and tune.py chooses kernels for.
+random weights, and tune.py chooses kernels for. This lists them:
+
+    python scripts/shapes.py
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+
 from hub.families import config_from_hf  # noqa: E402
-from model import Config  # noqa: E402
+from model import Config, Experts, Transformer  # noqa: E402
+from quantize import MXFP4, QuantizedExperts, replace_layers  # noqa: E402
+from tp import Shard  # noqa: E402
 
 LLAMA31 = dict(
     rope_type="llama3",
@@ -200,3 +207,60 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
         "gpt_oss", 2880, 36, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=128, **GPT_OSS
     ),
 }
+
+
+# Random weights
+
+
+def random_model(
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
+    mxfp4: bool = False,
+) -> Transformer:
+    """shard: a rank's part. mxfp4: the experts have such codes."""
+    with torch.device("meta"):
+        model = shard.model() if shard else Transformer(config)
+        if mxfp4:
+            replace_layers(model, Experts, empty_mxfp4)
+    return fill(model, device, dtype)
+
+
+def fill(model: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Normal weights of a scale that keeps activations near 1; norms are 1."""
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    if model.config.tied:
+        model.head.weight = model.embed.weight
+    for weight in model.parameters():
+        if weight.dtype == torch.int32:
+            weight.random_(-(2**31), 2**31 - 1)
+        elif weight.dtype == torch.uint8:
+            weight.fill_(120)  # 2 ** -7, for numbers whose mean square is 7
+        elif weight.dim() == 1:
+            weight.fill_(1)
+        else:
+            weight.normal_(std=0.02)
+    return model
+
+
+def empty_mxfp4(layer: Experts) -> QuantizedExperts:
+    X, N, K = layer.weight.shape
+    qweight = torch.empty(X, N, K // 8, dtype=torch.int32)
+    scales = torch.empty(X, N, K // 32, dtype=torch.uint8)
+    return QuantizedExperts(qweight, scales, None, MXFP4, layer.bias)
+
+
+def main() -> None:
+    from cli.options import Parser
+    from hub.checkpoint import count_parameters
+
+    Parser(__doc__).parse_args()
+    for name, config in SHAPES.items():
+        print(f"{name:16} {count_parameters(config) / 1e9:7.2f} billion parameters")
+
+
+if __name__ == "__main__":
+    from cli.errors import report_errors
+
+    report_errors(main)

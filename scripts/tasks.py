@@ -6,6 +6,10 @@ an optional install; scripts/evaluate.py --tasks runs it. The numbers are those 
 Shapes: P contexts, n choices of each, T tokens of the longest choice, V vocabulary.
 """
 
+if __name__ == "__main__":
+    print(f"No command: scripts/evaluate.py --tasks runs this.\n{__doc__}")
+    raise SystemExit
+
 from collections import defaultdict
 from itertools import groupby
 

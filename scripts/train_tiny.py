@@ -15,9 +15,8 @@ then renamed.
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+if __name__ == "__main__":
+    # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -41,20 +40,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hub.checkpoint import Weight, hf_weights, load_model  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from cli.options import Parser, within  # noqa: E402
-from drafts import open_draft  # noqa: E402
-from drafts.eagle import EMBEDDING, EagleDraft, Head, HeadConfig, head_weights  # noqa: E402
+from drafts import make_draft, open_draft  # noqa: E402
+from drafts.eagle import EMBEDDING, Head, HeadConfig, head_weights  # noqa: E402
+from generate import Engine, Sampling, generate  # noqa: E402
+from hub.checkpoint import Weight, hf_weights, load_model  # noqa: E402
 from hub.families import config_from_hf  # noqa: E402
-from generate import Engine, generate  # noqa: E402
-
-# noqa: E402
-from hub.vet import is_file, memory_advice, open_checkpoint, read_text, reading
-from model import Config, Transformer  # noqa: E402
-from generate import Sampling  # noqa: E402
-from speculative import SLACK, DraftModel, Policy, Speculator  # noqa: E402
 from hub.tokenizer import Tokenizer  # noqa: E402
+from hub.vet import is_file, memory_advice, open_checkpoint, read_text, reading  # noqa: E402
+from model import Config, Transformer  # noqa: E402
+from speculative import SLACK, Policy, Speculator  # noqa: E402
 
 COMMON = dict(
     model_type="llama",
@@ -467,20 +463,13 @@ def acceptance(
     """How often the 1st, 2nd, ... drafted token is kept where all before it are, in texts behind
     the openings at temperature 0.2 and top-p 0.95."""
     rows, tried = len(openings), Counter()
-    engine = partial(
-        Engine,
-        max_seq_len=max(map(len, openings)) + NEW_TOKENS,
-        spare=SLACK,
-        batch_size=rows,
-        sampling=Sampling(0.2, 0, 0.95),
-    )
-    if isinstance(draft, Head):
-        whole = engine(target, features=draft.options.places)
-        drafter = EagleDraft(engine(draft, features=(draft.config.n_layer,)), whole)
-    else:
-        whole = engine(target)
-        drafter = DraftModel(engine(draft), target.config.vocab_size)
-    speculator, ended, first = Speculator(whole, drafter, Policy(MEASURED)), set(), True
+    length = max(map(len, openings)) + NEW_TOKENS
+    engine = partial(Engine, batch_size=rows, sampling=Sampling(0.2, 0, 0.95))
+    places = draft.options.places if isinstance(draft, Head) else ()
+    whole = engine(target, length, features=places, spare=SLACK)
+    drafter = make_draft(whole, draft, engine)
+    speculator = Speculator(whole, drafter, Policy(MEASURED))
+    ended, first = set(), True
     for step in generate(speculator, openings, NEW_TOKENS):
         for b, new in enumerate(step):
             if b not in ended and not first:

@@ -3,7 +3,7 @@ Write tests/chats/FAMILY.json: what transformers makes of each conversation (mes
 template's options) of conversations.json with FAMILY.jinja, or why it refuses. The templates are
 written for these tests, in the manner of the family's own. Run once, with transformers 5.24.
 
-    pip install transformers==5.24 && PYTHONPATH=. python tests/make_chat_golden.py
+    pip install transformers==5.24 && PYTHONPATH=.:tests python tests/makers/make_chat_golden.py
 """
 
 import json

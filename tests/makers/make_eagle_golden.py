@@ -3,7 +3,7 @@ Write tests/eagle: tiny random EAGLE-3 heads in both published layouts, with the
 speculators package gives for five drafted tokens, one after the other. Run once, in an environment
 of its own. Written with speculators 0.9.0, transformers 5.19 and torch 2.14.
 
-    pip install speculators==0.9.0 && python tests/make_eagle_golden.py
+    pip install speculators==0.9.0 && python tests/makers/make_eagle_golden.py
 """
 
 import json
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from make_golden import randomize
 
-OUT = Path(__file__).parent / "eagle"
+OUT = Path(__file__).parents[1] / "eagle"
 V, DRAFT_V, D, PAIRS, DRAFTED = 96, 40, 32, 14, 5
 COMMON = dict(
     vocab_size=V,

@@ -4,7 +4,7 @@ and greedy tokens that transformers gives for it. Run once; transformers is need
 make_chat_golden.py alone. Written with transformers 5.24 (the first eight families with 5.23) and
 torch 2.13.
 
-    pip install transformers==5.24 && python tests/make_golden.py [FAMILY ...]
+    pip install transformers==5.24 && python tests/makers/make_golden.py [FAMILY ...]
 """
 
 import sys
@@ -33,7 +33,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-OUT = Path(__file__).parent / "golden"
+OUT = Path(__file__).parents[1] / "golden"
 PROMPT_LENGTHS, NEW_TOKENS = (13, 1, 6), 24
 # With LongRoPE transformers changes the frequencies where a text reaches the original context of
 # 32: no text does.

@@ -8,9 +8,9 @@ longer writes activation ordering, so a second run with an older one adds it. tr
 wrote what has experts or e2m1:
 
     pip install transformers==5.23 compressed-tensors==0.20 && pip install --no-deps gptqmodel==7.7 autoawq==0.2.9
-    python tests/make_quantized_golden.py
-    pip install --no-deps compressed-tensors==0.12.2 && python tests/make_quantized_golden.py act-order
-    pip install transformers==5.24 compressed-tensors==0.20 && python tests/make_quantized_golden.py moe
+    python tests/makers/make_quantized_golden.py
+    pip install --no-deps compressed-tensors==0.12.2 && python tests/makers/make_quantized_golden.py act-order
+    pip install transformers==5.24 compressed-tensors==0.20 && python tests/makers/make_quantized_golden.py moe
 
 Tensors are named SETTING/NAME, and those that several settings share SHAPE/NAME. The file's
 metadata has each SETTING's config.json, which says in `shared` what the setting shares. Written
@@ -32,7 +32,7 @@ from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qw
 
 from make_golden import greedy, new_model, random_model
 
-OUT = Path(__file__).parent / "quantized_golden.safetensors"
+OUT = Path(__file__).parents[1] / "quantized_golden.safetensors"
 PROMPT, NEW_TOKENS = 9, 15
 F32 = torch.float32
 COMMON = dict(

@@ -25,8 +25,11 @@ from helpers import (
     tiny_head,
 )
 from model import Config, LayerConfig
-from scripts.benchmark import main, part_for, random_model, widen, widen_head
-from scripts.shapes import SHAPES
+from scripts import benchmark_speculation
+from scripts.benchmark import main
+from scripts.benchmark_speculation import part_for, widen, widen_head
+from scripts.shapes import SHAPES, random_model
+from speculative import Speculator
 from tp import Shard
 
 
@@ -58,6 +61,15 @@ def test_a_line_says_what_was_measured(benchmark):
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU
+
+
+def test_the_first_call_stands_beside_the_median(benchmark, monkeypatch):
+    """Seconds to the first token, and a step."""
+    times = iter([(0.5, 0.1), (0.2, 0.2), (0.3, 0.4)])
+    monkeypatch.setitem(main.__globals__, "one_run", lambda *_: next(times))
+    [line] = benchmark("--runs 3")
+    assert (line["first_call_s"], line["first_token_s"]) == (0.5, 0.3)
+    assert line["ms_per_token"] == 200
 
 
 @pytest.mark.parametrize(
@@ -130,15 +142,16 @@ def test_random_mxfp4_experts_are_as_large_as_published_ones():
         ("checkpoints/tiny --speculate --against transformers", "transformers pip install"),
         ("smollm2-135m --device cpu --quantize int4 --group-size 128", "128 576 64"),
         ("llama-3.2-1b --speculate --device cpu", "heads of 128"),
-        ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' is none of"),
+        ("llama-2-7b --speculate --draft-tokens 4,x --device cpu", "'x' bass"),
         ("llama-2-7b --speculate --against cublas --device cpu", "--against cublas"),
+        ("llama-2-7b --speculate --cold-start --device cpu", "--cold-start --speculate"),
+        ("checkpoints/tiny --speculate --new-tokens 510 --device cpu", "510 512"),
     ],
 )
 def test_mistakes_are_one_line(call, monkeypatch, args, words):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(
-        main.__globals__, "find_spec", lambda name: None
-    )  # as if it were not installed
+    # As if it were not installed.
+    monkeypatch.setitem(main.__globals__, "find_spec", lambda name: None)
     assert absent(words, one_line(call("benchmark.py", main, *args.split()))) == []
 
 
@@ -159,8 +172,8 @@ def test_a_widened_model_keeps_the_logits(shape):
         model.setup(64, 2, head.options.places)
         head.setup(64, 2)
         ours = read(model, tokens)
-        head.states[:, :30] = head.project(model.features[:, :30])
-        logits.append((ours, read(head, tokens)[..., : len(head.vocabulary)]))
+        inputs = head.inputs(tokens, head.project(model.features[:, :30]))
+        logits.append((ours, read(head, tokens, inputs=inputs)[..., : len(head.vocabulary)]))
     assert all(error(out, ref) < 1e-5 for ref, out in zip(*logits))
     assert (
         wide_head.head.weight.shape == (32000, dim)
@@ -185,6 +198,28 @@ def test_speculation_is_measured_against_plain_decoding(benchmark, draft):
             <= line["ms_per_token"]["last"]
         )
         assert 0 < line["accepted_of_drafted"] <= line["acceptance"] <= 1 < line["tokens_per_step"]
+
+
+@pytest.mark.parametrize("draft", ["tiny-draft", "eagle"])
+def test_what_a_gpu_times_of_speculation_are_whole_forwards(benchmark, monkeypatch, draft):
+    """Its clock stands still here: each forward runs once, and takes a millisecond."""
+
+    def once(run) -> float:
+        run()
+        return 1e-3
+
+    monkeypatch.setattr(benchmark_speculation, "graph_seconds", once)
+    found = []
+
+    class Kept(Speculator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(benchmark_speculation, "Speculator", Kept)
+    benchmark(f"--speculate --draft {draft} --runs 1 --new-tokens 120 --draft-tokens 4 --batch 2")
+    verify, drafts, one = benchmark_speculation.forwards_ms(found[0], 4, 2)
+    assert (verify, drafts, one) == (1, 4 if draft == "tiny-draft" else 5, 1)
 
 
 def test_ranks_draw_and_speculate_as_one_does(benchmark):

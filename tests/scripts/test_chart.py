@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from helpers import ROOT, python
+from helpers import ROOT, absent, one_line, python
 from scripts import chart
 
 RESULTS = ROOT / "assets" / "results.jsonl"
@@ -119,3 +119,20 @@ def test_lines_of_two_kinds_of_gpu_and_a_chart_without_a_line(tmp_path, call):
         "gpus.svg",
         "speed.svg",
     }
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "No such file"),
+        ("{", "Expecting"),
+        ("[1]", "TypeError"),
+        ('{"tokens_per_s": 1.0, "what": "llama-2-7b", "gpu": "A"}', "KeyError"),
+    ],
+)
+def test_a_file_without_measurements_is_one_line(tmp_path, call, content, words):
+    path = tmp_path / "lines"
+    if content:
+        path.write_text(content)
+    message = one_line(call("chart.py", chart.main, path, "--out", tmp_path / "out"))
+    assert absent(words, message) == [] and not (tmp_path / "out").exists()
