@@ -48,17 +48,15 @@ class Fast:
     """What takes the place of the plain model and, with kernels, of the plain functions of the same
     names."""
 
-    decoder: (
-        nn.Module
-    )  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
+    # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches.
+    decoder: nn.Module
     # True where decode runs on this folder's kernels. They find the cache slots in use on the
     # device, and a step can be captured as a CUDA graph by hand, without torch.compile. False: all
     # that follows is None.
     kernels: bool = False
-    settings: Callable | None = (
-        None  # Sampling -> a tensor; None for a value that the kernels do not know
-    )
-    # As sampling.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
+    # Sampling -> a tensor; None for a value that the kernels do not know.
+    settings: Callable | None = None
+    # As generate.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
     # for the Sampling. They read it on the device: a CUDA graph stays valid when other settings are
     # copied into it.
     choose: Callable | None = None
@@ -84,10 +82,8 @@ def optimize(model: nn.Module) -> Fast | None:
         return None
     from fast.common import triton
 
-    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(device) >= (
-        8,
-        0,
-    )
+    nvidia = bool(triton and torch.version.cuda)
+    nvidia = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
     if not nvidia or model.embed.weight.itemsize != 2:
         print(
             "plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit "

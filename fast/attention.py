@@ -9,22 +9,24 @@ Decode and verification: there are few pairs, and a program holds all of them. O
 would leave most of a GPU idle, so several share the cache (Flash-Decoding,
 pytorch.org/blog/flash-decoding):
 
-        old slots of the cache, those in use               the T new tokens of this step
-        |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
-              program 0           program 1           program 2 also turns the new keys by rope, stores new keys and
-                  |                   |                   |     values in the cache, and attends to them
-               part 0              part 1              part 2   a split's attention [T x G, E] and log sum [T x G]
-                  '-------------------+-------------------'
-             the program that finishes last combines the parts, in the order of the splits
+    old slots of the cache, those in use                the T new tokens of this step
+    |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
+          program 0           program 1           program 2  also turns the new keys by rope,
+              |                   |                   |      stores new keys and values in the
+              |                   |                   |      cache, and attends to them
+           part 0              part 1              part 2    each split's attention [T x G, E]
+              |                   |                   |      and log sum [T x G]
+              '-------------------+-------------------'
+         the program that finishes last combines the parts, in the order of the splits
 
 Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores keys and values
 (KVCache.write()) first. Each program then has a block of BM pairs and goes through all slots that
 these see. Only the tiles at the two ends need a mask:
 
-            slots 0                                    L
-    pair 0        |mask|======|mask|                        =  all pairs of a block see all slots of the tile
-    pair BM          |mask|======|mask|                     mask, left: some pairs' window is past the slot
-    pair 2 BM            |mask|======|mask|                 mask, right: some pairs come before it
+        slots 0                                L
+    pair 0    |mask|======|mask|                     =            all pairs see all slots
+    pair BM      |mask|======|mask|                  mask, left   some pairs' window is past it
+    pair 2 BM        |mask|======|mask|              mask, right  some pairs come before it
 
 An int8 cache is read as 16-bit words of two codes, elements 2 e and 2 e + 1 of a key or a value.
 Queries and sums are then in halves, a tuple of their even and their odd elements.
@@ -269,9 +271,8 @@ def to_int8(x):
     """model.to_int8(): x [rows, E] -> codes [rows, E], in fp32, and scales [rows]."""
     x = x.to(tl.float32)
     scale = tl.max(tl.abs(x), 1) / 127
-    rounder: tl.constexpr = (
-        12582912.0  # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even
-    )
+    # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even.
+    rounder: tl.constexpr = 12582912.0
     return x / tl.maximum(scale, 1e-30)[:, None] + rounder - rounder, scale
 
 
@@ -353,9 +354,8 @@ def combine_parts(
     e = tl.arange(0, BE)
     for p0 in range(0, pairs, BP):
         pair = p0 + tl.arange(0, BP)
-        row = (first + s)[None, :] * BR + pair[
-            :, None
-        ]  # in this order warps share no pair if they can
+        # In this order warps share no pair if they can.
+        row = (first + s)[None, :] * BR + pair[:, None]
         accs = tl.load(
             part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0
         )
@@ -781,9 +781,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         STAGES=2,
         num_warps=4,
     )
-    if (
-        E > 128 or BR > 32
-    ):  # large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory
+    if E > 128 or BR > 32:
+        # Large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory.
         sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
         sizes |= dict(STAGES=3)
@@ -798,9 +797,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         sizes |= dict(STAGES=3)
     splits = max(1, min(64, programs * processors // groups))
     if splits > 32:
-        splits -= (
-            splits % 8
-        )  # combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32
+        # Combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32.
+        splits -= splits % 8
     return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 

@@ -6,13 +6,14 @@ launches too:
 
     wqkv         norm, product, bias               fused_linear
     attention    rope, cache update, attention     update_and_attend
-    wo           product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
+    wo           product, residual                 fused_linear
     w_gate_up    norm, product, SiLU gate          fused_linear
-    w_down       product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
+    w_down       product, residual                 fused_linear
 
-With several rows the norms are launches of their own: seven. So is always a norm behind a branch
-(OLMo, Gemma 3), which adds the residual in the product's place. Prefill keeps the model's own
-forward, with attention and quantized feed-forward layers swapped.
+With several ranks fused_all_reduce adds the residual, behind wo and w_down. With several rows the
+norms are launches of their own: seven. So is always a norm behind a branch (OLMo, Gemma 3), which
+adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
+quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py.
 
@@ -388,10 +389,8 @@ class FeedForwardHalf(Half):
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        self.fused, self.experts = (
-            isinstance(block.ffn, FusedFeedForward),
-            isinstance(block.ffn, FusedMoE),
-        )
+        self.fused = isinstance(block.ffn, FusedFeedForward)
+        self.experts = isinstance(block.ffn, FusedMoE)
         if self.fused:
             self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
             self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)

@@ -9,11 +9,11 @@ twin is model.MoE.
 An expert that several rows chose is read once: it multiplies all rows, and the weight of a row that
 did not choose it is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
 
-         active experts    3    7   12   40
-    rows of w           +----+----+----+----+    A program multiplies BN rows of one expert's matrix by BM rows of x.
-                 tile 0 |    |    |    |    |
-                 tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up the experts, in
-                 ...    +----+----+----+----+    their order, so that the same input gives the same bits.
+    active experts    3    7   12   40
+    rows of w      +----+----+----+----+    A program multiplies BN rows of one expert's matrix
+            tile 0 |    |    |    |    |    by BM rows of x.
+            tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up
+            ...    +----+----+----+----+    the experts, in their order: the same bits each time.
 
 A row's sum has its own experts in the order of their numbers, and zeros from others: it is what the
 row gets alone.
@@ -329,16 +329,12 @@ def rule(bits: int, M: int) -> dict:
     row 50, 53, 70 and 16 rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in
     int8 25, 25, 43 and 163, 163, 224; in bf16 39, 39, 46 and 293, 293, 353."""
     if bits == 16:
-        return dict(
-            block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4
-        )  # 4: less than 8.9's 99 KiB
+        splits = 8 if M <= 16 else 4  # 4: less than 8.9's 99 KiB
+        return dict(block_n=32, splits=splits, stages=4, warps=4)
+    if M <= 4 and bits == 8:
+        return dict(block_n=16, splits=4, stages=4, warps=2)
     if M <= 4:
-        tile = (
-            dict(block_n=16, stages=4, warps=2)
-            if bits == 8
-            else dict(block_n=32, stages=3, warps=4)
-        )
-        return dict(splits=4) | tile
+        return dict(block_n=32, splits=4, stages=3, warps=4)
     return dict(block_n=64, splits=1, stages=4, warps=4)
 
 

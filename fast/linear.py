@@ -7,8 +7,9 @@ launches. With programmatic dependent launch (compute capability 9.0) a kernel s
 kernel before it drains. Its first weights are on their way before it waits for its input.
 
     gemv()        one row of x: packed_gemv.py
-    gemm_kernel   a few rows of x. Each program has BN rows of w and loops over K in tiles of BK, on the matrix unit.
-    cuBLAS        many rows of x: there it is faster, and rms_norm() is a launch of its own.
+    gemm_kernel   a few rows of x: each program has BN rows of w and loops over K in tiles of BK,
+                  on the matrix unit
+    cuBLAS        many rows of x: there it is faster, and rms_norm() is a launch of its own
 
 tuned.json says which one serves how many rows (fast/tuning.py).
 
@@ -231,9 +232,8 @@ def plain_linear(
 ) -> Tensor:
     """The plain twin of linear()."""
     if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(
-            x
-        )  # rounded once, as in norm_kernel
+        # Rounded once, as in norm_kernel.
+        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
     y = F.linear(x, w, bias)
     if gated:
         y = plain_gate(y, gated)

@@ -2,7 +2,8 @@
 The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from
 packed_gemv.py's ring. This is what verifies a draft's tokens, and what small batches take.
 
-    out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
+    out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T
+    gated:     out [M, N / 2] = silu(gate) * up, the halves of that product
 
 As in packed_gemv.py a producer streams tiles of 16 rows of w, and the program's other warps divide
 K among them. Each keeps its inputs of all rows of x in registers, in fp16, after division by a
@@ -58,9 +59,8 @@ def few_sizes(packed: Packed, memory: int, clusters: tuple[int, ...]) -> tuple[d
             + 16 * MOST_STAGES
             + 160
         )
-        stages = min(
-            MOST_STAGES, (memory - fixed) // slot
-        )  # of `fixed` 256 are barriers, 160 for rounding up
+        # Of `fixed` 256 are barriers, 160 for rounding up.
+        stages = min(MOST_STAGES, (memory - fixed) // slot)
         if stages >= 3:
             sizes = dict(
                 CLUSTER=cluster,

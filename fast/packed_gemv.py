@@ -2,7 +2,8 @@
 The product of one row of x with packed or 16-bit weights, in CUDA C++ (gemv.cu): as fast as they
 come from memory.
 
-    out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
+    out [N] = residual + bias + rms_norm(x) [K] @ w.T
+    gated:  out [N / 2] = silu(gate) * up, the halves of that product
 
 A multiprocessor has one program, of one or more teams. A team takes one tile of 16 rows of w after
 the other. One of its warps, the producer, streams the tiles through a ring in shared memory and
@@ -169,9 +170,11 @@ def in_c(value: Tensor | float | int | None):
 def launch_config(grid: int, threads: int, shared_bytes: int, cluster: int = 1) -> LaunchConfig:
     """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in
     one."""
-    values = [(6, [1])] * (torch.cuda.get_device_capability()[0] >= 9) + [(4, [cluster, 1, 1])] * (
-        cluster > 1
-    )
+    values = []
+    if torch.cuda.get_device_capability()[0] >= 9:
+        values.append((6, [1]))
+    if cluster > 1:
+        values.append((4, [cluster, 1, 1]))
     attributes = (Attribute * 2)(
         *(Attribute(id, 0, (ctypes.c_int * 16)(*value)) for id, value in values)
     )
@@ -262,11 +265,9 @@ def group_in_kernel(packed: Packed | Plain, experts: Experts | None) -> int:
     """GROUP. The sum over experts has scales for each, even of codes with one scale a row."""
     if not packed.per_channel:
         return packed.group_size
-    return (
-        0
-        if packed.bits == 16 or experts is None or packed.gated
-        else -(-packed.K // packed.block) * packed.block
-    )
+    if packed.bits == 16 or experts is None or packed.gated:
+        return 0
+    return -(-packed.K // packed.block) * packed.block
 
 
 def sizes_for(
@@ -276,15 +277,11 @@ def sizes_for(
     is too large for it. A team's warps have the same number of units, or one less."""
     n = 0 if experts is None else len(experts.active) - 1
     units = -(-packed.K // (2 * packed.block)) * (1 if packed.gated else max(n, 1))
-    words, parts, group = (
-        4 if packed.kind == "int8" else 8,
-        packed.parts,
-        group_in_kernel(packed, experts),
-    )
+    words = 4 if packed.kind == "int8" else 8
+    parts, group = packed.parts, group_in_kernel(packed, experts)
     scales = packed.scales_and_zeros
-    staged = (
-        16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0
-    )  # bytes of a chunk
+    # Bytes of a chunk.
+    staged = 16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0
     plain = packed.bits == 16
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))

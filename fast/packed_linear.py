@@ -87,9 +87,8 @@ def dequantize_kernel(
         codes = words >> (16 * e + 7 - 7 * s) & 0x7F | words >> (16 * e + 8 - s) & 0x80
     else:
         codes = words >> (4 * s + 16 * e if BITS == 4 else 16 * s + 8 * e) & (2**BITS - 1)
-    codes = tl.permute(
-        tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5)
-    )  # t c s e -> c s t e
+    # t c s e -> c s t e
+    codes = tl.permute(tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))
     codes = tl.reshape(codes, (16, SPAN * BLOCK))
 
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
@@ -240,9 +239,8 @@ def packed_linear(
     if choice["kernel"] == "few" and perm is None:
         return few(x, w, norm, bias, residual, eps)
     if norm is not None:
-        x = rms_norm(
-            x, norm, eps
-        )  # before perm: a kernel may read norm while norm[perm] is being made
+        # Before perm: a kernel may read norm while norm[perm] is being made.
+        x = rms_norm(x, norm, eps)
     if perm is not None:
         x = x[:, perm]
     if choice["kernel"] == "few":
@@ -291,15 +289,12 @@ def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
     parts = []
     for start in range(0, max(1, len(words)), size):
         rows = slice(start, start + size)
-        codes, points = (
-            codes_of(words[rows], layer.codes.bits),
-            None if zeros is None else zeros[rows],
-        )
+        codes = codes_of(words[rows], layer.codes.bits)
+        points = None if zeros is None else zeros[rows]
         parts.append(pack(codes, scales[rows], points, layer.g_idx, kind))
     qweight = torch.cat([part.qweight for part in parts])
-    most = max(
-        part.scales_and_zeros.shape[2] for part in parts
-    )  # 2 only where the rows of all parts share scales
+    # 2 only where the rows of all parts share scales.
+    most = max(part.scales_and_zeros.shape[2] for part in parts)
     scales = [
         part.scales_and_zeros.repeat_interleave(most // part.scales_and_zeros.shape[2], 2)
         for part in parts
@@ -324,12 +319,8 @@ class PackedLinear(nn.Module):
         if gated and layer.bias is not None:
             raise ValueError("a gated layer with a bias: the kernels have no place for it")
         packed = pack_layer(layer, gated)
-        self.N, self.kind, self.group_size, self.gated = (
-            packed.N,
-            packed.kind,
-            packed.group_size,
-            gated,
-        )
+        self.N, self.kind = packed.N, packed.kind
+        self.group_size, self.gated = packed.group_size, gated
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
         self.bias = layer.bias

@@ -7,15 +7,16 @@ settings do not want return at once:
 
     histogram_kernel     twice, for top-k alone
     choose_kernel        temperature and top-k: many programs for each row
-    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for each row
+    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for
+                         each row
 
 Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of
 the high bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th
 largest logit itself.
 
-        high byte      0 . . . . . . . h . . . 255        h: the high byte of the k-th largest, by sums from the right
-                                       |
-        low byte           0 . . . . . l . . . 255        of the logits with high byte h alone
+    high byte      0 . . . . . . . h . . . 255    h: that of the k-th largest, by sums from the
+                                   |              right
+    low byte           0 . . . . . l . . . 255    of the logits with high byte h alone
 
 Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that
 it and the larger ones have mass p, or are k in number, two bits a pass.
@@ -32,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from fast.common import constexpr, jit, last_arriver, tl, triton, unknown_values
-from quantize import say_once
 from generate import Sampling, probabilities
+from quantize import say_once
 
 KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Sampling
 
@@ -195,9 +196,8 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
-    block = (
-        1024  # of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200)
-    )
+    # Of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200).
+    block = 1024
     blocks = triton.cdiv(V, block)
     zeros = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)  # in one launch
     counts, semaphore = zeros[: B * 512], zeros[B * 512 :]
@@ -509,9 +509,8 @@ def accept_kernel(
     q_x = tl.load(q + at, mask=i < k, other=0)
     count = tl.load(proposed + b)
     kept = (tl.load(uniform + b * k + i, mask=i < k, other=0) * q_x < p_x) & (i < count)
-    n = tl.min(
-        tl.where(kept & (i < k), k, tl.minimum(i, k)), 0
-    )  # the first position whose token is not kept, or k
+    # The first position whose token is not kept, or k.
+    n = tl.min(tl.where(kept & (i < k), k, tl.minimum(i, k)), 0)
     tl.store(accepted + b, n)
 
     row = (b * (k + 1) + n).to(tl.int64) * V
