@@ -4,7 +4,6 @@ device functions that several kernels use.
 """
 
 import functools
-from dataclasses import MISSING, fields
 
 import torch
 
@@ -20,18 +19,6 @@ except ImportError:  # a build of PyTorch without Triton: the plain twins serve
 
     def jit(kernel=None, **options):
         return jit if kernel is None else None
-
-
-def unknown_values(values, known: set[str]) -> list[str]:
-    """What a dataclass's instance holds that fast/ does not know: the fields, apart from `known`,
-    whose value is not their default. As in "Sampling.min_p=0.1"."""
-    found = []
-    for field in fields(values):
-        value = getattr(values, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name not in known and value != default:
-            found.append(f"{type(values).__name__}.{field.name}={value!r}")
-    return found
 
 
 @functools.cache

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from drafts.eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
-from fast.common import unknown_values
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
+from fast.known import unknown_values
 from fast.layout import KINDS
 from fast.linear import FusedGate, add_norm, gate_number, linear
 from fast.packed_linear import PackedLinear
@@ -72,65 +72,16 @@ OPERATORS = (
     "grouped_linear",
 )
 
-# The fields of model.Config and LayerConfig, then of Rope and MoEConfig, that the modules of this
-# file, or model.py's around them, take into account.
-KNOWN_FIELDS = {
-    "dim",
-    "layers",
-    "n_head",
-    "n_kv_head",
-    "head_dim",
-    "ffn_dim",
-    "vocab_size",
-    "context",
-    "norm_eps",
-    "qkv_bias",
-    "qk_norm",
-    "pre_norm",
-    "post_norm",
-    "norm_fp32",
-    "norm_offset",
-    "fused_files",
-    "activation",
-    "tied",
-    "attention_scale",
-    "embedding_scale",
-    "residual_scale",
-    "logits_scale",
-    "window",
-    "rope",
-    "o_bias",
-    "sinks",
-    "expert_files",
-    "moe",
-}
-KNOWN_OF_PARTS = {
-    "frequencies",
-    "scale",
-    "original",
-    "long",
-    "q_growth",
-    "n_expert",
-    "n_chosen",
-    "ffn_dim",
-    "normalize",
-    "bias",
-    "clamp",
-}
-
 
 # What can be replaced
 
 
 def unknown_fields(model: Transformer) -> list[str]:
-    """The values of Config and its parts that this file does not know, each once:
-    "Config.cap=30.0"."""
+    """The values of Config and its parts that fast/ does not know, each once: "Config.cap=30.0"."""
     layers = model.config.layers
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
-    known = {config: KNOWN_FIELDS for config in (model.config, *layers)} | dict.fromkeys(
-        parts, KNOWN_OF_PARTS
-    )
-    return [value for config, names in known.items() for value in unknown_values(config, names)]
+    described = dict.fromkeys([model.config, *layers, *parts])
+    return [value for values in described for value in unknown_values(values)]
 
 
 def fusible(layer: nn.Module) -> bool:
@@ -424,8 +375,8 @@ class FusedDecoder(nn.Module):
 
     kernels: all layers' attention has its kernel, which finds the slots in use by itself. The
     residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
-    take it out. A Config field that changes model.py's forward must be handled here, too: see
-    KNOWN_FIELDS."""
+    take it out. A Config field that changes model.py's forward must be handled here before known.py
+    may have it."""
 
     def __init__(self, model: Transformer):
         super().__init__()

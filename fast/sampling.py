@@ -32,17 +32,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fast.common import constexpr, jit, last_arriver, tl, triton, unknown_values
+from fast.common import constexpr, jit, last_arriver, tl, triton
+from fast.known import unknown_values
 from generate import Sampling, probabilities
 from quantize import say_once
-
-KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Sampling
 
 
 def make_settings(sampling: Sampling, device: torch.device) -> Tensor | None:
     """What the kernels read: fp32 [4]. None, and a line on stderr, where a field that they do not
     know has another value than its default."""
-    if unknown := unknown_values(sampling, KNOWN_FIELDS):
+    if unknown := unknown_values(sampling):
         say_once(f"plain PyTorch samples: fast/ does not know {', '.join(unknown)}")
         return None
     temperature = 0.0 if sampling.greedy else sampling.temperature

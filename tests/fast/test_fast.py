@@ -1,7 +1,7 @@
 """The modules that fast/ swaps in against those that they replace."""
 
 from copy import deepcopy
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from fast.decoder import (
     plain_halves,
     unknown_fields,
 )
+from fast.known import KNOWN
 from fast.packed_linear import PackedLinear
 from hub.formats import SeparateLinears
 from generate import generate
@@ -111,6 +112,12 @@ def model() -> Transformer:
     model = tiny()
     model.setup(20, 1)
     return model
+
+
+@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+def test_what_fast_knows_is_a_field(kind):
+    """Not the other way round: a fork has fields of its own."""
+    assert KNOWN[kind] <= {each.name for each in fields(kind)}
 
 
 def with_field(values, name: str, value, **changes):
