@@ -57,18 +57,15 @@ from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
 OPERATORS = (
     "linear",
-    "packed_linear",
+    "packed_product",
     "add_norm",
     "gate",
     "attend",
     "update_and_attend",
-    "sample",
-    "distribute",
     "fused_all_reduce",
     "fused_all_gather",
-    "route",
-    "expert_linear",
     "mixture",
+    "few_rows_mixture",
     "grouped_linear",
 )
 

@@ -234,8 +234,11 @@ class Plain(NamedTuple):
 
     qweight: Tensor
     gated: int = 0
-    kind, bits, block, parts, per_channel = "16-bit", 16, 32, 1, True
-    perm = scales_and_zeros = None
+    kind, bits, block, parts, per_channel, chunks = "16-bit", 16, 32, 1, True, 1
+    perm = scales_and_zeros = shifts = None
+    constants = dict(
+        bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16
+    )
 
     @property
     def N(self) -> int:

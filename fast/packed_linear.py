@@ -13,6 +13,8 @@ Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_
 layout.py draws them.
 """
 
+from weakref import WeakValueDictionary
+
 import torch
 from torch import Tensor, library, nn
 
@@ -152,25 +154,6 @@ def dequantize(w: Packed, dtype: torch.dtype, experts: int = 1) -> Tensor:
     return out
 
 
-def as_packed(
-    x: Tensor,
-    qweight: Tensor,
-    scales_and_zeros: Tensor,
-    perm: Tensor | None,
-    shifts: Tensor,
-    semaphores: Tensor,
-    N: int,
-    kind: str,
-    group_size: int,
-    gated: int,
-) -> Packed:
-    """The operator's arguments, which may be tensors and numbers only."""
-    K = x.shape[1] if perm is None else len(perm)
-    return Packed(
-        qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated
-    )
-
-
 def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The plain twin of dequantize() for a weight [N, K], whose inputs stay in the codes' order."""
     codes, scales, zeros = unpack(packed)
@@ -179,98 +162,75 @@ def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def plain_packed_linear(
-    x,
-    qweight,
-    scales_and_zeros,
-    perm,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    norm=None,
-    bias=None,
-    residual=None,
-    gated=0,
-    eps=1e-5,
-) -> Tensor:
-    """The plain twin of packed_linear()."""
-    packed = as_packed(
-        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
-    )
-    w = plain_weights(packed, x.dtype)
-    if perm is not None:
-        x, norm = x[:, perm], None if norm is None else norm[perm]
-    return plain_linear(x, w, norm, bias, residual, gated, eps)
-
-
-# Nothing is mutated: when the kernels are done, semaphores is as it was.
-@library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
-def packed_linear(
     x: Tensor,
-    qweight: Tensor,
-    scales_and_zeros: Tensor,
-    perm: Tensor | None,
-    shifts: Tensor,
-    semaphores: Tensor,
-    N: int,
-    kind: str,
-    group_size: int,
+    w: Packed,
     norm: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    gated: int = 0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The plain twin of packed_linear()."""
+    if w.perm is not None:
+        x, norm = x[:, w.perm], None if norm is None else norm[w.perm]
+    return plain_linear(x, plain_weights(w, x.dtype), norm, bias, residual, w.gated, eps)
+
+
+def packed_linear(
+    x: Tensor,
+    w: Packed,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left
-    out.
-
-    gated: see linear(); then there is no bias and no residual. The other arguments are a
-    Packed's."""
-    w = as_packed(
-        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
-    )
-    if not N:  # of a rank
-        return x.new_empty(len(x), 0)
+    out. w.gated: see linear(); then there is no bias and no residual."""
+    if not x.is_cuda:
+        return plain_packed_linear(x, w, norm, bias, residual, eps)
     choice = choice_for(w, len(x), x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
-    if choice["kernel"] == "few" and perm is None:
+    if choice["kernel"] == "few" and w.perm is None:
         return few(x, w, norm, bias, residual, eps)
     if norm is not None:
         # Before perm: a kernel may read norm while norm[perm] is being made.
         x = rms_norm(x, norm, eps)
-    if perm is not None:
-        x = x[:, perm]
+    if w.perm is not None:
+        x = x[:, w.perm]
     if choice["kernel"] == "few":
         return few(x, w, None, bias, residual, eps)
     if choice["kernel"] == "library":
-        return library_linear(x, dequantize(w, x.dtype), bias, residual, gated)
+        return library_linear(x, dequantize(w, x.dtype), bias, residual, w.gated)
     return gemm(x, w, bias, residual, choice)
 
 
-packed_linear.register_kernel("cpu")(plain_packed_linear)
+# torch.compile does not look inside of a product, and an operator of its own takes tensors and
+# numbers only: the layer is found by the address of its qweight, which differs from layer to layer
+# and is yet no constant of the code that layers share.
+LAYERS = WeakValueDictionary()
 
 
-@packed_linear.register_fake
-def _(
-    x,
-    qweight,
-    scales_and_zeros,
-    perm,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    norm=None,
-    bias=None,
-    residual=None,
-    gated=0,
-    eps=1e-5,
-):
-    return x.new_empty(len(x), N // 2 if gated else N)
+# Nothing is mutated: when the kernels are done, semaphores is as it was.
+@library.custom_op("llama_fast::packed_product", mutates_args=())
+def packed_product(
+    x: Tensor,
+    qweight: Tensor,
+    columns: int,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """packed_linear() of the layer that has this qweight: x [M, K] -> [M, columns]."""
+    if not columns:  # of a rank
+        return x.new_empty(len(x), 0)
+    layer = LAYERS[qweight.data_ptr()]
+    return packed_linear(x, layer.packed, norm, layer.bias, residual, eps)
+
+
+@packed_product.register_fake
+def _(x, qweight, columns, norm=None, residual=None, eps=1e-5):
+    return x.new_empty(len(x), columns)
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
@@ -319,7 +279,7 @@ class PackedLinear(nn.Module):
         if gated and layer.bias is not None:
             raise ValueError("a gated layer with a bias: the kernels have no place for it")
         packed = pack_layer(layer, gated)
-        self.N, self.kind = packed.N, packed.kind
+        self.N, self.K, self.kind = packed.N, packed.K, packed.kind
         self.group_size, self.gated = packed.group_size, gated
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
@@ -327,6 +287,12 @@ class PackedLinear(nn.Module):
         self.register_buffer("perm", packed.perm, persistent=False)
         self.register_buffer("shifts", packed.shifts, persistent=False)
         self.register_buffer("semaphores", packed.semaphores, persistent=False)
+        LAYERS[self.qweight.data_ptr()] = self
+
+    @property
+    def packed(self) -> Packed:
+        tensors = self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores
+        return Packed(*tensors, self.N, self.K, self.kind, self.group_size, self.gated)
 
     def fused(
         self,
@@ -336,24 +302,11 @@ class PackedLinear(nn.Module):
         gated: int = 0,
         eps: float = 1e-5,
     ) -> Tensor:
-        """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
-        return packed_linear(
-            x,
-            self.qweight,
-            self.scales_and_zeros,
-            self.perm,
-            self.shifts,
-            self.semaphores,
-            self.N,
-            self.kind,
-            self.group_size,
-            norm,
-            self.bias,
-            residual,
-            gated,
-            eps,
-        )
+        """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]. gated: as the
+        layer is, which fused_linear()'s other functions must be told."""
+        columns = self.N // 2 if self.gated else self.N
+        return packed_product(x, self.qweight, columns, norm, residual, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]; gated: [..., N / 2]"""
-        return self.fused(x.flatten(0, -2), gated=self.gated).unflatten(0, x.shape[:-1])
+        return self.fused(x.flatten(0, -2)).unflatten(0, x.shape[:-1])

@@ -30,7 +30,7 @@ Shapes: B sequences, R rows, V vocabulary, k drafted tokens, T = k + 1.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from fast.common import constexpr, jit, last_arriver, tl, triton
 from fast.known import unknown_values
@@ -186,12 +186,13 @@ def choose_kernel(
         tl.store(logprobs + row, chosen - logsumexp)
 
 
-@library.custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
 def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     """16-bit logits [B, V] -> tokens [B] and their log-probabilities [B] under the raw logits.
 
     noise [B, V]: exponential, of rate 1. torch.topk alone takes 65 us for 32,000 logits on an
     H200."""
+    if not logits.is_cuda:
+        return plain_sample(logits, noise, settings)
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
@@ -222,18 +223,10 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     return tokens, logprobs
 
 
-@sample.register_kernel("cpu")
 def plain_sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     """The plain twin of sample()."""
     probs, logsumexp, tokens = plain_distribute(logits, noise, settings)
     return tokens, logits.float().gather(-1, tokens[:, None]).squeeze(-1) - logsumexp
-
-
-@sample.register_fake
-def _(logits, noise, settings):
-    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(
-        len(logits), dtype=torch.float32
-    )
 
 
 @jit
@@ -415,14 +408,15 @@ def exponential(like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=torch.float32).exponential_()
 
 
-@library.custom_op("llama_fast::distribute", mutates_args=(), device_types="cuda")
 def distribute(
     logits: Tensor, noise: Tensor | None, settings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """16-bit logits [R, V] -> sampling.probabilities() [R, V], logsumexp [R] of the raw logits, and
+    """16-bit logits [R, V] -> generate.probabilities() [R, V], logsumexp [R] of the raw logits, and
     tokens [R] drawn from the probabilities.
 
     noise [R, V]: exponential, of rate 1; None: tokens are the likeliest."""
+    if not logits.is_cuda:
+        return plain_distribute(logits, noise, settings)
     R, V = logits.shape
     probs = torch.empty(R, V, device=logits.device)
     logsumexp = torch.empty(R, device=logits.device)
@@ -431,7 +425,6 @@ def distribute(
     return probs, logsumexp, tokens
 
 
-@distribute.register_kernel("cpu")
 def plain_distribute(
     logits: Tensor, noise: Tensor | None, settings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -440,16 +433,6 @@ def plain_distribute(
     logits = logits.float()
     probs = probabilities(logits, Sampling(temperature, int(top_k), top_p, min_p))
     return probs, logits.logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
-
-
-@distribute.register_fake
-def _(logits, noise, settings):
-    R = len(logits)
-    return (
-        logits.new_empty(logits.shape, dtype=torch.float32),
-        logits.new_empty(R, dtype=torch.float32),
-        logits.new_empty(R, dtype=torch.int64),
-    )
 
 
 @jit
@@ -522,7 +505,7 @@ def accept_kernel(
 
 
 def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """sampling.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their
+    """generate.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their
     log-probabilities [B]."""
     return sample(logits, exponential(logits), settings)
 

@@ -161,8 +161,7 @@ def test_attention(device, case):
         attn = Attention(config, config.layers[0]).to(dtype)
     int8 = kind if kind in CACHES else None
     attn.cache = KVCache((B + 1, K, L, E), device, dtype, int8 or "16-bit")
-    table = RopeTable(rope, E, L, B + 1, device)
-    table.offset[1:] = L if rope.long else 0
+    table = RopeTable(rope, E, L, L, device)
     everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
     attn.cache.write(randn(B + 1, L, K, E), randn(B + 1, L, K, E), *everywhere)
     if kind == "sinks":
@@ -184,7 +183,7 @@ def test_attention(device, case):
     def prefill():
         for cache, of in zip(attn.cache.buffers(), before, strict=True):
             cache.copy_(of)
-        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions, B), rows)
+        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions), rows)
 
     for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
         out = function().view(B, T, H, E)  # the second time over what the first has left
@@ -289,9 +288,8 @@ for rows in (1, 16, 64):
     codes = torch.randint(2 ** 31 - 1, (4, 512, 128), device="cuda").int()
     scales = torch.full((4, 512, 32), 120, device="cuda").to(torch.uint8)
     of = fast.experts.PackedExperts(QuantizedExperts(codes, scales, None, MXFP4), 1)
-    for w in ((torch.randn(4, 512, 1024, **bf16), None, None, zeros, 512, "16-bit", 0),
-              (of.qweight, of.scales_and_zeros, of.shifts, zeros, 512, "mxfp4", 32)):
-        fast.experts.expert_linear(x, shares, active, *w, gate=1)
+    for w in gemv.Plain(torch.randn(4, 512, 1024, **bf16), 1), of.packed:
+        fast.experts.expert_linear(x, gemv.Experts(active, shares), w, zeros)
     fast.experts.route(x, None, 0.0, torch.randn(4, 1024, **bf16), None, 2, True, zeros[:1])
 
 cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device="cuda")
