@@ -31,6 +31,10 @@ def pdl_options(device: torch.device) -> dict:
     return dict(launch_pdl=True) if gpu(device).major >= 9 else {}
 
 
+GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
+CLAMPED = 3  # a gate with MoEConfig.clamp
+
+
 @jit
 def gate_times_up(gate, up, GATED: constexpr):
     """silu(gate) * up or, GATED = 2, tanh-GELU(gate) * up, of fp32 tiles. Both are gate *

@@ -29,7 +29,6 @@ the experts' one behind the other.
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.collectives import fused_all_reduce
@@ -45,9 +44,10 @@ from fast.common import (
     triton,
 )
 from fast.layout import KINDS, Packed
-from fast.linear import FusedGate, gate_number, plain_gate, plain_linear
+from fast.linear import FusedGate, gate_number
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
-from fast.packed_linear import dequantize, pack_layer, plain_weights
+from fast.packed_linear import dequantize, pack_layer
+from fast.twins import plain_expert_linear, plain_route, plain_unpack_experts
 from model import grouped_linear
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
@@ -190,28 +190,6 @@ def route(
         **pdl,
     )
     return normed, weights, active
-
-
-def plain_route(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    router: Tensor,
-    bias: Tensor | None,
-    n: int,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain twin of route()."""
-    if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
-    logits = plain_linear(x.float(), router.float(), None, None if bias is None else bias.float())
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(n).indices, True)
-    among = logits.masked_fill(~chosen, float("-inf")) if normalize else logits
-    weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
-    found = chosen.any(0).nonzero()[:, 0].int()
-    active = found.new_zeros(1 + min(len(x) * n, len(router)))
-    active[0], active[1 : 1 + len(found)] = len(found), found
-    return x.clone(), weights, active
 
 
 # Their products
@@ -414,47 +392,11 @@ def expert_linear(
     return out
 
 
-def plain_expert_linear(
-    x: Tensor,
-    experts: Experts,
-    w: Packed | Plain,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The plain twin of expert_linear()."""
-    active, weights, limit, alpha = experts
-    matrices = w.qweight
-    if w.bits < 16:
-        matrices = plain_unpack_experts(w, weights.shape[1], x.dtype)
-    gate, columns = w.gated, w.N // 2 if w.gated else w.N
-    out = x.new_zeros(len(active) - 1, x.shape[-2], columns, dtype=torch.float32)
-    for i, expert in enumerate(active[1 : 1 + active[0]].tolist()):
-        y = ((x if gate else x[i]) @ matrices[expert].T).float()
-        share = weights[:, expert, None]
-        if bias is not None:
-            y += bias[expert] if gate else bias[expert] * share
-        if gate:
-            y = plain_gate(y, gate, limit, alpha)
-            y = torch.where(share > 0, y * share, 0)
-        out[i] = y
-    if gate:
-        return out.type_as(x)
-    y = out.sum(0)
-    return (y if residual is None else residual + y).type_as(x)
-
-
 def unpack_experts(w: Packed, X: int, dtype: torch.dtype) -> Tensor:
     """The weights [X, N, K]."""
     if not w.qweight.is_cuda:
         return plain_unpack_experts(w, X, dtype)
     return dequantize(w, dtype, X).unflatten(0, (X, w.N))
-
-
-def plain_unpack_experts(w: Packed, X: int, dtype: torch.dtype) -> Tensor:
-    """The plain twin of unpack_experts()."""
-    pairs = zip(w.qweight.chunk(X), w.scales_and_zeros.chunk(X), strict=True)
-    parts = (w._replace(qweight=codes, scales_and_zeros=scales) for codes, scales in pairs)
-    return torch.stack([plain_weights(part, dtype) for part in parts])
 
 
 # The modules

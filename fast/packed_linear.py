@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
-from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack, unpack
-from fast.linear import library_linear, plain_linear, rms_norm
+from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack
+from fast.linear import library_linear, rms_norm
 from fast.packed_few import few, takes_few
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
-from quantize import CODES, QuantizedLinear, say_once
+from fast.twins import plain_packed_linear
+from quantize import QuantizedLinear, say_once
 from quantize import unpack as codes_of
 
 if triton:
@@ -152,27 +153,6 @@ def dequantize(w: Packed, dtype: torch.dtype, experts: int = 1) -> Tensor:
         num_warps=2,
     )
     return out
-
-
-def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The plain twin of dequantize() for a weight [N, K], whose inputs stay in the codes' order."""
-    codes, scales, zeros = unpack(packed)
-    numbers = CODES[packed.kind].decode(codes).unflatten(1, (scales.shape[1], packed.group_size))
-    return ((numbers - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
-
-
-def plain_packed_linear(
-    x: Tensor,
-    w: Packed,
-    norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """The plain twin of packed_linear()."""
-    if w.perm is not None:
-        x, norm = x[:, w.perm], None if norm is None else norm[w.perm]
-    return plain_linear(x, plain_weights(w, x.dtype), norm, bias, residual, w.gated, eps)
 
 
 def packed_linear(

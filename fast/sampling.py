@@ -34,7 +34,8 @@ from torch import Tensor
 
 from fast.common import constexpr, jit, last_arriver, tl, triton
 from fast.known import unknown_values
-from generate import Sampling, probabilities
+from fast.twins import plain_distribute, plain_sample
+from generate import Sampling
 from quantize import say_once
 
 
@@ -221,12 +222,6 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     )
     launch_distribution(logits, noise, settings, None, logprobs, tokens)
     return tokens, logprobs
-
-
-def plain_sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin of sample()."""
-    probs, logsumexp, tokens = plain_distribute(logits, noise, settings)
-    return tokens, logits.float().gather(-1, tokens[:, None]).squeeze(-1) - logsumexp
 
 
 @jit
@@ -423,16 +418,6 @@ def distribute(
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
     launch_distribution(logits.contiguous(), noise, settings, probs, logsumexp, tokens)
     return probs, logsumexp, tokens
-
-
-def plain_distribute(
-    logits: Tensor, noise: Tensor | None, settings: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain twin of distribute()."""
-    temperature, top_k, top_p, min_p = settings.tolist()
-    logits = logits.float()
-    probs = probabilities(logits, Sampling(temperature, int(top_k), top_p, min_p))
-    return probs, logits.logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
 
 
 @jit

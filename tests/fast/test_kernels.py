@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import add_norm, linear, plain_add_norm, plain_linear
+from fast.linear import add_norm, linear
+from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
 
