@@ -371,7 +371,6 @@ def attention_kernel(
     positions,
     cos,
     sin,
-    offset,
     q_norm,
     k_norm,
     sinks,
@@ -441,9 +440,6 @@ def attention_kernel(
     new_mask = (n < T)[:, None] & (e < E)[None, :]
     new_position = tl.load(positions + n, mask=n < T, other=0).to(tl.int32)
     new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
-    if offset is not None:  # where the sequence's table begins
-        cos += tl.load(offset + b) * E
-        sin += tl.load(offset + b) * E
     row_position = end + tl.minimum(tl.arange(0, BM) % ROWS // G, T - 1)  # [BM]
     begin = 0
     if WINDOW > 0:
@@ -882,7 +878,6 @@ def update_and_attend(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
-    offset: Tensor | None = None,
     window: int = 0,
     eps: float = 1e-5,
     scale: float | None = None,
@@ -899,10 +894,9 @@ def update_and_attend(
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
     slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
-    for E ** -0.5. Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's
-    begin at row offset [>= B, 1], or 0. growth, original: model.Rope's q_growth and original. sinks
-    [H]: one more score of each head, whose value is 0. semaphore: int32 zeros [>= B * K]; they are
-    zeros again afterwards."""
+    for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
+    growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head,
+    whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
@@ -922,7 +916,6 @@ def update_and_attend(
         positions,
         cos,
         sin,
-        offset,
         q_norm,
         k_norm,
         sinks,

@@ -211,7 +211,6 @@ class FusedAttention(nn.Module):
             self.semaphore,
             *self.norms,
             attn.sinks,
-            None,
             self.window or 0,
             self.eps,
             attn.scale,

@@ -94,7 +94,8 @@ MIN_BLOCK_M = 64  # rows of x in its tiles, unless x has fewer
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels know of a kind of codes."""
+    """What the kernels know of a kind of codes. bits and zero are those of quantize.Codes, again,
+    as another project takes this file without quantize.py."""
 
     bits: int
     zero: int  # the zero point of weights that have none of their own

@@ -23,15 +23,14 @@ packed_gemm.py 61, and with one row 33. With 16 rows this way, in twice the regi
 clusters, it was 66, with packed_gemm.py 55.
 """
 
-import ctypes
-import functools
 import itertools
 
 import torch
 from torch import Tensor
 
 from fast.layout import Packed
-from fast.packed_gemv import check, has_gemv, kernel, launch, launch_config, macros_for, row_blocks
+from fast.nvrtc import launch, most_clusters
+from fast.packed_gemv import has_gemv, kernel, macros_for, row_blocks
 
 MOST_ROWS = 8
 WARPS = (16, 32), (11, 64)  # the most of a program, and the most of a thread's registers for x
@@ -94,24 +93,6 @@ def takes_few(packed: Packed, M: int, device: torch.device) -> bool:
         and has_gemv(device)
         and sizes_on(packed, device) is not None
     )
-
-
-@functools.cache
-def most_clusters(
-    function: int, threads: int, shared_bytes: int, cluster: int, processors: int
-) -> int:
-    """How many the GPU holds at once: one that must wait for a place would double the time."""
-    if cluster == 1:
-        return processors
-    count, cuda = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
-    config = launch_config(processors // cluster * cluster, threads, shared_bytes, cluster)
-    check(
-        cuda,
-        cuda.cuOccupancyMaxActiveClusters(
-            ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config)
-        ),
-    )
-    return max(1, count.value)
 
 
 def few_arguments(

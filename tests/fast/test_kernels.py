@@ -269,7 +269,7 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 
-gemv = fast.packed_gemv
+gemv, nvrtc = fast.packed_gemv, fast.nvrtc
 for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], None)), ("fp8", 32, None), (
         "mxfp4", 128, gemv.Experts(ones[:5], None)):
     scales = (torch.rand if kind == "int4" else torch.ones)(16, C)  # ones: rows share them, which few.cu does not take
@@ -281,7 +281,7 @@ for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], N
         compiled.append(("few", macros | fast.packed_few.few_sizes(w, 166912, (1,))[0]))
     for name, defined in compiled:
         for capability in 80, 89:
-            gemv.compile_cuda(gemv.source_of(name), gemv.options_for(capability, defined))
+            nvrtc.compile_cuda(gemv.source_of(name), nvrtc.options_for(capability, defined))
 
 active, zeros = torch.tensor([2, 0, 3], device="cuda").int(), torch.zeros(99, device="cuda").int()
 for rows in (1, 16, 64):
