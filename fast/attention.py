@@ -366,6 +366,70 @@ def combine_parts(
 
 
 @jit
+def softmax_start(sinks, heads, counts, BM: constexpr):
+    """row_max and row_sum [BM] of no slot or, where `counts`, of the sinks of these heads: what one
+    more slot with this score and no value would leave."""
+    row_max = tl.full((BM,), -1e30, tl.float32)
+    row_sum = tl.zeros((BM,), tl.float32)
+    if sinks is not None:
+        row_max = tl.where(
+            counts, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max
+        )
+        row_sum += tl.where(counts, 1.0, 0.0)
+    return row_max, row_sum
+
+
+@jit
+def active_splits(begin, end, SPLITS: constexpr, SPLIT_SLOTS: constexpr):
+    """How many splits of the slots begin .. end - 1 have work.
+
+    To combine two parts of 7B's 250 slots takes longer than a second tile: 5.6 us for 5.2."""
+    splits = tl.minimum(tl.cdiv(end - begin, SPLIT_SLOTS), SPLITS)
+    return tl.where(end - begin <= 2 * SPLIT_SLOTS, 1, splits)
+
+
+@jit
+def store_result(
+    row_max,
+    row_sum,
+    acc,
+    out,
+    part_lses,
+    part_accs,
+    semaphore,
+    group,
+    split,
+    splits,
+    pairs,
+    H: constexpr,
+    G: constexpr,
+    E: constexpr,
+    BE: constexpr,
+    BM: constexpr,
+    BR: constexpr,
+    BS: constexpr,
+    SPLITS: constexpr,
+):
+    """Stores the attention of pairs < `pairs` or, of one split of several, its part; the last one
+    to come combines these."""
+    if splits == 1:
+        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), pairs, H, G, E)
+    if SPLITS > 1:
+        if splits > 1:
+            first = group * SPLITS
+            store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
+            if last_arriver(semaphore + group, splits):
+                if splits <= 8:
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, 8
+                    )
+                elif SPLITS > 8:
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, BS
+                    )
+
+
+@jit
 def attention_kernel(
     q,
     positions,
@@ -444,9 +508,7 @@ def attention_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
-    splits = tl.minimum(tl.cdiv(end - begin, SPLIT_SLOTS), SPLITS)  # those that have work
-    # To combine two parts of 7B's 250 slots takes longer than a second tile: 5.6 us for 5.2.
-    splits = tl.where(end - begin <= 2 * SPLIT_SLOTS, 1, splits)
+    splits = active_splits(begin, end, SPLITS, SPLIT_SLOTS)
     if split >= splits:
         return
     start, stop = split_slots(begin, end, split, splits, BL)
@@ -455,14 +517,7 @@ def attention_kernel(
     queries = tl.zeros((BM, BE), dtype)
     if k_scale is not None:
         queries = halves(queries)
-    row_max = tl.full((BM,), -1e30, tl.float32)
-    row_sum = tl.zeros((BM,), tl.float32)
-    if sinks is not None:  # what one more slot with this score and no value would leave, once
-        heads = kv * G + tl.arange(0, BM) % G
-        row_max = tl.where(
-            split == 0, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max
-        )
-        row_sum += tl.where(split == 0, 1.0, 0.0)
+    row_max, row_sum = softmax_start(sinks, kv * G + tl.arange(0, BM) % G, split == 0, BM)
     acc = zeros(BM, BE, v_scale)
     for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
         slot = l0 + tl.arange(0, BL)
@@ -524,21 +579,27 @@ def attention_kernel(
 
     acc = joined(acc, v_scale)
     out += (b * T * H + kv * G) * E
-    if splits == 1:
-        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), T * G, H, G, E)
-    if SPLITS > 1:
-        if splits > 1:
-            first = group * SPLITS
-            store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
-            if last_arriver(semaphore + group, splits):
-                if splits <= 8:
-                    combine_parts(
-                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, 8
-                    )
-                elif SPLITS > 8:
-                    combine_parts(
-                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, BS
-                    )
+    store_result(
+        row_max,
+        row_sum,
+        acc,
+        out,
+        part_lses,
+        part_accs,
+        semaphore,
+        group,
+        split,
+        splits,
+        T * G,
+        H,
+        G,
+        E,
+        BE,
+        BM,
+        BR,
+        BS,
+        SPLITS,
+    )
 
 
 @jit
