@@ -2,36 +2,42 @@
 The speed layer: whatever makes a step faster than plain PyTorch. It changes no text, except where a
 rounding decides between two tokens.
 
-engine.py is the door: its FastEngine calls optimize(model) once, after model.setup(), and uses what
-it returns. The files
-here import the core (eagle.py, model.py, quantize.py, sampling.py, tp.py). Of the core, only
-generate.py imports this folder, and it guards the import. Delete the folder, and every command
-still works, slower. The package imports without Triton.
+engine.py is the door: llm.py imports it, at one guarded place, and gets FastEngine, a subclass of
+generate.Engine. That calls optimize(model) once, after model.setup(), and uses what it returns. The
+files here import model.py, generate.py, quantize.py, speculative.py, tp.py and drafts/, and none of
+these imports them. Delete the folder, and every command still works, slower. The package imports
+without Triton.
 
-    decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is five launches a layer
-    linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside: gemv, gemm, rms_norm
-    packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights; the kernels are packed_gemv.py, for one row, and
-                      packed_few.py, for 2 to 8, whose CUDA C++ (gemv.cu, few.cu) the compiler that comes with PyTorch
-                      compiles, and packed_gemm.py
-    experts.py        mixtures of experts: the router, and the products of the experts that some row chose
+    engine.py         the captured engine
+    decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is
+                      five launches a layer
+    linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside
+    packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights, by one of three kernels:
+      packed_gemv.py  one row, in CUDA C++ (gemv.cu), 16-bit weights too
+      packed_few.py   2 to 8 rows, in CUDA C++ (few.cu behind a part of gemv.cu)
+      packed_gemm.py  more rows, in Triton
+    experts.py        mixtures of experts: the router, and the products of the experts that some row
+                      chose
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
+    nvrtc.py          compiles CUDA C++, with the compiler that comes with PyTorch, and launches it
     attention.py      attention with rope and the KV cache's update inside
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort
     graph.py          a step as a CUDA graph, which brings its results to the host
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
-    cpu.py            a CPU's linear layers: oneDNN's and PyTorch's int4 products, or loops for torch.compile to fuse
+    twins.py          what the kernels compute, in plain PyTorch
+    cpu.py            a CPU's linear layers: oneDNN's and PyTorch's int4 products, or loops for
+                      torch.compile to fuse
     bandwidth.py      the rate at which a GPU reads the model's weights
-    tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of thumb
-    common.py         Triton or stand-ins, the GPU's properties, device functions that several kernels use
+    tuning.py         chooses a linear layer's kernel and its sizes: from tuned.json, or by rules of
+                      thumb
+    known.py          the fields of Config, its parts and Sampling that are taken into account here
+    common.py         Triton or stand-ins, the GPU's properties, device functions that several
+                      kernels use
 
-decoder.py imports the files of a layer's kernels, and these import common.py and tuning.py.
-Importing one of them loads no others: this file imports them inside its functions. Each kernel but
-graph.py's, which only copies, has a plain twin: PyTorch operators that compute the same. The twin
-runs on CPUs, and the tests compare both with float64.
-
-What a new field of model.Config and its parts, or of sampling.Sampling, means is not known here.
-Where it has its default value, all goes on as before. Where it has another, model.py decodes, or
-sampling.py samples.
+decoder.py imports the files of a layer's kernels, and these import common.py, tuning.py and
+twins.py. This file imports them inside its functions. Each kernel but graph.py's, which only
+copies, has a plain twin: PyTorch operators that compute the same. The twin runs on CPUs, and the
+tests compare both with float64.
 """
 
 import sys
@@ -48,17 +54,15 @@ class Fast:
     """What takes the place of the plain model and, with kernels, of the plain functions of the same
     names."""
 
-    decoder: (
-        nn.Module
-    )  # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches
+    # (tokens [B, T], positions [B, T], slots) -> logits [B, T, V]; shares weights and caches.
+    decoder: nn.Module
     # True where decode runs on this folder's kernels. They find the cache slots in use on the
     # device, and a step can be captured as a CUDA graph by hand, without torch.compile. False: all
     # that follows is None.
     kernels: bool = False
-    settings: Callable | None = (
-        None  # Sampling -> a tensor; None for a value that the kernels do not know
-    )
-    # As sampling.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
+    # Sampling -> a tensor; None for a value that the kernels do not know.
+    settings: Callable | None = None
+    # As generate.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
     # for the Sampling. They read it on the device: a CUDA graph stays valid when other settings are
     # copied into it.
     choose: Callable | None = None
@@ -84,10 +88,8 @@ def optimize(model: nn.Module) -> Fast | None:
         return None
     from fast.common import triton
 
-    nvidia = bool(triton and torch.version.cuda) and torch.cuda.get_device_capability(device) >= (
-        8,
-        0,
-    )
+    nvidia = bool(triton and torch.version.cuda)
+    nvidia = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
     if not nvidia or model.embed.weight.itemsize != 2:
         print(
             "plain PyTorch decodes: kernels want Triton, compute capability 8.0 and 16-bit "

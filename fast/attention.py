@@ -9,22 +9,24 @@ Decode and verification: there are few pairs, and a program holds all of them. O
 would leave most of a GPU idle, so several share the cache (Flash-Decoding,
 pytorch.org/blog/flash-decoding):
 
-        old slots of the cache, those in use               the T new tokens of this step
-        |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
-              program 0           program 1           program 2 also turns the new keys by rope, stores new keys and
-                  |                   |                   |     values in the cache, and attends to them
-               part 0              part 1              part 2   a split's attention [T x G, E] and log sum [T x G]
-                  '-------------------+-------------------'
-             the program that finishes last combines the parts, in the order of the splits
+    old slots of the cache, those in use                the T new tokens of this step
+    |----- split 0 -----|----- split 1 -----|----- split 2 -----| new |
+          program 0           program 1           program 2  also turns the new keys by rope,
+              |                   |                   |      stores new keys and values in the
+              |                   |                   |      cache, and attends to them
+           part 0              part 1              part 2    each split's attention [T x G, E]
+              |                   |                   |      and log sum [T x G]
+              '-------------------+-------------------'
+         the program that finishes last combines the parts, in the order of the splits
 
 Prefill: plain PyTorch turns queries and keys (Attention.rotate()) and stores keys and values
 (KVCache.write()) first. Each program then has a block of BM pairs and goes through all slots that
 these see. Only the tiles at the two ends need a mask:
 
-            slots 0                                    L
-    pair 0        |mask|======|mask|                        =  all pairs of a block see all slots of the tile
-    pair BM          |mask|======|mask|                     mask, left: some pairs' window is past the slot
-    pair 2 BM            |mask|======|mask|                 mask, right: some pairs come before it
+        slots 0                                L
+    pair 0    |mask|======|mask|                     =            all pairs see all slots
+    pair BM      |mask|======|mask|                  mask, left   some pairs' window is past it
+    pair 2 BM        |mask|======|mask|              mask, right  some pairs come before it
 
 An int8 cache is read as 16-bit words of two codes, elements 2 e and 2 e + 1 of a key or a value.
 Queries and sums are then in halves, a tuple of their even and their odd elements.
@@ -269,9 +271,8 @@ def to_int8(x):
     """model.to_int8(): x [rows, E] -> codes [rows, E], in fp32, and scales [rows]."""
     x = x.to(tl.float32)
     scale = tl.max(tl.abs(x), 1) / 127
-    rounder: tl.constexpr = (
-        12582912.0  # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even
-    )
+    # 1.5 * 2 ** 23: fp32 counts by ones there, and rounds halves to even.
+    rounder: tl.constexpr = 12582912.0
     return x / tl.maximum(scale, 1e-30)[:, None] + rounder - rounder, scale
 
 
@@ -353,9 +354,8 @@ def combine_parts(
     e = tl.arange(0, BE)
     for p0 in range(0, pairs, BP):
         pair = p0 + tl.arange(0, BP)
-        row = (first + s)[None, :] * BR + pair[
-            :, None
-        ]  # in this order warps share no pair if they can
+        # In this order warps share no pair if they can.
+        row = (first + s)[None, :] * BR + pair[:, None]
         accs = tl.load(
             part_accs + row[:, :, None] * BE + e[None, None, :], mask=inside[:, :, None], other=0
         )
@@ -366,12 +366,75 @@ def combine_parts(
 
 
 @jit
+def softmax_start(sinks, heads, counts, BM: constexpr):
+    """row_max and row_sum [BM] of no slot or, where `counts`, of the sinks of these heads: what one
+    more slot with this score and no value would leave."""
+    row_max = tl.full((BM,), -1e30, tl.float32)
+    row_sum = tl.zeros((BM,), tl.float32)
+    if sinks is not None:
+        row_max = tl.where(
+            counts, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max
+        )
+        row_sum += tl.where(counts, 1.0, 0.0)
+    return row_max, row_sum
+
+
+@jit
+def active_splits(begin, end, SPLITS: constexpr, SPLIT_SLOTS: constexpr):
+    """How many splits of the slots begin .. end - 1 have work.
+
+    To combine two parts of 7B's 250 slots takes longer than a second tile: 5.6 us for 5.2."""
+    splits = tl.minimum(tl.cdiv(end - begin, SPLIT_SLOTS), SPLITS)
+    return tl.where(end - begin <= 2 * SPLIT_SLOTS, 1, splits)
+
+
+@jit
+def store_result(
+    row_max,
+    row_sum,
+    acc,
+    out,
+    part_lses,
+    part_accs,
+    semaphore,
+    group,
+    split,
+    splits,
+    pairs,
+    H: constexpr,
+    G: constexpr,
+    E: constexpr,
+    BE: constexpr,
+    BM: constexpr,
+    BR: constexpr,
+    BS: constexpr,
+    SPLITS: constexpr,
+):
+    """Stores the attention of pairs < `pairs` or, of one split of several, its part; the last one
+    to come combines these."""
+    if splits == 1:
+        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), pairs, H, G, E)
+    if SPLITS > 1:
+        if splits > 1:
+            first = group * SPLITS
+            store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
+            if last_arriver(semaphore + group, splits):
+                if splits <= 8:
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, 8
+                    )
+                elif SPLITS > 8:
+                    combine_parts(
+                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, BS
+                    )
+
+
+@jit
 def attention_kernel(
     q,
     positions,
     cos,
     sin,
-    offset,
     q_norm,
     k_norm,
     sinks,
@@ -441,16 +504,11 @@ def attention_kernel(
     new_mask = (n < T)[:, None] & (e < E)[None, :]
     new_position = tl.load(positions + n, mask=n < T, other=0).to(tl.int32)
     new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
-    if offset is not None:  # where the sequence's table begins
-        cos += tl.load(offset + b) * E
-        sin += tl.load(offset + b) * E
     row_position = end + tl.minimum(tl.arange(0, BM) % ROWS // G, T - 1)  # [BM]
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
-    splits = tl.minimum(tl.cdiv(end - begin, SPLIT_SLOTS), SPLITS)  # those that have work
-    # To combine two parts of 7B's 250 slots takes longer than a second tile: 5.6 us for 5.2.
-    splits = tl.where(end - begin <= 2 * SPLIT_SLOTS, 1, splits)
+    splits = active_splits(begin, end, SPLITS, SPLIT_SLOTS)
     if split >= splits:
         return
     start, stop = split_slots(begin, end, split, splits, BL)
@@ -459,14 +517,7 @@ def attention_kernel(
     queries = tl.zeros((BM, BE), dtype)
     if k_scale is not None:
         queries = halves(queries)
-    row_max = tl.full((BM,), -1e30, tl.float32)
-    row_sum = tl.zeros((BM,), tl.float32)
-    if sinks is not None:  # what one more slot with this score and no value would leave, once
-        heads = kv * G + tl.arange(0, BM) % G
-        row_max = tl.where(
-            split == 0, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max
-        )
-        row_sum += tl.where(split == 0, 1.0, 0.0)
+    row_max, row_sum = softmax_start(sinks, kv * G + tl.arange(0, BM) % G, split == 0, BM)
     acc = zeros(BM, BE, v_scale)
     for l0 in tl.range(start, tl.maximum(stop, start + 1), BL, num_stages=STAGES):
         slot = l0 + tl.arange(0, BL)
@@ -528,21 +579,27 @@ def attention_kernel(
 
     acc = joined(acc, v_scale)
     out += (b * T * H + kv * G) * E
-    if splits == 1:
-        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), T * G, H, G, E)
-    if SPLITS > 1:
-        if splits > 1:
-            first = group * SPLITS
-            store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
-            if last_arriver(semaphore + group, splits):
-                if splits <= 8:
-                    combine_parts(
-                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, 8
-                    )
-                elif SPLITS > 8:
-                    combine_parts(
-                        part_lses, part_accs, first, splits, out, T * G, BR, H, G, E, BE, BS
-                    )
+    store_result(
+        row_max,
+        row_sum,
+        acc,
+        out,
+        part_lses,
+        part_accs,
+        semaphore,
+        group,
+        split,
+        splits,
+        T * G,
+        H,
+        G,
+        E,
+        BE,
+        BM,
+        BR,
+        BS,
+        SPLITS,
+    )
 
 
 @jit
@@ -781,9 +838,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         STAGES=2,
         num_warps=4,
     )
-    if (
-        E > 128 or BR > 32
-    ):  # large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory
+    if E > 128 or BR > 32:
+        # Large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory.
         sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
         sizes |= dict(STAGES=3)
@@ -798,9 +854,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         sizes |= dict(STAGES=3)
     splits = max(1, min(64, programs * processors // groups))
     if splits > 32:
-        splits -= (
-            splits % 8
-        )  # combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32
+        # Combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32.
+        splits -= splits % 8
     return sizes | dict(SPLITS=splits, BS=triton.next_power_of_2(splits))
 
 
@@ -884,7 +939,6 @@ def update_and_attend(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
-    offset: Tensor | None = None,
     window: int = 0,
     eps: float = 1e-5,
     scale: float | None = None,
@@ -901,10 +955,9 @@ def update_and_attend(
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
     slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
-    for E ** -0.5. Rope turns element i < pairs with i + pairs. cos, sin [any, E]: a sequence's
-    begin at row offset [>= B, 1], or 0. growth, original: model.Rope's q_growth and original. sinks
-    [H]: one more score of each head, whose value is 0. semaphore: int32 zeros [>= B * K]; they are
-    zeros again afterwards."""
+    for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
+    growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head,
+    whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
     H = heads - 2 * K
@@ -924,7 +977,6 @@ def update_and_attend(
         positions,
         cos,
         sin,
-        offset,
         q_norm,
         k_norm,
         sinks,

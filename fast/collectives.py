@@ -7,12 +7,15 @@ one-shot: each rank writes all of x straight into the memory of every peer (PyTo
 memory) and sums for itself. The flag is in the data (a Lamport flag, as in TensorRT-LLM's one-shot
 all-reduce): -0.0 marks a number that is not written yet.
 
-    rank 0                               rank 1
-      x  ----------------------------->    place 0 of the buffer      1. push x, with 0.0 for -0.0, to every peer
-      place 1 of the buffer  <---------    x
-                                                                      2. poll the own buffer until no -0.0 is left
-      x + place 1                          place 0 + x                3. sum in rank order: the same bits everywhere
-      place 1 = -0.0                       place 0 = -0.0             4. reset what was read, for the next time
+    rank 0                       rank 1
+      x  -------------------->     place 0 of the buffer   1. push x to every peer, 0.0 for -0.0
+      place 1 of the buffer <-     x
+                                                           2. poll one's buffer until no -0.0
+                                                              is left
+      x + place 1                  place 0 + x             3. sum in rank order: the same bits
+                                                              everywhere
+      place 1 = -0.0               place 0 = -0.0          4. reset what was read, for the next
+                                                              time
 
 A rank has three buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
 logits. Two exchanges in a row never share a buffer. So a buffer is always ready: a rank that has
@@ -69,9 +72,8 @@ def exchange_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    width = (
-        PART if SUM else tl.minimum(PART, N - RANK * PART)
-    )  # fused_all_gather(): the last ranks have fewer columns
+    # fused_all_gather(): the last ranks have fewer columns.
+    width = PART if SUM else tl.minimum(PART, N - RANK * PART)
     own = tl.load(x + m * width + c, mask=c < width, other=0).to(tl.int16, bitcast=True)
     own = tl.where(own == EMPTY, 0, own).to(tl.int16)
     at = m * PART + c

@@ -4,7 +4,6 @@ device functions that several kernels use.
 """
 
 import functools
-from dataclasses import MISSING, fields
 
 import torch
 
@@ -22,18 +21,6 @@ except ImportError:  # a build of PyTorch without Triton: the plain twins serve
         return jit if kernel is None else None
 
 
-def unknown_values(values, known: set[str]) -> list[str]:
-    """What a dataclass's instance holds that fast/ does not know: the fields, apart from `known`,
-    whose value is not their default. As in "Sampling.min_p=0.1"."""
-    found = []
-    for field in fields(values):
-        value = getattr(values, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name not in known and value != default:
-            found.append(f"{type(values).__name__}.{field.name}={value!r}")
-    return found
-
-
 @functools.cache
 def gpu(device: torch.device):
     return torch.cuda.get_device_properties(device)
@@ -42,6 +29,10 @@ def gpu(device: torch.device):
 def pdl_options(device: torch.device) -> dict:
     """Launch options for programmatic dependent launch, which needs compute capability 9.0."""
     return dict(launch_pdl=True) if gpu(device).major >= 9 else {}
+
+
+GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
+CLAMPED = 3  # a gate with MoEConfig.clamp
 
 
 @jit

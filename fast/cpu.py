@@ -116,20 +116,14 @@ class CpuQuantizedLinear(nn.Module):
         codes, scales, zeros, perm = group_inputs(
             codes, layer.scales, layer.zeros, layer.g_idx, layer.codes.zero
         )
-        self.N, self.K, self.middle, scales = (
-            *codes.shape,
-            layer.codes.zero,
-            layer.codes.decode_scales(scales),
-        )
+        self.N, self.K = codes.shape
+        self.middle, scales = layer.codes.zero, layer.codes.decode_scales(scales)
         offsets = None if zeros is None else scales * (zeros - self.middle)
         self.packed = self.pairs = None
         if layer.codes == INT4 and self.K // scales.shape[1] % 32 == 0:
             packed, pairs = int4_operands(codes, scales, offsets)
-            self.packed, self.pairs, self.group = (
-                parameter(packed),
-                parameter(pairs),
-                self.K // len(pairs),
-            )
+            self.packed, self.pairs = parameter(packed), parameter(pairs)
+            self.group = self.K // len(pairs)
             codes = pack(codes, 4)
         elif self.middle:  # integers; a signed byte needs no zero point
             codes, self.middle = (codes.to(torch.int16) - self.middle).to(torch.int8), 0
@@ -140,11 +134,8 @@ class CpuQuantizedLinear(nn.Module):
         whole_rows = codes.dtype == torch.int8 and scales.shape[1] == 1 and offsets is None
         # The product's own scales are bf16: it gets ones, and ours come in fp32. A K of 97 gave
         # NaN.
-        self.ones = (
-            buffer(torch.ones(self.N).bfloat16())
-            if AVX2 and whole_rows and self.K % 32 == 0
-            else None
-        )
+        in_bf16 = AVX2 and whole_rows and self.K % 32 == 0
+        self.ones = buffer(torch.ones(self.N).bfloat16()) if in_bf16 else None
         self.register_buffer("perm", perm, persistent=False)
 
     def numbers(self) -> Tensor:

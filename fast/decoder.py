@@ -6,13 +6,14 @@ launches too:
 
     wqkv         norm, product, bias               fused_linear
     attention    rope, cache update, attention     update_and_attend
-    wo           product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
+    wo           product, residual                 fused_linear
     w_gate_up    norm, product, SiLU gate          fused_linear
-    w_down       product, residual                 fused_linear; with several ranks fused_all_reduce adds the residual
+    w_down       product, residual                 fused_linear
 
-With several rows the norms are launches of their own: seven. So is always a norm behind a branch
-(OLMo, Gemma 3), which adds the residual in the product's place. Prefill keeps the model's own
-forward, with attention and quantized feed-forward layers swapped.
+With several ranks fused_all_reduce adds the residual, behind wo and w_down. With several rows the
+norms are launches of their own: seven. So is always a norm behind a branch (OLMo, Gemma 3), which
+adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
+quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py.
 
@@ -35,8 +36,8 @@ from torch import Tensor, nn
 from drafts.eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
-from fast.common import unknown_values
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
+from fast.known import unknown_values
 from fast.layout import KINDS
 from fast.linear import FusedGate, add_norm, gate_number, linear
 from fast.packed_linear import PackedLinear
@@ -56,80 +57,28 @@ from tp import ColumnParallelLinear, ParallelExperts, RowParallelLinear
 
 OPERATORS = (
     "linear",
-    "packed_linear",
+    "packed_product",
     "add_norm",
     "gate",
     "attend",
     "update_and_attend",
-    "sample",
-    "distribute",
     "fused_all_reduce",
     "fused_all_gather",
-    "route",
-    "expert_linear",
     "mixture",
+    "few_rows_mixture",
     "grouped_linear",
 )
-
-# The fields of model.Config and LayerConfig, then of Rope and MoEConfig, that the modules of this
-# file, or model.py's around them, take into account.
-KNOWN_FIELDS = {
-    "dim",
-    "layers",
-    "n_head",
-    "n_kv_head",
-    "head_dim",
-    "ffn_dim",
-    "vocab_size",
-    "context",
-    "norm_eps",
-    "qkv_bias",
-    "qk_norm",
-    "pre_norm",
-    "post_norm",
-    "norm_fp32",
-    "norm_offset",
-    "fused_files",
-    "activation",
-    "tied",
-    "attention_scale",
-    "embedding_scale",
-    "residual_scale",
-    "logits_scale",
-    "window",
-    "rope",
-    "o_bias",
-    "sinks",
-    "expert_files",
-    "moe",
-}
-KNOWN_OF_PARTS = {
-    "frequencies",
-    "scale",
-    "original",
-    "long",
-    "q_growth",
-    "n_expert",
-    "n_chosen",
-    "ffn_dim",
-    "normalize",
-    "bias",
-    "clamp",
-}
 
 
 # What can be replaced
 
 
 def unknown_fields(model: Transformer) -> list[str]:
-    """The values of Config and its parts that this file does not know, each once:
-    "Config.cap=30.0"."""
+    """The values of Config and its parts that fast/ does not know, each once: "Config.cap=30.0"."""
     layers = model.config.layers
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
-    known = {config: KNOWN_FIELDS for config in (model.config, *layers)} | dict.fromkeys(
-        parts, KNOWN_OF_PARTS
-    )
-    return [value for config, names in known.items() for value in unknown_values(config, names)]
+    described = dict.fromkeys([model.config, *layers, *parts])
+    return [value for values in described for value in unknown_values(values)]
 
 
 def fusible(layer: nn.Module) -> bool:
@@ -262,7 +211,6 @@ class FusedAttention(nn.Module):
             self.semaphore,
             *self.norms,
             attn.sinks,
-            None,
             self.window or 0,
             self.eps,
             attn.scale,
@@ -388,10 +336,8 @@ class FeedForwardHalf(Half):
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        self.fused, self.experts = (
-            isinstance(block.ffn, FusedFeedForward),
-            isinstance(block.ffn, FusedMoE),
-        )
+        self.fused = isinstance(block.ffn, FusedFeedForward)
+        self.experts = isinstance(block.ffn, FusedMoE)
         if self.fused:
             self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
             self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)
@@ -425,8 +371,8 @@ class FusedDecoder(nn.Module):
 
     kernels: all layers' attention has its kernel, which finds the slots in use by itself. The
     residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
-    take it out. A Config field that changes model.py's forward must be handled here, too: see
-    KNOWN_FIELDS."""
+    take it out. A Config field that changes model.py's forward must be handled here before known.py
+    may have it."""
 
     def __init__(self, model: Transformer):
         super().__init__()

@@ -1,6 +1,7 @@
 """
 The captured engine: generate.Engine with this folder's modules in the model and, on a GPU with its
-kernels, a decode step as one CUDA graph. llm.py imports this file, at one guarded place.
+kernels, a decode step as one CUDA graph. llm.py imports this file, at one guarded place; what
+others want of fast/ is here, too: optimize() and read_bandwidth().
 """
 
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fast import optimize, read_bandwidth  # noqa: F401  (for cli/output.py)
+from fast import optimize, read_bandwidth
 from generate import Engine, Sampling, choose, decode_one_token
+
+__all__ = ["FastEngine", "optimize", "read_bandwidth"]
 
 
 class FastEngine(Engine):

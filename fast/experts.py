@@ -9,11 +9,11 @@ twin is model.MoE.
 An expert that several rows chose is read once: it multiplies all rows, and the weight of a row that
 did not choose it is 0. The matrix unit does 16 rows in the time of one, and memory is the limit.
 
-         active experts    3    7   12   40
-    rows of w           +----+----+----+----+    A program multiplies BN rows of one expert's matrix by BM rows of x.
-                 tile 0 |    |    |    |    |
-                 tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up the experts, in
-                 ...    +----+----+----+----+    their order, so that the same input gives the same bits.
+    active experts    3    7   12   40
+    rows of w      +----+----+----+----+    A program multiplies BN rows of one expert's matrix
+            tile 0 |    |    |    |    |    by BM rows of x.
+            tile 1 |    |    |    |    |    down: the last of a tile's programs to come adds up
+            ...    +----+----+----+----+    the experts, in their order: the same bits each time.
 
 A row's sum has its own experts in the order of their numbers, and zeros from others: it is what the
 row gets alone.
@@ -29,7 +29,6 @@ the experts' one behind the other.
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.collectives import fused_all_reduce
@@ -45,9 +44,10 @@ from fast.common import (
     triton,
 )
 from fast.layout import KINDS, Packed
-from fast.linear import FusedGate, gate_number, plain_gate, plain_linear
+from fast.linear import FusedGate, gate_number
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
-from fast.packed_linear import dequantize, pack_layer, plain_weights
+from fast.packed_linear import dequantize, pack_layer
+from fast.twins import plain_expert_linear, plain_route, plain_unpack_experts
 from model import grouped_linear
 from quantize import QuantizedExperts
 from tp import ParallelExperts, all_reduce
@@ -141,7 +141,6 @@ def route_kernel(
         tl.store(active, tl.sum(chosen, 0))
 
 
-@library.custom_op("llama_fast::route", mutates_args=(), device_types="cuda")
 def route(
     x: Tensor,
     norm: Tensor | None,
@@ -157,6 +156,8 @@ def route(
 
     -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it
     does not take; and int32 [1 + A]: how many experts some row takes, and their numbers."""
+    if not x.is_cuda:
+        return plain_route(x, norm, eps, router, bias, n, normalize)
     (M, K), X = x.shape, len(router)
     x = x.contiguous()
     normed = x.clone() if norm is None else torch.empty_like(x)
@@ -189,31 +190,6 @@ def route(
         **pdl,
     )
     return normed, weights, active
-
-
-@route.register_kernel("cpu")
-def plain_route(x, norm, eps, router, bias, n, normalize, semaphore):
-    """The plain twin of route()."""
-    if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
-    logits = plain_linear(x.float(), router.float(), None, None if bias is None else bias.float())
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(n).indices, True)
-    among = logits.masked_fill(~chosen, float("-inf")) if normalize else logits
-    weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
-    found = chosen.any(0).nonzero()[:, 0].int()
-    active = found.new_zeros(1 + min(len(x) * n, len(router)))
-    active[0], active[1 : 1 + len(found)] = len(found), found
-    return x.clone(), weights, active
-
-
-@route.register_fake
-def _(x, norm, eps, router, bias, n, normalize, semaphore):
-    weights = x.new_empty(len(x), len(router), dtype=torch.float32)
-    return (
-        torch.empty_like(x),
-        weights,
-        x.new_empty(1 + min(len(x) * n, len(router)), dtype=torch.int32),
-    )
 
 
 # Their products
@@ -329,24 +305,18 @@ def rule(bits: int, M: int) -> dict:
     row 50, 53, 70 and 16 rows 204, 204, 328; Qwen3-30B-A3B's int4 28, 30, 40 and 90, 90, 236; in
     int8 25, 25, 43 and 163, 163, 224; in bf16 39, 39, 46 and 293, 293, 353."""
     if bits == 16:
-        return dict(
-            block_n=32, splits=8 if M <= 16 else 4, stages=4, warps=4
-        )  # 4: less than 8.9's 99 KiB
+        splits = 8 if M <= 16 else 4  # 4: less than 8.9's 99 KiB
+        return dict(block_n=32, splits=splits, stages=4, warps=4)
+    if M <= 4 and bits == 8:
+        return dict(block_n=16, splits=4, stages=4, warps=2)
     if M <= 4:
-        tile = (
-            dict(block_n=16, stages=4, warps=2)
-            if bits == 8
-            else dict(block_n=32, stages=3, warps=4)
-        )
-        return dict(splits=4) | tile
+        return dict(block_n=32, splits=4, stages=3, warps=4)
     return dict(block_n=64, splits=1, stages=4, warps=4)
 
 
-def sizes_for(choice: dict, M: int, K: int, packed: Packed | None) -> "GemmSizes":
+def sizes_for(choice: dict, M: int, w: Packed | Plain) -> "GemmSizes":
     """What expert_kernel() is compiled for."""
-    of = dict(bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16)
-    if packed:
-        of = packed.constants
+    of = w.constants
     splits, block_m = choice["splits"], max(16, min(ROWS, triton.next_power_of_2(M)))
     scaled = of["parts"] > 1 or block_m > 16 and not of["per_channel"]
     return GemmSizes(
@@ -357,64 +327,36 @@ def sizes_for(choice: dict, M: int, K: int, packed: Packed | None) -> "GemmSizes
         stages=choice["stages"],
         sliced=False,
         scaled=scaled,
-        full=not packed and K % (32 * splits) == 0,
+        full=w.bits == 16 and w.K % (32 * splits) == 0,
     )
 
 
-def as_experts(
-    w: Tensor,
-    scales_and_zeros: Tensor | None,
-    shifts: Tensor | None,
-    semaphores: Tensor,
-    N: int,
-    K: int,
-    kind: str,
-    group_size: int,
-    gate: int,
-) -> Packed | None:
-    """The operator's arguments, which may be tensors and numbers only. None: weights of 16 bits."""
-    if kind not in KINDS:
-        return None
-    return Packed(w, scales_and_zeros, None, shifts, semaphores, N, K, kind, group_size, gate)
-
-
-@library.custom_op("llama_fast::expert_linear", mutates_args=(), device_types="cuda")
 def expert_linear(
     x: Tensor,
-    weights: Tensor,
-    active: Tensor,
-    w: Tensor,
-    scales_and_zeros: Tensor | None,
-    shifts: Tensor | None,
+    experts: Experts,
+    w: Packed | Plain,
     semaphores: Tensor,
-    N: int,
-    kind: str,
-    group_size: int,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    gate: int = 0,
-    limit: float = 0.0,
-    alpha: float = 0.0,
 ) -> Tensor:
-    """The products of the active experts; weights, active: of route().
+    """The products of the active experts.
 
-    gate: x [M, K] -> [A, M, N / 2], f(gate) * up times the row's weight of the expert, 0 where that
-    is 0. f is SiLU for 1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (limit, alpha). Else x [A,
-    M, K], which was multiplied by the weights -> [M, N], the sum over the experts, plus the
-    residual [M, N]. w: [X, N, K] in x's type, or a Packed's qweight of codes of this kind, as the
-    next two are. bias [X, N]. semaphores: int32 zeros, one for each tile, which are zeros again
-    afterwards."""
-    M, K = x.shape[-2:]
-    X, A = weights.shape[1], len(active) - 1
-    packed = as_experts(w, scales_and_zeros, shifts, semaphores, N, K, kind, group_size, gate)
-    x, experts = x.contiguous(), Experts(active, weights, limit, alpha)
-    weight = packed or Plain(w, gate)
-    if M == 1 and takes_gemv(weight, x.device, experts):
-        return gemv(x, weight, bias=bias, residual=residual, experts=experts)
-    choice = rule(packed.bits if packed else 16, M)
-    sizes = sizes_for(choice, M, K, packed)
-    columns = N // 2 if gate else N
-    tiles, tiles_m = triton.cdiv(N, sizes.block_n), triton.cdiv(M, sizes.block_m)
+    w.gated: x [M, K] -> [A, M, N / 2], f(gate) * up times the row's weight of the expert, 0 where
+    that is 0. f is SiLU for 1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (experts.limit and
+    alpha). Else x [A, M, K], which was multiplied by the weights -> [M, N], the sum over the
+    experts, plus the residual [M, N]. bias [X, N]. semaphores: int32 zeros, one for each tile,
+    which are zeros again afterwards."""
+    if not x.is_cuda:
+        return plain_expert_linear(x, experts, w, bias, residual)
+    M, gate = x.shape[-2], w.gated
+    X, A = experts.weights.shape[1], len(experts.active) - 1
+    x = x.contiguous()
+    if M == 1 and takes_gemv(w, x.device, experts):
+        return gemv(x, w, bias=bias, residual=residual, experts=experts)
+    choice = rule(w.bits, M)
+    sizes = sizes_for(choice, M, w)
+    columns = w.N // 2 if gate else w.N
+    tiles, tiles_m = triton.cdiv(w.N, sizes.block_n), triton.cdiv(M, sizes.block_m)
     if gate:
         tiles = triton.cdiv(columns, sizes.block_n // 2)
     out = x.new_empty((A, M, columns) if gate else (M, columns))
@@ -423,24 +365,24 @@ def expert_linear(
     pdl = pdl_options(x.device)
     expert_kernel[(A, tiles, tiles_m)](
         x,
-        w,
-        scales_and_zeros,
-        shifts,
+        w.qweight,
+        w.scales_and_zeros,
+        w.shifts,
         bias,
-        weights,
-        active,
+        experts.weights,
+        experts.active,
         residual,
         out,
         parts,
         semaphores,
         M,
-        N,
-        K,
-        packed.chunks if packed else 1,
+        w.N,
+        w.K,
+        w.chunks,
         X,
         A,
-        limit,
-        alpha,
+        experts.limit,
+        experts.alpha,
         sizes,
         gate,
         bool(pdl),
@@ -450,135 +392,38 @@ def expert_linear(
     return out
 
 
-@expert_linear.register_kernel("cpu")
-def plain_expert_linear(
-    x,
-    weights,
-    active,
-    w,
-    scales_and_zeros,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    bias=None,
-    residual=None,
-    gate=0,
-    limit=0.0,
-    alpha=0.0,
-) -> Tensor:
-    """The plain twin of expert_linear()."""
-    M, K = x.shape[-2:]
-    matrices = w
-    if kind in KINDS:
-        matrices = plain_unpack_experts(
-            w, scales_and_zeros, shifts, weights.shape[1], N, K, kind, group_size, gate, x.dtype
-        )
-    out = x.new_zeros(len(active) - 1, M, N // 2 if gate else N, dtype=torch.float32)
-    for i, expert in enumerate(active[1 : 1 + active[0]].tolist()):
-        y = ((x if gate else x[i]) @ matrices[expert].T).float()
-        share = weights[:, expert, None]
-        if bias is not None:
-            y += bias[expert] if gate else bias[expert] * share
-        if gate:
-            y = plain_gate(y, gate, limit, alpha)
-            y = torch.where(share > 0, y * share, 0)
-        out[i] = y
-    if gate:
-        return out.type_as(x)
-    y = out.sum(0)
-    return (y if residual is None else residual + y).type_as(x)
-
-
-@expert_linear.register_fake
-def _(
-    x,
-    weights,
-    active,
-    w,
-    scales_and_zeros,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    bias=None,
-    residual=None,
-    gate=0,
-    limit=0.0,
-    alpha=0.0,
-):
-    return x.new_empty((len(active) - 1, len(x), N // 2) if gate else (x.shape[1], N))
-
-
-@library.custom_op("llama_fast::unpack_experts", mutates_args=(), device_types="cuda")
-def unpack_experts(
-    w: Tensor,
-    scales_and_zeros: Tensor,
-    shifts: Tensor,
-    X: int,
-    N: int,
-    K: int,
-    kind: str,
-    group_size: int,
-    gate: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The weights [X, N, K]; the arguments are expert_linear()'s."""
-    packed = as_experts(w, scales_and_zeros, shifts, shifts, N, K, kind, group_size, gate)
-    return dequantize(packed, dtype, X).unflatten(0, (X, N))
-
-
-@unpack_experts.register_kernel("cpu")
-def plain_unpack_experts(
-    w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype
-) -> Tensor:
-    """The plain twin of unpack_experts()."""
-    pairs = zip(w.chunk(X), scales_and_zeros.chunk(X), strict=True)
-    packed = (as_experts(*pair, shifts, shifts, N, K, kind, group_size, gate) for pair in pairs)
-    return torch.stack([plain_weights(of, dtype) for of in packed])
-
-
-@unpack_experts.register_fake
-def _(w, scales_and_zeros, shifts, X, N, K, kind, group_size, gate, dtype):
-    return w.new_empty(X, N, K, dtype=dtype)
+def unpack_experts(w: Packed, X: int, dtype: torch.dtype) -> Tensor:
+    """The weights [X, N, K]."""
+    if not w.qweight.is_cuda:
+        return plain_unpack_experts(w, X, dtype)
+    return dequantize(w, dtype, X).unflatten(0, (X, w.N))
 
 
 # The modules
 
 
 class PackedExperts(nn.Module):
-    """A QuantizedExperts in the kernels' layout. gate: as in expert_linear()."""
+    """A QuantizedExperts in the kernels' layout. gate: as gated in expert_linear()."""
 
     def __init__(self, layer: QuantizedExperts, gate: int):
         super().__init__()
         self.n_expert, self.gate, self.bias = layer.n_expert, gate, layer.bias
         packed = pack_layer(layer, gate)
-        self.N, self.K, self.kind, self.group_size = (
-            packed.N,
-            packed.K,
-            packed.kind,
-            packed.group_size,
-        )
+        self.N, self.K = packed.N, packed.K
+        self.kind, self.group_size = packed.kind, packed.group_size
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
         self.register_buffer("shifts", packed.shifts, persistent=False)
 
+    @property
+    def packed(self) -> Packed:
+        """Without semaphores: expert_linear() has its own."""
+        tensors = self.qweight, self.scales_and_zeros, None, self.shifts, None
+        return Packed(*tensors, self.N, self.K, self.kind, self.group_size, self.gate)
+
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """model.Experts.forward(), of a long prompt: all matrices are unpacked."""
-        w = unpack_experts(
-            self.qweight,
-            self.scales_and_zeros,
-            self.shifts,
-            self.n_expert,
-            self.N,
-            self.K,
-            self.kind,
-            self.group_size,
-            self.gate,
-            x.dtype,
-        )
+        w = unpack_experts(self.packed, self.n_expert, x.dtype)
         y = grouped_linear(x, w, experts)
         return y if self.bias is None else y + self.bias[experts]
 
@@ -613,9 +458,10 @@ class FusedMoE(nn.Module):
     ) -> Tensor:
         """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual
         may be None."""
-        y = self.partial(x, norm, eps, None if self.parallel else residual)
+        router = self.moe.router.weight
         if not self.parallel:
-            return y
+            return few_rows_mixture(x, router, norm, eps, residual)
+        y = few_rows_mixture(x, router, norm, eps, None)
         return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, 1)
 
     def partial(
@@ -623,38 +469,17 @@ class FusedMoE(nn.Module):
     ) -> Tensor:
         """decode() of this rank's part of the experts."""
         moe, of = self.moe, self.moe.moe
-        x, weights, active = route(
-            x,
-            norm,
-            eps,
-            moe.router.weight,
-            moe.router.bias,
-            of.n_chosen,
-            of.normalize,
-            self.semaphore,
-        )
-        limit, alpha = of.clamp or (0.0, 0.0)
-        y = self.product(
-            moe.w_gate_up, x, weights, active, gate=self.number, limit=limit, alpha=alpha
-        )
-        return self.product(moe.w_down, y, weights, active, residual=residual)
+        router = moe.router.weight, moe.router.bias
+        x, weights, active = route(x, norm, eps, *router, of.n_chosen, of.normalize, self.semaphore)
+        experts = Experts(active, weights, *map(float, of.clamp or (0, 0)))
+        up, down = self.weight(moe.w_gate_up, self.number), self.weight(moe.w_down, 0)
+        y = expert_linear(x, experts, up, self.semaphores, moe.w_gate_up.bias)
+        return expert_linear(y, experts, down, self.semaphores, moe.w_down.bias, residual)
 
-    def product(
-        self, experts: nn.Module, x: Tensor, weights: Tensor, active: Tensor, **options
-    ) -> Tensor:
+    def weight(self, experts: nn.Module, gate: int) -> Packed | Plain:
         if isinstance(experts, PackedExperts):
-            how = (
-                experts.qweight,
-                experts.scales_and_zeros,
-                experts.shifts,
-                self.semaphores,
-                experts.N,
-                experts.kind,
-                experts.group_size,
-            )
-        else:
-            how = experts.weight, None, None, self.semaphores, experts.weight.shape[1], "16-bit", 0
-        return expert_linear(x, weights, active, *how, bias=experts.bias, **options)
+            return experts.packed
+        return Plain(experts.weight, gate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]"""
@@ -671,7 +496,7 @@ class FusedMoE(nn.Module):
 # torch.compile does not look inside of a mixture: one code serves short prompts and long ones, and
 # of a prompt of 8,192 Qwen3-30B-A3B's code for what stands around the products took 91 of 281 ms
 # (H100).
-MIXTURES = WeakValueDictionary()  # by the address of the router's weights
+MIXTURES = WeakValueDictionary()  # FusedMoE by the address of the router's weights
 
 
 @library.custom_op("llama_fast::mixture", mutates_args=())
@@ -682,6 +507,18 @@ def mixture(x: Tensor, router: Tensor) -> Tensor:
 @mixture.register_fake
 def _(x, router):
     return torch.empty_like(x)
+
+
+@library.custom_op("llama_fast::few_rows_mixture", mutates_args=())
+def few_rows_mixture(
+    x: Tensor, router: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None
+) -> Tensor:
+    return MIXTURES[router.data_ptr()].partial(x, norm, eps, residual)
+
+
+@few_rows_mixture.register_fake
+def _(x, router, norm, eps, residual):
+    return x.new_empty(x.shape)
 
 
 def why_plain_experts(ffn: nn.Module) -> str | None:

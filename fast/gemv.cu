@@ -1,12 +1,14 @@
-// The product of one row of x with packed or 16-bit weights, from a ring in shared memory and with exact integer sums.
-// packed_gemv.py has the words, and the macros that this is compiled with: BITS, E4M3, E2M1, BF16, K, GROUP (0: one a
-// row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM, BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES. With FEW
-// few.cu stands behind this, which shares the first part.
+// The product of one row of x with packed or 16-bit weights, from a ring in shared memory and with
+// exact integer sums. packed_gemv.py has the words, and the macros that this is compiled with:
+// BITS, E4M3, E2M1, BF16, K, GROUP (0: one a row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM,
+// BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES. With FEW few.cu stands behind this, which
+// shares the first part.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;  // inputs of a block, 1 KiB of 16 rows
+// Inputs of a block, 1 KiB of 16 rows.
+constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;
 constexpr bool GROUPED = GROUP > 0;
 constexpr int PER_CHUNK = GROUP > BLOCK ? GROUP / BLOCK : 1;  // blocks that share their groups
 constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
@@ -25,7 +27,8 @@ __device__ __forceinline__ void init(u64* b, int n) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(b)), "r"(n));
 }
 __device__ __forceinline__ void arrive(u64* b) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address(b)) : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address(b))
+               : "memory");
 }
 #if __CUDA_ARCH__ >= 900
 #define WAIT "mbarrier.try_wait"
@@ -33,8 +36,10 @@ __device__ __forceinline__ void arrive(u64* b) {
 #define WAIT "mbarrier.test_wait"
 #endif
 __device__ __forceinline__ void wait(u64* b, int parity) {
-  asm volatile("{ .reg .pred p; AGAIN: " WAIT ".parity.shared.b64 p, [%0], %1; @!p bra AGAIN; }" ::"r"(address(b)),
-               "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; AGAIN: " WAIT
+               ".parity.shared.b64 p, [%0], %1; @!p bra AGAIN; }" ::"r"(address(b)),
+               "r"(parity)
+               : "memory");
 }
 // feed() copies codes and scales into a slot, whose barrier tells when they are there.
 #if __CUDA_ARCH__ >= 900
@@ -43,29 +48,39 @@ __device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64*
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          address(to)), "l"(from), "r"(bytes), "r"(address(b)), "l"(policy) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(address(to)),
+      "l"(from), "r"(bytes), "r"(address(b)), "l"(policy)
+      : "memory");
 }
-__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
-                                     int scale_bytes, u64* b, int lane) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared.b64 [%0], %1;" ::"r"(address(b)), "r"(bytes + scale_bytes)
+__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales,
+                                     const void* scales, int scale_bytes, u64* b, int lane) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared.b64 [%0], %1;" ::"r"(address(b)),
+               "r"(bytes + scale_bytes)
                : "memory");
   copy(slot, codes, bytes, b);
   if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
 }
 __device__ __forceinline__ void fed(u64* b) { arrive(b); }
-__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;"); }
-__device__ __forceinline__ void next_kernel_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void barriers_are_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+__device__ __forceinline__ void next_kernel_may_start() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 #else
 constexpr int FEEDERS = 32;
 __device__ __forceinline__ void copy(void* to, const void* from, int bytes, int lane) {
   for (int at = lane * 16; at < bytes; at += 512)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to) + at), "l"((const char*)from + at)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to) + at),
+                 "l"((const char*)from + at)
                  : "memory");
 }
-__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
-                                     int scale_bytes, u64* b, int lane) {
+__device__ __forceinline__ void feed(void* slot, const void* codes, int bytes, void* slot_scales,
+                                     const void* scales, int scale_bytes, u64* b, int lane) {
   copy(slot, codes, bytes, lane);
   copy(slot_scales, scales, scale_bytes, lane);
 }
@@ -107,12 +122,16 @@ __device__ __forceinline__ u32 pick(u32 low, u32 high, u32 selectors) {
 }
 
 __device__ __forceinline__ void imma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 #endif
@@ -120,7 +139,10 @@ __device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u
 struct Place {  // in a ring
   int slot = 0, parity = 0;
   __device__ void next() {
-    if (++slot == STAGES) { slot = 0; parity ^= 1; }
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
   }
 };
 
@@ -153,25 +175,28 @@ __device__ __forceinline__ float gated(float gate, float up, float limit, float 
 
 #ifndef FEW
 
-constexpr int UNIT = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;  // a warp's two blocks: inputs; of a row of w
+// A warp's two blocks: inputs; of a row of w.
+constexpr int UNIT = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
 constexpr bool STAGED = GROUPED && !SHARED_ROWS;  // scales come through the ring
 constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
 constexpr int STAGE_CHUNKS = STAGED ? WIDTH * UNIT_CHUNKS + (PER_CHUNK > 1) : 0;
 constexpr int ROW_BYTES = WIDTH * 128 + 64;  // of a slot, if PLAIN: 64 for the banks' sake
-constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048, STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
+constexpr int CODES = PLAIN ? 16 * ROW_BYTES : WIDTH * 2048,
+              STAGE = CODES + STAGE_CHUNKS * CHUNK_BYTES;
 constexpr int WARPS = WIDTH * TEAMS;
 constexpr bool SUMMED = EXPERTS && !GATED;  // experts, each with an x of its own
 constexpr int UNITS = ROW_UNITS * (SUMMED ? EXPERTS : 1), STEPS = (UNITS + WIDTH - 1) / WIDTH;
 constexpr int WORDS = BITS == 4 || E4M3 ? 8 : 4;  // of x, that a lane has of a unit
 constexpr int SETS = PLAIN ? 1 : PARTS;  // pairs of groups in a unit, whose sums are apart
 
-struct Team {  // of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them
+// Of WIDTH warps, which multiply tile after tile of 16 rows, and the warp that feeds them.
+struct Team {
   alignas(128) unsigned char ring[STAGES][STAGE];
   union {
     u32 digits[PLAIN ? 1 : UNITS][32][WORDS];
     float x[PLAIN ? UNITS : 1][UNIT];
   };
-  float sums[PLAIN ? 1 : UNITS][SETS][4];   // of x, as the digits' columns have them
+  float sums[PLAIN ? 1 : UNITS][SETS][4];  // of x, as the digits' columns have them
   float partial[WIDTH][WIDTH][16];  // a warp's sums of so many tiles
   float squares[WIDTH], offsets[WIDTH];
   u64 full[STAGES], empty[STAGES];
@@ -191,7 +216,8 @@ __device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4
   columns[3] = __byte_perm(c, d, 0x7632);
 }
 
-// A lane's digits of a unit as the right operands of its products: b[m][register][high or low codes].
+// A lane's digits of a unit as the right operands of its products: b[m][register][high or low
+// codes].
 struct Operands {
   u32 b[4][2][2];
   __device__ __forceinline__ Operands(const Team& t, int unit, int lane) {
@@ -200,11 +226,11 @@ struct Operands {
     if constexpr (WORDS == 8) {
       const uint4* from = (const uint4*)t.digits[unit][lane];
       uint4 p = from[0], q = from[1];
-      d[0][0] = p.x; d[0][1] = p.y; d[1][0] = p.z; d[1][1] = p.w;
-      d[2][0] = q.x; d[2][1] = q.y; d[3][0] = q.z; d[3][1] = q.w;
+      d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
+      d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
     } else {
       uint4 p = *(const uint4*)t.digits[unit][lane];
-      d[0][0] = p.x; d[1][0] = p.y; d[2][0] = p.z; d[3][0] = p.w;
+      d[0][0] = p.x, d[1][0] = p.y, d[2][0] = p.z, d[3][0] = p.w;
     }
 #pragma unroll
     for (int m = 0; m < 4; m++)
@@ -221,19 +247,23 @@ struct Operands {
 
 __device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNITS : unit; }
 
-// A lane's numbers of this warp's units: of a quarter of a block, those in its column of the product.
+// A lane's numbers of this warp's units: of a quarter of a block, those in its column of the
+// product.
 struct Inputs {
   static constexpr int N = PLAIN ? 2 : BITS == 4 ? 8 : 4;
   u16 of[STEPS][N];
-  // there: whether there is an x. One that is read before the kernel before has ended would stay in the cache as it was.
-  __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl, int lane) {
+  // there: whether there is an x. One that is read before the kernel before has ended would stay in
+  // the cache as it was.
+  __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl,
+                                    int lane) {
     if (!there) return;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
         const int unit = s * WIDTH + wl;
-        const int k = in_row(unit) * UNIT + (PLAIN ? lane * 2 : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
+        const int k = in_row(unit) * UNIT +
+                      (PLAIN ? lane * 2 : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
         u32 both = 0;
         if (PERM || K % 2) {
           if (k < K) both = x[PERM ? perm[k] : k];
@@ -247,8 +277,10 @@ struct Inputs {
   }
 };
 
-// x, times the norm's weight, in fixed point or fp16 for the units of this warp. -> what its digits count.
-__device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs& x, const Inputs& norm) {
+// x, times the norm's weight, in fixed point or fp16 for the units of this warp. -> what its digits
+// count.
+__device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs& x,
+                                         const Inputs& norm) {
   float v[STEPS][Inputs::N], squares = 0, most = 1e-20f;
 #pragma unroll
   for (int s = 0; s < STEPS; s++)
@@ -269,7 +301,8 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   if (PLAIN) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
-      if (s * WIDTH + wl < UNITS) *(float2*)&t.x[s * WIDTH + wl][lane * 2] = make_float2(v[s][0], v[s][1]);
+      if (s * WIDTH + wl < UNITS)
+        *(float2*)&t.x[s * WIDTH + wl][lane * 2] = make_float2(v[s][0], v[s][1]);
     __syncwarp();
     return 1;
   }
@@ -299,7 +332,8 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
       for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
         const int i = (j & 1) * 4 + (j >> 1);
         high[j] = __float2int_rn(v[s][E2M1 ? 2 * j : i + 2] * scale);
-        low[j] = E2M1 ? __float2int_rn(v[s][2 * j + 1] * scale) : 16 * __float2int_rn(v[s][i] * scale) - high[j];
+        low[j] = E2M1 ? __float2int_rn(v[s][2 * j + 1] * scale)
+                      : 16 * __float2int_rn(v[s][i] * scale) - high[j];
       }
 #pragma unroll
       for (int kind = 0; kind < 2; kind++) {
@@ -341,7 +375,8 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
   __syncwarp();
   // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2
   float unit = __uint_as_float((exponent - (E4M3 ? 13 : E2M1 ? 26 : BITS == 4 ? 29 : 25)) << 23);
-  if (lane & 1) unit *= E4M3 ? 0 : 65536;  // of the digits in this lane's columns; of halves all columns are equal
+  // Of the digits in this lane's columns; of halves all columns are equal.
+  if (lane & 1) unit *= E4M3 ? 0 : 65536;
   if (!GROUPED) {
     offset *= unit;
     offset += __shfl_xor_sync(~0u, offset, 1);
@@ -357,8 +392,9 @@ __device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
   second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
 }
 
-// Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the zero point. Where a
-// code's sign is set, the first table gives eight times the highest bit of a byte, 0, and where it is not, the second.
+// Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the
+// zero point. Where a code's sign is set, the first table gives eight times the highest bit of a
+// byte, 0, and where it is not, the second.
 __device__ __forceinline__ u32 to_bytes(u32 codes) {
   return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
 }
@@ -379,15 +415,19 @@ struct Integers {
     }
     imma(c, a, b[0][0], b[1][0]);
     if constexpr (BITS == 4) {
-      const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu, a[3] & 0x0f0f0f0fu};
+      const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
+                          a[3] & 0x0f0f0f0fu};
       imma(c, low, b[0][1], b[1][1]);
     }
   }
-  static __device__ __forceinline__ float value(int first, int second) { return (float)first + 256 * (float)second; }
+  static __device__ __forceinline__ float value(int first, int second) {
+    return (float)first + 256 * (float)second;
+  }
 };
 struct Halves {
   typedef float Type;
-  static __device__ __forceinline__ void add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2][2]) {
+  static __device__ __forceinline__ void add(float (&c)[4], const u32 (&a)[4],
+                                             const u32 (&b)[2][2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       u32 w[4];
@@ -398,8 +438,12 @@ struct Halves {
   }
   static __device__ __forceinline__ float value(float first, float) { return first; }
 };
-template <bool> struct Choice { typedef Integers Type; };
-template <> struct Choice<true> { typedef Halves Type; };
+template <bool> struct Choice {
+  typedef Integers Type;
+};
+template <> struct Choice<true> {
+  typedef Halves Type;
+};
 typedef Choice<E4M3>::Type Sum;
 
 // Where the rows of w of a tile of the launch are, and which of its experts has them.
@@ -411,9 +455,11 @@ __device__ __forceinline__ long long place_of(const Team& t, int tile, int unit,
   return (long long)t.experts[nth_of(tile, unit, tiles)] * tiles + (SUMMED ? tile : tile % tiles);
 }
 
-// The units of a stage that are of one expert's row, from the one that holds unit w of the stage on.
+// The units of a stage that are of one expert's row, from the one that holds unit w of the stage
+// on.
 struct Run {
-  int begin, first_block, chunk;  // its first unit, block of the row, and place among the slot's scales
+  // Its first unit, block of the row, and place among the slot's scales.
+  int begin, first_block, chunk;
   __device__ Run(int s, int w) {
     const int unit = in_row(s * WIDTH + w);
     begin = SUMMED && unit < w ? w - unit : 0;
@@ -422,18 +468,19 @@ struct Run {
   }
 };
 
-// The i-th stage of a tile to come. Programs that all read the first inputs of rows, a power of two bytes apart, would ask the
-// same part of the memory: 2% of a layer of 7B in bf16.
+// The i-th stage of a tile to come. Programs that all read the first inputs of rows, a power of two
+// bytes apart, would ask the same part of the memory: 2% of a layer of 7B in bf16.
 __device__ __forceinline__ int stage_of(int i) { return (i + blockIdx.x) % STEPS; }
 
 // This warp's unit of a slot, two rows and 16 inputs a lane.
-__device__ __forceinline__ void multiply_plain(const Team& t, const unsigned char* stage, int u, int wl, int lane,
-                                               float& y0, float& y1) {
+__device__ __forceinline__ void multiply_plain(const Team& t, const unsigned char* stage, int u,
+                                               int wl, int lane, float& y0, float& y1) {
   const int row = lane >> 2;
 #pragma unroll
   for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
     if (in_row(u) * UNIT + c * 8 >= K) break;
-    const float4 first = *(const float4*)&t.x[u][c * 8], second = *(const float4*)&t.x[u][c * 8 + 4];
+    const float4 first = *(const float4*)&t.x[u][c * 8],
+                 second = *(const float4*)&t.x[u][c * 8 + 4];
     const float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -450,8 +497,9 @@ __device__ __forceinline__ void multiply_plain(const Team& t, const unsigned cha
 }
 
 // 16 rows of a tile times this warp's inputs -> partial.
-__device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane, const void* scales, int tile,
-                                              int tiles, float unit, float* partial) {
+__device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int lane,
+                                              const void* scales, int tile, int tiles, float unit,
+                                              float* partial) {
   const int row = lane >> 2, column = lane & 3, half = column >> 1;  // of a product's columns
   float y0 = 0, y1 = 0;
   Sum::Type c[4] = {0, 0, 0, 0};
@@ -461,7 +509,8 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
     const Run run(s, wl);
     float shared[2] = {0, 0};
     if (SHARED_ROWS && u < UNITS && unit_block + half < BLOCKS) {
-      const long long chunk = place_of(t, tile, u, tiles) * CHUNKS + (unit_block + half) / PER_CHUNK;
+      const long long chunk =
+          place_of(t, tile, u, tiles) * CHUNKS + (unit_block + half) / PER_CHUNK;
       shared[0] = ((const float*)scales)[2 * chunk];
       shared[1] = ((const float*)scales)[2 * chunk + 1];
     }
@@ -476,8 +525,8 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
-        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x,
-                          m & 1 ? low.w : low.y, m & 1 ? high.w : high.y};
+        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
+                          m & 1 ? high.w : high.y};
         Sum::add(c, a, o.b[m]);
         if (GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS);
@@ -489,7 +538,8 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
             float scale[2] = {shared[0], shared[1]}, zero = E4M3 ? 0 : 1 << (BITS - 1);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-              if (!SHARED_ROWS) group_of(stage + CODES, (chunk * 16 + row + 8 * i) * PARTS + part, scale[i], zero);
+              if (!SHARED_ROWS)
+                group_of(stage + CODES, (chunk * 16 + row + 8 * i) * PARTS + part, scale[i], zero);
               (i ? y1 : y0) += scale[i] * (Sum::value(c[2 * i], c[2 * i + 1]) - zero * offset);
             }
           }
@@ -515,13 +565,14 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
-gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, const long long* perm, const u16* norm,
-     const u16* bias, const u16* residual, const int* active, const float* weights, u16* out, int n_out, int tiles,
-     float eps, float limit, float alpha) {
+gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, const long long* perm,
+     const u16* norm, const u16* bias, const u16* residual, const int* active, const float* weights,
+     u16* out, int n_out, int tiles, float eps, float limit, float alpha) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp < WARPS ? warp / WIDTH : warp - WARPS, wl = warp % WIDTH;
   Team& t = ((Team*)shared_memory())[team];
-  // route() makes `active`, then come gate and up. The kernel of down starts when these have waited for route().
+  // route() makes `active`, then come gate and up. The kernel of down starts when these have waited
+  // for route().
   if (EXPERTS && GATED) wait_for_kernel_before();
   next_kernel_may_start();
   if (warp >= WARPS) {
@@ -533,7 +584,8 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       t.busy = 0;
       barriers_are_ready();
     }
-    // volatile: the cache may have what was there before. Of NaN logits there are fewer experts than EXPERTS.
+    // volatile: the cache may have what was there before. Of NaN logits there are fewer experts
+    // than EXPERTS.
     const volatile int* found = active;
     for (int i = lane; i < EXPERTS; i += 32) {
       const int count = found[0], expert = found[1 + i];
@@ -553,8 +605,9 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       for (int at = 0; at < STEPS; at++) {
         const int s = stage_of(at);
         wait(&t.empty[place.slot], place.parity);
-        // A queue of copies delays the loads of x. A layer of 7B takes 33.8 us with 1 slot under way before the products
-        // and 2 then, with 1 and 4 34.7 (int4, H200); int8's four products 49.7 with 2 and 2, 51.5 with 1 and 2.
+        // A queue of copies delays the loads of x. A layer of 7B takes 33.8 us with 1 slot under
+        // way before the products and 2 then, with 1 and 4 34.7 (int4, H200); int8's four
+        // products 49.7 with 2 and 2, 51.5 with 1 and 2.
         while (flying >= (t.busy || BITS == 8 ? 2 : 1)) {
           wait(&t.full[back.slot], back.parity);
           back.next();
@@ -571,10 +624,11 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
             const int expert = EXPERTS ? t.experts[nth_of(tile, s * WIDTH + w, tiles)] : 0;
             const int k = run.first_block * BLOCK, block = SUMMED || !EXPERTS ? tile : tile % tiles;
             for (int r = FEEDERS == 16 ? lane : 0; r < 16; r += FEEDERS == 16 ? 16 : 1) {
-              const int n = min(GATED ? block * 8 + r % 8 : block * 16 + r, n_out - 1) + (GATED && r >= 8 ? n_out : 0);
+              const int n = min(GATED ? block * 8 + r % 8 : block * 16 + r, n_out - 1) +
+                            (GATED && r >= 8 ? n_out : 0);
               const long long row = (long long)expert * n_out * (GATED ? 2 : 1) + n;
-              feed(slot + r * ROW_BYTES + w * 128, codes + (row * K + k) * 2, min(units * UNIT, K - k) * 2, slot, codes, 0,
-                   &t.full[place.slot], lane);
+              feed(slot + r * ROW_BYTES + w * 128, codes + (row * K + k) * 2,
+                   min(units * UNIT, K - k) * 2, slot, codes, 0, &t.full[place.slot], lane);
             }
             w = units_end;
             continue;
@@ -583,8 +637,9 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
           const int chunk = run.first_block / PER_CHUNK;
           const int chunks = STAGED ? (run.first_block + blocks - 1) / PER_CHUNK - chunk + 1 : 0;
           feed(slot + w * 2048, codes + (rows * BLOCKS + run.first_block) * 1024, blocks * 1024,
-               slot + CODES + run.chunk * CHUNK_BYTES, scales + (rows * CHUNKS + chunk) * CHUNK_BYTES,
-               chunks * CHUNK_BYTES, &t.full[place.slot], lane);
+               slot + CODES + run.chunk * CHUNK_BYTES,
+               scales + (rows * CHUNKS + chunk) * CHUNK_BYTES, chunks * CHUNK_BYTES,
+               &t.full[place.slot], lane);
           w = units_end;
         }
         fed(&t.full[place.slot]);
@@ -610,9 +665,11 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
     if (there && BIAS)
       for (int i = SUMMED ? 0 : nth; i < (SUMMED ? EXPERTS : nth + 1); i++) {
         const int expert = EXPERTS ? t.experts[i] : 0;
-        extra += number(bias[expert * (GATED ? 2 : 1) * n_out + row]) * (SUMMED ? weights[expert] : 1);
+        extra +=
+            number(bias[expert * (GATED ? 2 : 1) * n_out + row]) * (SUMMED ? weights[expert] : 1);
       }
-    if (!GROUPED && !PLAIN && mine < all) group_of(scales, place_of(t, mine, 0, tiles) * 16 + r, scale, zero);
+    if (!GROUPED && !PLAIN && mine < all)
+      group_of(scales, place_of(t, mine, 0, tiles) * 16 + r, scale, zero);
     for (int j = 0; j < WIDTH && begin + j * step < all; j++)
       multiply_tile(t, place, wl, lane, scales, begin + j * step, tiles, unit, t.partial[wl][j]);
     meet(team);
@@ -635,7 +692,8 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
         y = gated(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
         if (EXPERTS) y *= weights[t.experts[nth]];
       }
-      if (there && lane < (GATED ? 8 : 16)) out[(EXPERTS && GATED ? nth * n_out : 0) + n] = rounded(y);
+      if (there && lane < (GATED ? 8 : 16))
+        out[(EXPERTS && GATED ? nth * n_out : 0) + n] = rounded(y);
     }
     meet(team);  // `partial` is free again
   }

@@ -94,7 +94,8 @@ MIN_BLOCK_M = 64  # rows of x in its tiles, unless x has fewer
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels know of a kind of codes."""
+    """What the kernels know of a kind of codes. bits and zero are those of quantize.Codes, again,
+    as another project takes this file without quantize.py."""
 
     bits: int
     zero: int  # the zero point of weights that have none of their own
@@ -137,9 +138,8 @@ def to_mma_order(codes: Tensor, kind: str) -> Tensor:
     codes = F.pad(codes, (0, -codes.shape[1] % block))
     codes = codes.unflatten(1, (-1, 4, P, 4, 2))  # [N, blocks, c, s, t, e]
     N, blocks = codes.shape[:2]
-    words = torch.zeros(
-        N, blocks, 4, 4, dtype=torch.int32, device=codes.device
-    )  # [N, blocks, t, c]
+    # [N, blocks, t, c]
+    words = torch.zeros(N, blocks, 4, 4, dtype=torch.int32, device=codes.device)
     # One (s, e) after the other: all at once would take 8 times the memory of the words, or 16
     # times.
     for s in range(P):
@@ -154,9 +154,8 @@ def from_mma_order(words: Tensor, kind: str, K: int) -> Tensor:
     """int32 [N, W] -> the codes, uint8 [N, K]; the inverse of to_mma_order()."""
     P = KINDS[kind].pairs
     words = words.unflatten(1, (-1, 4, 4)).transpose(2, 3)  # [N, blocks, c, t]
-    codes = words.new_empty(
-        (*words.shape[:3], P, 4, 2), dtype=torch.uint8
-    )  # [N, blocks, c, s, t, e]
+    # [N, blocks, c, s, t, e]
+    codes = words.new_empty((*words.shape[:3], P, 4, 2), dtype=torch.uint8)
     for s in range(P):
         for e in range(2):
             codes[:, :, :, s, :, e] = sum(
@@ -170,9 +169,8 @@ def in_row_blocks(rows: Tensor, gated: int) -> Tensor:
     parts, size = (2, 8) if gated else (1, 16)
     rows = rows.unflatten(-2, (parts, rows.shape[-2] // parts))
     rows = F.pad(rows, (0, 0, 0, -rows.shape[-2] % size)).unflatten(-2, (-1, size))
-    return rows.transpose(-4, -3).flatten(
-        0, -2
-    )  # [..., row blocks, gate or up, 8 rows, W], or 16 rows
+    # [..., row blocks, gate or up, 8 rows, W], or 16 rows
+    return rows.transpose(-4, -3).flatten(0, -2)
 
 
 def tile(rows: Tensor, width: int) -> Tensor:
@@ -269,12 +267,10 @@ def fill_groups(
     A filled place has the group's zero point for a code, which is a weight of 0; its input is the
     layer's first."""
     missing = -counts % 32  # [C]
-    wide = torch.arange(len(counts), device=codes.device).repeat_interleave(
-        counts + missing
-    )  # [K']: the group of each
-    before = (missing.cumsum(0) - missing)[
-        g_idx[perm]
-    ]  # how many places are filled in the groups before
+    # [K']: the group of each.
+    wide = torch.arange(len(counts), device=codes.device).repeat_interleave(counts + missing)
+    # How many places are filled in the groups before.
+    before = (missing.cumsum(0) - missing)[g_idx[perm]]
     at = torch.arange(len(perm), device=codes.device) + before
     if zeros is None:
         filled = codes.new_full((len(codes), len(wide)), zero)

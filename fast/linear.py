@@ -7,8 +7,9 @@ launches. With programmatic dependent launch (compute capability 9.0) a kernel s
 kernel before it drains. Its first weights are on their way before it waits for its input.
 
     gemv()        one row of x: packed_gemv.py
-    gemm_kernel   a few rows of x. Each program has BN rows of w and loops over K in tiles of BK, on the matrix unit.
-    cuBLAS        many rows of x: there it is faster, and rms_norm() is a launch of its own.
+    gemm_kernel   a few rows of x: each program has BN rows of w and loops over K in tiles of BK,
+                  on the matrix unit
+    cuBLAS        many rows of x: there it is faster, and rms_norm() is a launch of its own
 
 tuned.json says which one serves how many rows (fast/tuning.py).
 
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from fast.common import (
+    CLAMPED,
+    GATES,
     constexpr,
     gate_function,
     gate_times_up,
@@ -32,10 +35,8 @@ from fast.common import (
 )
 from fast.packed_gemv import Plain, gemv, takes_gemv
 from fast.tuning import kernel_for
+from fast.twins import plain_add_norm, plain_gate, plain_linear
 from model import Gate
-
-GATES = dict(silu=1, gelu=2)  # model.ACTIVATIONS that the kernels know, and their numbers there
-CLAMPED = 3
 
 
 @jit
@@ -153,11 +154,7 @@ def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     )
 
 
-@add_norm.register_kernel("cpu")
-def plain_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The plain twin of add_norm()."""
-    y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
-    return (y if residual is None else residual + y).type_as(x)
+add_norm.register_kernel("cpu")(plain_add_norm)
 
 
 @add_norm.register_fake
@@ -190,11 +187,7 @@ def gate(x: Tensor, number: int, limit: float, alpha: float) -> Tensor:
     return launch_gate(x, number, limit, alpha)
 
 
-@gate.register_kernel("cpu")
-def plain_gate(x: Tensor, number: int, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """The plain twin of gate()."""
-    name = next((name for name, n in GATES.items() if n == number), "")
-    return Gate(name, (limit, alpha) if number == CLAMPED else None)(x)
+gate.register_kernel("cpu")(plain_gate)
 
 
 @gate.register_fake
@@ -218,26 +211,6 @@ class FusedGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gate(x, *self.how)
-
-
-def plain_linear(
-    x: Tensor,
-    w: Tensor,
-    norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gated: int = 0,
-    eps: float = 1e-5,
-) -> Tensor:
-    """The plain twin of linear()."""
-    if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(
-            x
-        )  # rounded once, as in norm_kernel
-    y = F.linear(x, w, bias)
-    if gated:
-        y = plain_gate(y, gated)
-    return y if residual is None else residual + y
 
 
 def library_linear(

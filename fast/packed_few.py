@@ -2,7 +2,8 @@
 The product of 2 to 8 rows of x with int4 or int8 weights, in CUDA C++ (few.cu), from
 packed_gemv.py's ring. This is what verifies a draft's tokens, and what small batches take.
 
-    out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
+    out [M, N] = residual + bias + rms_norm(x) [M, K] @ w.T
+    gated:     out [M, N / 2] = silu(gate) * up, the halves of that product
 
 As in packed_gemv.py a producer streams tiles of 16 rows of w, and the program's other warps divide
 K among them. Each keeps its inputs of all rows of x in registers, in fp16, after division by a
@@ -22,15 +23,14 @@ packed_gemm.py 61, and with one row 33. With 16 rows this way, in twice the regi
 clusters, it was 66, with packed_gemm.py 55.
 """
 
-import ctypes
-import functools
 import itertools
 
 import torch
 from torch import Tensor
 
 from fast.layout import Packed
-from fast.packed_gemv import check, has_gemv, kernel, launch, launch_config, macros_for, row_blocks
+from fast.nvrtc import launch, most_clusters
+from fast.packed_gemv import has_gemv, kernel, macros_for, row_blocks
 
 MOST_ROWS = 8
 WARPS = (16, 32), (11, 64)  # the most of a program, and the most of a thread's registers for x
@@ -58,9 +58,8 @@ def few_sizes(packed: Packed, memory: int, clusters: tuple[int, ...]) -> tuple[d
             + 16 * MOST_STAGES
             + 160
         )
-        stages = min(
-            MOST_STAGES, (memory - fixed) // slot
-        )  # of `fixed` 256 are barriers, 160 for rounding up
+        # Of `fixed` 256 are barriers, 160 for rounding up.
+        stages = min(MOST_STAGES, (memory - fixed) // slot)
         if stages >= 3:
             sizes = dict(
                 CLUSTER=cluster,
@@ -94,24 +93,6 @@ def takes_few(packed: Packed, M: int, device: torch.device) -> bool:
         and has_gemv(device)
         and sizes_on(packed, device) is not None
     )
-
-
-@functools.cache
-def most_clusters(
-    function: int, threads: int, shared_bytes: int, cluster: int, processors: int
-) -> int:
-    """How many the GPU holds at once: one that must wait for a place would double the time."""
-    if cluster == 1:
-        return processors
-    count, cuda = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
-    config = launch_config(processors // cluster * cluster, threads, shared_bytes, cluster)
-    check(
-        cuda,
-        cuda.cuOccupancyMaxActiveClusters(
-            ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config)
-        ),
-    )
-    return max(1, count.value)
 
 
 def few_arguments(

@@ -2,16 +2,21 @@
 The product of several rows of x with packed weights, in Triton: codes become 16-bit weights in
 registers. Up to 512 rows, from 9 on where packed_few.py has the others.
 
-    out [M, N] = residual + bias + x [M, K] @ w.T      or, gated,      out [M, N / 2] = silu(gate) * up
+    out [M, N] = residual + bias + x [M, K] @ w.T
+    gated:     out [M, N / 2] = silu(gate) * up, the halves of that product
 
 w is the left operand of the matrix unit, so out is made transposed: a tile is BN rows of w by BM
 rows of x.
 
                          K
-          +------------+------------+-----     A program takes a slice of K, in steps of SPLITS blocks (see layout.py).
-    BN    |  slice 0   |  slice 1   |  ..      With SPLITS > 1 each block of a step belongs to other warps and has a sum
-    rows  | step step  |            |          of its own; they are added up at the end. That suits few rows of x, which
-    of w  +------------+------------+-----     need many loads in flight and no large tile.
+          +------------+------------+-----
+    BN    |  slice 0   |  slice 1   |  ..
+    rows  | step step  |            |
+    of w  +------------+------------+-----
+
+A program takes a slice of K, in steps of SPLITS blocks (see layout.py). With SPLITS > 1 each block
+of a step belongs to other warps and has a sum of its own; they are added up at the end. That suits
+few rows of x, which need many loads in flight and no large tile.
 
 As in stream-K (Osama et al. 2023, arXiv 2301.03598): the first `whole` tiles of w are
 data-parallel, one program each. The remainder is split along K into `slices` and reduced through
@@ -85,23 +90,25 @@ def weights_asm(bits, half, scaled, wide, e4m3, e2m1):
         if half:
             get += "lop3.b32 t, a, 0x3f803f80, t, 0xea;"
         else:
+            # The FMA multiplies by 2^112.
             get += """shr.u32 a, a, 3; lop3.b32 t, a, 0x07f007f0, t, 0xea;
-                # times 2^112
                 mov.b32 a, 0x77807780; mov.b32 b, 0x80008000; fma.rn.bf16x2 t, t, a, b;"""
     elif e2m1:
         shift, mask, power = (9, "0e000e00", "7400") if half else (6, "01c001c0", "7e80")
-        get += f"""shl.b32 a, t, 12; and.b32 a, a, 0x80008000; shl.b32 t, t, {shift}; lop3.b32 t, t, 0x{mask}, a, 0xea;
-            mov.b32 a, 0x{power}{power}; mov.b32 b, 0x80008000; fma.rn.{kind} t, t, a, b;"""
+        get += f"""shl.b32 a, t, 12; and.b32 a, a, 0x80008000; shl.b32 t, t, {shift};
+            lop3.b32 t, t, 0x{mask}, a, 0xea; mov.b32 a, 0x{power}{power}; mov.b32 b, 0x80008000;
+            fma.rn.{kind} t, t, a, b;"""
     elif bits == 4:
         get += f"lop3.b32 t, t, 0x000f000f, 0x{magic}{magic}, 0xea; fma.rn.{kind} t, t, one, $5;"
     elif half:
         get += "prmt.b32 t, t, 0x64646464, 0x4140; fma.rn.f16x2 t, t, one, $5;"
     else:  # bf16 holds 8 bits, too few for 128 + code: through fp32
-        get += """prmt.b32 a, t, 0x4b000000, 0x7440; prmt.b32 b, t, 0x4b000000, 0x7441; mov.b32 f, a; mov.b32 g, b;
-            mov.b32 z, $5; add.rn.f32 f, f, z; add.rn.f32 g, g, z; mov.b32 a, f; mov.b32 b, g;
-            prmt.b32 t, a, b, 0x7632;"""
+        get += """prmt.b32 a, t, 0x4b000000, 0x7440; prmt.b32 b, t, 0x4b000000, 0x7441;
+            mov.b32 f, a; mov.b32 g, b; mov.b32 z, $5; add.rn.f32 f, f, z; add.rn.f32 g, g, z;
+            mov.b32 a, f; mov.b32 b, g; prmt.b32 t, a, b, 0x7632;"""
     result = f"mov.b32 a, 0x80008000; fma.rn.{kind} $0, t, $7, a;" if scaled else "mov.b32 $0, t;"
-    asm = f"{{ .reg .b32 t, a, b, one; .reg .f32 f, g, z; mov.b32 one, 0x{one}{one}; {get} {result} }}"
+    registers = f".reg .b32 t, a, b, one; .reg .f32 f, g, z; mov.b32 one, 0x{one}{one};"
+    asm = f"{{ {registers} {get} {result} }}"
     if bits == 8 and not half:
         offset, pair = -0x35000000, 1  # the bits of -2^23
     else:
@@ -121,9 +128,8 @@ def scale_of(group):
     if group.dtype == tl.float32:
         scale = group
     elif group.dtype == tl.uint8:
-        scale = tl.maximum(group.to(tl.int32) << 23, 1 << 22).to(
-            tl.float32, bitcast=True
-        )  # 2^-127 is not normal
+        # 1 << 22: 2^-127 is not normal.
+        scale = tl.maximum(group.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
     else:
         scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     return scale
@@ -175,9 +181,8 @@ def codes_to_weights(q, shift, group, xs, S: constexpr):
         is_pure=True,
         pack=2,
     )
-    w = tl.permute(
-        tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5)
-    )  # t c s e -> c s t e
+    # t c s e -> c s t e
+    w = tl.permute(tl.reshape(w, (SPLITS, BN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))
     return tl.reshape(w, (SPLITS, BN, 32 * P))
 
 
@@ -245,15 +250,13 @@ def multiply_rows(x, m, M, qweight, scales_and_zeros, shift, nb, K, C, first, st
         xs = tl.load(at_x + k0, mask=(ms < M) & (S.full | (k0 + ks < K)), other=0)
         chunk = tl.minimum((k0 + s * BLOCK) // (S.group * S.parts), C - 1)
         at_group = at_s + (chunk * S.scale_rows * S.parts)[:, None, None]
-        if (
-            BYTES
-        ):  # four at once: with loads of bytes, products of 16 rows were wrong (Triton 3.6, sm_90)
+        if BYTES:
+            # Four at once: with loads of bytes, products of 16 rows were wrong (Triton 3.6, sm_90).
+            # `shift` is no constant here either: see codes_to_weights().
             words = tl.load(
                 scales_and_zeros.to(tl.pointer_type(tl.int32), bitcast=True) + at_group // 4
             )
-            group = (words >> 2 * tl.reshape(shift, (1, 1, 4))).to(
-                tl.uint8
-            )  # not a constant: see codes_to_weights()
+            group = (words >> 2 * tl.reshape(shift, (1, 1, 4))).to(tl.uint8)
         else:
             group = tl.load(scales_and_zeros + at_group)
         w = codes_to_weights(q, shift, group, xs, S)
@@ -273,9 +276,8 @@ def find_slice(whole, slices, S: constexpr):
     second slices ..."""
     tile, slice = tl.program_id(1), 0
     if S.sliced:
-        sliced = tl.maximum(
-            (tl.num_programs(1) - whole) // slices, 1
-        )  # 1: no division by 0 if all tiles are whole
+        # 1: no division by 0 if all tiles are whole.
+        sliced = tl.maximum((tl.num_programs(1) - whole) // slices, 1)
         slice = tl.maximum(tile - whole, 0) // sliced
         tile -= slice * sliced
         slices = tl.where(tile < whole, 1, slices)
@@ -392,12 +394,8 @@ def gemm(
     x [M, K] with inputs in the codes' order, bias [N], residual [M, N] -> [M, N]. packed.gated:
     silu(gate) * up [M, N / 2], without bias and residual. choice: the sizes named in tuning.py."""
     M, block, parts = len(x), packed.block, packed.parts
-    block_n, block_m, splits, warps = (
-        choice["block_n"],
-        choice["block_m"],
-        choice["splits"],
-        choice["warps"],
-    )
+    block_n, block_m = choice["block_n"], choice["block_m"]
+    splits, warps = choice["splits"], choice["warps"]
     slices, occupancy = choice["slices"], choice["occupancy"]
     # Beside a wide tile's sums there are no registers for a group's.
     scaled = not packed.per_channel and (

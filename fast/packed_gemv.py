@@ -2,7 +2,8 @@
 The product of one row of x with packed or 16-bit weights, in CUDA C++ (gemv.cu): as fast as they
 come from memory.
 
-    out [N] = residual + bias + rms_norm(x) [K] @ w.T      or, gated,      out [N / 2] = silu(gate) * up
+    out [N] = residual + bias + rms_norm(x) [K] @ w.T
+    gated:  out [N / 2] = silu(gate) * up, the halves of that product
 
 A multiprocessor has one program, of one or more teams. A team takes one tile of 16 rows of w after
 the other. One of its warps, the producer, streams the tiles through a ring in shared memory and
@@ -40,7 +41,7 @@ The experts that a row of x chose are one weight: gate and up have the experts' 
 other, each with the same x, and down has longer rows, an expert's behind the other's, so that their
 sum needs no other program.
 
-This file, gemv.cu and layout.py are all that another project needs:
+This file, gemv.cu, nvrtc.py and layout.py are all that another project needs:
 
     packed = pack(codes, scales, zeros)    # uint8 [N, K], fp16 [N, C], [N, C], on the GPU
     y = gemv(x, packed)                    # x [1, K] -> [1, N]
@@ -48,8 +49,6 @@ This file, gemv.cu and layout.py are all that another project needs:
 
 import ctypes
 import functools
-import hashlib
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -57,79 +56,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fast import nvrtc
 from fast.layout import Packed
 
 HERE = Path(__file__).parent
 MOST_WARPS = 16, 8, 4  # of a program, less where shared memory is small
 MOST_STAGES = 8
-
-
-def check(library: ctypes.CDLL, code: int, log: str = "") -> None:
-    if code:
-        raise RuntimeError(f"{library._name}: error {code} {log}")
-
-
-@functools.cache
-def nvrtc() -> ctypes.CDLL:
-    """The compiler that comes with PyTorch."""
-    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
-    try:
-        return ctypes.CDLL(name)
-    except OSError:
-        found = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/**/{name}"))
-        return ctypes.CDLL(str(found[0]) if found else name)
-
-
-def compile_cuda(source: str, options: list[str]) -> bytes:
-    """-> a cubin. Those of earlier starts lie beside Triton's."""
-    key = hashlib.sha256("\n".join([source, torch.version.cuda, *options]).encode()).hexdigest()[
-        :32
-    ]
-    cached = (
-        Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-        / f"gemv-{key}.cubin"
-    )
-    if cached.exists():
-        return cached.read_bytes()
-    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    check(
-        library,
-        library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), b"gemv.cu", 0, None, None
-        ),
-    )
-    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = library.nvrtcCompileProgram(program, len(options), arguments)
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    check(library, failed, log.value.decode())
-    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetCUBIN(program, cubin)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    partial = cached.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(cubin.raw)
-    partial.replace(cached)
-    return cubin.raw
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute; 4: CLUSTER_DIMENSION, 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
-
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("values", ctypes.c_int * 16)]
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig"""
-
-    _fields_ = [
-        ("sizes", ctypes.c_uint * 7),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("count", ctypes.c_uint),
-    ]
 
 
 def source_of(name: str) -> str:
@@ -138,63 +70,12 @@ def source_of(name: str) -> str:
     return gemv if name == "gemv" else "#define FEW\n" + gemv + (HERE / f"{name}.cu").read_text()
 
 
-def options_for(capability: int, macros: dict) -> list[str]:
-    """compile_cuda()'s, for a GPU of compute capability 9.0 with 90."""
-    return [
-        f"--gpu-architecture=sm_{capability}",
-        "--std=c++17",
-        "--device-as-default-execution-space",
-        *(f"-D{name}={int(value)}" for name, value in macros.items()),
-    ]
-
-
 @functools.cache
 def kernel(device: int, name: str, shared_bytes: int, **macros: int) -> ctypes.c_void_p:
+    """The kernel of gemv.cu or few.cu that is compiled with these macros."""
     major, minor = torch.cuda.get_device_capability(device)
-    options = options_for(10 * major + minor, macros)
-    cuda, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
-    check(cuda, cuda.cuModuleLoadData(ctypes.byref(module), compile_cuda(source_of(name), options)))
-    check(cuda, cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    check(cuda, cuda.cuFuncSetAttribute(function, 8, shared_bytes))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-    return function
-
-
-def in_c(value: Tensor | float | int | None):
-    """A tensor is a pointer, None a null pointer."""
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
-
-
-def launch_config(grid: int, threads: int, shared_bytes: int, cluster: int = 1) -> LaunchConfig:
-    """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in
-    one."""
-    values = [(6, [1])] * (torch.cuda.get_device_capability()[0] >= 9) + [(4, [cluster, 1, 1])] * (
-        cluster > 1
-    )
-    attributes = (Attribute * 2)(
-        *(Attribute(id, 0, (ctypes.c_int * 16)(*value)) for id, value in values)
-    )
-    return LaunchConfig(
-        (ctypes.c_uint * 7)(grid, 1, 1, threads, 1, 1, shared_bytes),
-        torch.cuda.current_stream().cuda_stream,
-        attributes,
-        len(values),
-    )
-
-
-def launch(
-    function: ctypes.c_void_p,
-    grid: int,
-    threads: int,
-    shared_bytes: int,
-    arguments: list,
-    cluster: int = 1,
-) -> None:
-    values = list(map(in_c, arguments))
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    config, cuda = launch_config(grid, threads, shared_bytes, cluster), ctypes.CDLL("libcuda.so.1")
-    check(cuda, cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
+    cubin = nvrtc.compile_cuda(source_of(name), nvrtc.options_for(10 * major + minor, macros))
+    return nvrtc.load(cubin, name, shared_bytes)
 
 
 @functools.cache
@@ -204,7 +85,7 @@ def has_gemv(device: torch.device) -> bool:
     try:
         if major < 8:
             raise OSError(f"gemv.cu wants compute capability 8.0, and {device} has {major}.{minor}")
-        nvrtc(), ctypes.CDLL("libcuda.so.1")
+        nvrtc.compiler(), nvrtc.driver()
     except OSError as error:
         print(
             f"few rows of x are multiplied as many are, which is slower: {error}", file=sys.stderr
@@ -231,8 +112,11 @@ class Plain(NamedTuple):
 
     qweight: Tensor
     gated: int = 0
-    kind, bits, block, parts, per_channel = "16-bit", 16, 32, 1, True
-    perm = scales_and_zeros = None
+    kind, bits, block, parts, per_channel, chunks = "16-bit", 16, 32, 1, True, 1
+    perm = scales_and_zeros = shifts = None
+    constants = dict(
+        bits=16, e4m3=False, e2m1=False, per_channel=False, group=1, parts=1, scale_rows=16
+    )
 
     @property
     def N(self) -> int:
@@ -262,11 +146,9 @@ def group_in_kernel(packed: Packed | Plain, experts: Experts | None) -> int:
     """GROUP. The sum over experts has scales for each, even of codes with one scale a row."""
     if not packed.per_channel:
         return packed.group_size
-    return (
-        0
-        if packed.bits == 16 or experts is None or packed.gated
-        else -(-packed.K // packed.block) * packed.block
-    )
+    if packed.bits == 16 or experts is None or packed.gated:
+        return 0
+    return -(-packed.K // packed.block) * packed.block
 
 
 def sizes_for(
@@ -276,15 +158,11 @@ def sizes_for(
     is too large for it. A team's warps have the same number of units, or one less."""
     n = 0 if experts is None else len(experts.active) - 1
     units = -(-packed.K // (2 * packed.block)) * (1 if packed.gated else max(n, 1))
-    words, parts, group = (
-        4 if packed.kind == "int8" else 8,
-        packed.parts,
-        group_in_kernel(packed, experts),
-    )
+    words = 4 if packed.kind == "int8" else 8
+    parts, group = packed.parts, group_in_kernel(packed, experts)
     scales = packed.scales_and_zeros
-    staged = (
-        16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0
-    )  # bytes of a chunk
+    # Bytes of a chunk.
+    staged = 16 * parts * scales.element_size() if group and scales.shape[2] == 16 else 0
     plain = packed.bits == 16
     for most in MOST_WARPS:
         width = -(-units // -(-units // most))
@@ -405,7 +283,7 @@ def gemv(
     sizes, shared_bytes = found
     macros = macros_for(x, packed, norm, bias, residual, experts)
     arguments, items = arguments_for(x, packed, norm, bias, residual, eps, experts)
-    launch(
+    nvrtc.launch(
         kernel(x.device.index, "gemv", shared_bytes, **macros, **sizes),
         min(-(-items // sizes["TEAMS"]), properties.multi_processor_count),
         (sizes["WIDTH"] + 1) * sizes["TEAMS"] * 32,

@@ -13,16 +13,19 @@ Shapes: M rows of x, N outputs, K inputs, C groups of a row; qweight and scales_
 layout.py draws them.
 """
 
+from weakref import WeakValueDictionary
+
 import torch
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
-from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack, unpack
-from fast.linear import library_linear, plain_linear, rms_norm
+from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack
+from fast.linear import library_linear, rms_norm
 from fast.packed_few import few, takes_few
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
-from quantize import CODES, QuantizedLinear, say_once
+from fast.twins import plain_packed_linear
+from quantize import QuantizedLinear, say_once
 from quantize import unpack as codes_of
 
 if triton:
@@ -87,9 +90,8 @@ def dequantize_kernel(
         codes = words >> (16 * e + 7 - 7 * s) & 0x7F | words >> (16 * e + 8 - s) & 0x80
     else:
         codes = words >> (4 * s + 16 * e if BITS == 4 else 16 * s + 8 * e) & (2**BITS - 1)
-    codes = tl.permute(
-        tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5)
-    )  # t c s e -> c s t e
+    # t c s e -> c s t e
+    codes = tl.permute(tl.reshape(codes, (16, SPAN, 4, 4, P, 2)), (0, 1, 3, 4, 2, 5))
     codes = tl.reshape(codes, (16, SPAN * BLOCK))
 
     k = tl.program_id(1) * (SPAN * BLOCK) + tl.arange(0, SPAN * BLOCK)
@@ -153,126 +155,62 @@ def dequantize(w: Packed, dtype: torch.dtype, experts: int = 1) -> Tensor:
     return out
 
 
-def as_packed(
-    x: Tensor,
-    qweight: Tensor,
-    scales_and_zeros: Tensor,
-    perm: Tensor | None,
-    shifts: Tensor,
-    semaphores: Tensor,
-    N: int,
-    kind: str,
-    group_size: int,
-    gated: int,
-) -> Packed:
-    """The operator's arguments, which may be tensors and numbers only."""
-    K = x.shape[1] if perm is None else len(perm)
-    return Packed(
-        qweight, scales_and_zeros, perm, shifts, semaphores, N, K, kind, group_size, gated
-    )
-
-
-def plain_weights(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The plain twin of dequantize() for a weight [N, K], whose inputs stay in the codes' order."""
-    codes, scales, zeros = unpack(packed)
-    numbers = CODES[packed.kind].decode(codes).unflatten(1, (scales.shape[1], packed.group_size))
-    return ((numbers - zeros[:, :, None]) * scales[:, :, None]).flatten(1).to(dtype)
-
-
-def plain_packed_linear(
-    x,
-    qweight,
-    scales_and_zeros,
-    perm,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    norm=None,
-    bias=None,
-    residual=None,
-    gated=0,
-    eps=1e-5,
-) -> Tensor:
-    """The plain twin of packed_linear()."""
-    packed = as_packed(
-        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
-    )
-    w = plain_weights(packed, x.dtype)
-    if perm is not None:
-        x, norm = x[:, perm], None if norm is None else norm[perm]
-    return plain_linear(x, w, norm, bias, residual, gated, eps)
-
-
-# Nothing is mutated: when the kernels are done, semaphores is as it was.
-@library.custom_op("llama_fast::packed_linear", mutates_args=(), device_types="cuda")
 def packed_linear(
     x: Tensor,
-    qweight: Tensor,
-    scales_and_zeros: Tensor,
-    perm: Tensor | None,
-    shifts: Tensor,
-    semaphores: Tensor,
-    N: int,
-    kind: str,
-    group_size: int,
+    w: Packed,
     norm: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    gated: int = 0,
     eps: float = 1e-5,
 ) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left
-    out.
-
-    gated: see linear(); then there is no bias and no residual. The other arguments are a
-    Packed's."""
-    w = as_packed(
-        x, qweight, scales_and_zeros, perm, shifts, semaphores, N, kind, group_size, gated
-    )
-    if not N:  # of a rank
-        return x.new_empty(len(x), 0)
+    out. w.gated: see linear(); then there is no bias and no residual."""
+    if not x.is_cuda:
+        return plain_packed_linear(x, w, norm, bias, residual, eps)
     choice = choice_for(w, len(x), x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
-    if choice["kernel"] == "few" and perm is None:
+    if choice["kernel"] == "few" and w.perm is None:
         return few(x, w, norm, bias, residual, eps)
     if norm is not None:
-        x = rms_norm(
-            x, norm, eps
-        )  # before perm: a kernel may read norm while norm[perm] is being made
-    if perm is not None:
-        x = x[:, perm]
+        # Before perm: a kernel may read norm while norm[perm] is being made.
+        x = rms_norm(x, norm, eps)
+    if w.perm is not None:
+        x = x[:, w.perm]
     if choice["kernel"] == "few":
         return few(x, w, None, bias, residual, eps)
     if choice["kernel"] == "library":
-        return library_linear(x, dequantize(w, x.dtype), bias, residual, gated)
+        return library_linear(x, dequantize(w, x.dtype), bias, residual, w.gated)
     return gemm(x, w, bias, residual, choice)
 
 
-packed_linear.register_kernel("cpu")(plain_packed_linear)
+# torch.compile does not look inside of a product, and an operator of its own takes tensors and
+# numbers only: the layer is found by the address of its qweight, which differs from layer to layer
+# and is yet no constant of the code that layers share.
+LAYERS = WeakValueDictionary()
 
 
-@packed_linear.register_fake
-def _(
-    x,
-    qweight,
-    scales_and_zeros,
-    perm,
-    shifts,
-    semaphores,
-    N,
-    kind,
-    group_size,
-    norm=None,
-    bias=None,
-    residual=None,
-    gated=0,
-    eps=1e-5,
-):
-    return x.new_empty(len(x), N // 2 if gated else N)
+# Nothing is mutated: when the kernels are done, semaphores is as it was.
+@library.custom_op("llama_fast::packed_product", mutates_args=())
+def packed_product(
+    x: Tensor,
+    qweight: Tensor,
+    columns: int,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """packed_linear() of the layer that has this qweight: x [M, K] -> [M, columns]."""
+    if not columns:  # of a rank
+        return x.new_empty(len(x), 0)
+    layer = LAYERS[qweight.data_ptr()]
+    return packed_linear(x, layer.packed, norm, layer.bias, residual, eps)
+
+
+@packed_product.register_fake
+def _(x, qweight, columns, norm=None, residual=None, eps=1e-5):
+    return x.new_empty(len(x), columns)
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
@@ -291,15 +229,12 @@ def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
     parts = []
     for start in range(0, max(1, len(words)), size):
         rows = slice(start, start + size)
-        codes, points = (
-            codes_of(words[rows], layer.codes.bits),
-            None if zeros is None else zeros[rows],
-        )
+        codes = codes_of(words[rows], layer.codes.bits)
+        points = None if zeros is None else zeros[rows]
         parts.append(pack(codes, scales[rows], points, layer.g_idx, kind))
     qweight = torch.cat([part.qweight for part in parts])
-    most = max(
-        part.scales_and_zeros.shape[2] for part in parts
-    )  # 2 only where the rows of all parts share scales
+    # 2 only where the rows of all parts share scales.
+    most = max(part.scales_and_zeros.shape[2] for part in parts)
     scales = [
         part.scales_and_zeros.repeat_interleave(most // part.scales_and_zeros.shape[2], 2)
         for part in parts
@@ -324,18 +259,20 @@ class PackedLinear(nn.Module):
         if gated and layer.bias is not None:
             raise ValueError("a gated layer with a bias: the kernels have no place for it")
         packed = pack_layer(layer, gated)
-        self.N, self.kind, self.group_size, self.gated = (
-            packed.N,
-            packed.kind,
-            packed.group_size,
-            gated,
-        )
+        self.N, self.K, self.kind = packed.N, packed.K, packed.kind
+        self.group_size, self.gated = packed.group_size, gated
         self.qweight = nn.Parameter(packed.qweight, requires_grad=False)
         self.scales_and_zeros = nn.Parameter(packed.scales_and_zeros, requires_grad=False)
         self.bias = layer.bias
         self.register_buffer("perm", packed.perm, persistent=False)
         self.register_buffer("shifts", packed.shifts, persistent=False)
         self.register_buffer("semaphores", packed.semaphores, persistent=False)
+        LAYERS[self.qweight.data_ptr()] = self
+
+    @property
+    def packed(self) -> Packed:
+        tensors = self.qweight, self.scales_and_zeros, self.perm, self.shifts, self.semaphores
+        return Packed(*tensors, self.N, self.K, self.kind, self.group_size, self.gated)
 
     def fused(
         self,
@@ -345,24 +282,11 @@ class PackedLinear(nn.Module):
         gated: int = 0,
         eps: float = 1e-5,
     ) -> Tensor:
-        """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]."""
-        return packed_linear(
-            x,
-            self.qweight,
-            self.scales_and_zeros,
-            self.perm,
-            self.shifts,
-            self.semaphores,
-            self.N,
-            self.kind,
-            self.group_size,
-            norm,
-            self.bias,
-            residual,
-            gated,
-            eps,
-        )
+        """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]. gated: as the
+        layer is, which fused_linear()'s other functions must be told."""
+        columns = self.N // 2 if self.gated else self.N
+        return packed_product(x, self.qweight, columns, norm, residual, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]; gated: [..., N / 2]"""
-        return self.fused(x.flatten(0, -2), gated=self.gated).unflatten(0, x.shape[:-1])
+        return self.fused(x.flatten(0, -2)).unflatten(0, x.shape[:-1])

@@ -7,15 +7,16 @@ settings do not want return at once:
 
     histogram_kernel     twice, for top-k alone
     choose_kernel        temperature and top-k: many programs for each row
-    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for each row
+    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for
+                         each row
 
 Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of
 the high bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th
 largest logit itself.
 
-        high byte      0 . . . . . . . h . . . 255        h: the high byte of the k-th largest, by sums from the right
-                                       |
-        low byte           0 . . . . . l . . . 255        of the logits with high byte h alone
+    high byte      0 . . . . . . . h . . . 255    h: that of the k-th largest, by sums from the
+                                   |              right
+    low byte           0 . . . . . l . . . 255    of the logits with high byte h alone
 
 Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that
 it and the larger ones have mass p, or are k in number, two bits a pass.
@@ -29,19 +30,19 @@ Shapes: B sequences, R rows, V vocabulary, k drafted tokens, T = k + 1.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
-from fast.common import constexpr, jit, last_arriver, tl, triton, unknown_values
+from fast.common import constexpr, jit, last_arriver, tl, triton
+from fast.known import unknown_values
+from fast.twins import plain_distribute, plain_sample
+from generate import Sampling
 from quantize import say_once
-from generate import Sampling, probabilities
-
-KNOWN_FIELDS = {"temperature", "top_k", "top_p", "min_p"}  # of sampling.Sampling
 
 
 def make_settings(sampling: Sampling, device: torch.device) -> Tensor | None:
     """What the kernels read: fp32 [4]. None, and a line on stderr, where a field that they do not
     know has another value than its default."""
-    if unknown := unknown_values(sampling, KNOWN_FIELDS):
+    if unknown := unknown_values(sampling):
         say_once(f"plain PyTorch samples: fast/ does not know {', '.join(unknown)}")
         return None
     temperature = 0.0 if sampling.greedy else sampling.temperature
@@ -186,18 +187,18 @@ def choose_kernel(
         tl.store(logprobs + row, chosen - logsumexp)
 
 
-@library.custom_op("llama_fast::sample", mutates_args=(), device_types="cuda")
 def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
     """16-bit logits [B, V] -> tokens [B] and their log-probabilities [B] under the raw logits.
 
     noise [B, V]: exponential, of rate 1. torch.topk alone takes 65 us for 32,000 logits on an
     H200."""
+    if not logits.is_cuda:
+        return plain_sample(logits, noise, settings)
     B, V = logits.shape
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
-    block = (
-        1024  # of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200)
-    )
+    # Of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200).
+    block = 1024
     blocks = triton.cdiv(V, block)
     zeros = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)  # in one launch
     counts, semaphore = zeros[: B * 512], zeros[B * 512 :]
@@ -221,20 +222,6 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     )
     launch_distribution(logits, noise, settings, None, logprobs, tokens)
     return tokens, logprobs
-
-
-@sample.register_kernel("cpu")
-def plain_sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin of sample()."""
-    probs, logsumexp, tokens = plain_distribute(logits, noise, settings)
-    return tokens, logits.float().gather(-1, tokens[:, None]).squeeze(-1) - logsumexp
-
-
-@sample.register_fake
-def _(logits, noise, settings):
-    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(
-        len(logits), dtype=torch.float32
-    )
 
 
 @jit
@@ -416,41 +403,21 @@ def exponential(like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=torch.float32).exponential_()
 
 
-@library.custom_op("llama_fast::distribute", mutates_args=(), device_types="cuda")
 def distribute(
     logits: Tensor, noise: Tensor | None, settings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """16-bit logits [R, V] -> sampling.probabilities() [R, V], logsumexp [R] of the raw logits, and
+    """16-bit logits [R, V] -> generate.probabilities() [R, V], logsumexp [R] of the raw logits, and
     tokens [R] drawn from the probabilities.
 
     noise [R, V]: exponential, of rate 1; None: tokens are the likeliest."""
+    if not logits.is_cuda:
+        return plain_distribute(logits, noise, settings)
     R, V = logits.shape
     probs = torch.empty(R, V, device=logits.device)
     logsumexp = torch.empty(R, device=logits.device)
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
     launch_distribution(logits.contiguous(), noise, settings, probs, logsumexp, tokens)
     return probs, logsumexp, tokens
-
-
-@distribute.register_kernel("cpu")
-def plain_distribute(
-    logits: Tensor, noise: Tensor | None, settings: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain twin of distribute()."""
-    temperature, top_k, top_p, min_p = settings.tolist()
-    logits = logits.float()
-    probs = probabilities(logits, Sampling(temperature, int(top_k), top_p, min_p))
-    return probs, logits.logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)
-
-
-@distribute.register_fake
-def _(logits, noise, settings):
-    R = len(logits)
-    return (
-        logits.new_empty(logits.shape, dtype=torch.float32),
-        logits.new_empty(R, dtype=torch.float32),
-        logits.new_empty(R, dtype=torch.int64),
-    )
 
 
 @jit
@@ -509,9 +476,8 @@ def accept_kernel(
     q_x = tl.load(q + at, mask=i < k, other=0)
     count = tl.load(proposed + b)
     kept = (tl.load(uniform + b * k + i, mask=i < k, other=0) * q_x < p_x) & (i < count)
-    n = tl.min(
-        tl.where(kept & (i < k), k, tl.minimum(i, k)), 0
-    )  # the first position whose token is not kept, or k
+    # The first position whose token is not kept, or k.
+    n = tl.min(tl.where(kept & (i < k), k, tl.minimum(i, k)), 0)
     tl.store(accepted + b, n)
 
     row = (b * (k + 1) + n).to(tl.int64) * V
@@ -524,7 +490,7 @@ def accept_kernel(
 
 
 def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
-    """sampling.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their
+    """generate.choose() with the kernels: 16-bit logits [B, V] -> tokens [B] and their
     log-probabilities [B]."""
     return sample(logits, exponential(logits), settings)
 

@@ -13,7 +13,8 @@ weights are dequantized first). Its other fields are that kernel's sizes:
     block_k     inputs in a step
     block_m     rows of x in a tile
     stages      tiles in flight from memory
-    occupancy   programs that shall share a multiprocessor, whose registers are limited for it; 0: no limit
+    occupancy   programs that shall share a multiprocessor, whose registers are limited for it;
+                0: no limit
     slices      of K, each another program's; their sums are added up in memory
     splits      blocks of the packed layout in a step, each with a sum of its own
     scaled      1: weights are multiplied by their scales; 0: sums are
@@ -44,9 +45,8 @@ def table(name: str) -> dict:
     found = json.loads(PATH.read_text()).get(name)
     if found is None:
         print(
-            f"tuned.json has nothing for {name}: rules of thumb choose the kernels; python "
-            f"scripts/tune.py finds the "
-            "fastest",
+            f"tuned.json has nothing for {name}: rules of thumb choose the kernels; "
+            "python scripts/tune.py finds the fastest",
             file=sys.stderr,
         )
         return {}
@@ -57,9 +57,8 @@ def table(name: str) -> dict:
         for choice in choices
     ):
         print(
-            f"tuned.json is in an old form for {name}: rules of thumb choose the kernels; python "
-            f"scripts/tune.py "
-            "writes a new one",
+            f"tuned.json is in an old form for {name}: rules of thumb choose the kernels; "
+            "python scripts/tune.py writes a new one",
             file=sys.stderr,
         )
         return {}
@@ -82,9 +81,8 @@ def rules_of_thumb(format: str, N: int, K: int, device: torch.device) -> list[di
 def rules_for_packed(N: int, device: torch.device) -> list[dict]:
     """With 4 rows 8% slower than the best on average, 30% at most (44 products of 7B, 8B and 70B,
     H200)."""
-    slices = max(
-        1, min(8, 2 * gpu(device).multi_processor_count * 64 // max(N, 1))
-    )  # about four programs on each
+    # About four programs on each multiprocessor.
+    slices = max(1, min(8, 2 * gpu(device).multi_processor_count * 64 // max(N, 1)))
     few = dict(
         rows=8,
         kernel="gemm",

@@ -117,12 +117,11 @@ def exact_attention(qkv, positions, table, k_cache, v_cache, attn, window, compl
 
     for b in range(B):
         for t, at in enumerate(positions[b % len(positions)].tolist()):
-            row = at + int(table.offset[b % len(table.offset)])
             if not complete:
-                k_cache[b, :, at] = turned(qkv[b, t, H : H + K], attn.k_norm, row)
+                k_cache[b, :, at] = turned(qkv[b, t, H : H + K], attn.k_norm, at)
                 v_cache[b, :, at] = qkv[b, t, H + K :].double()
             first = max(0, at + 1 - window) if window else 0
-            q = turned(qkv[b, t, :H], attn.q_norm, row).view(K, G, E)
+            q = turned(qkv[b, t, :H], attn.q_norm, at).view(K, G, E)
             if rope.q_growth:
                 q = q * (1 + rope.q_growth * math.log(1 + at // rope.original))
             scores = q @ k_cache[b, :, first : at + 1].mT * (attn.scale or E**-0.5)

@@ -1,5 +1,5 @@
-// Runs gemv.cu and few.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX does. Where lanes exchange values,
-// the 32 threads of a warp meet.
+// Runs gemv.cu and few.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX
+// does. Where lanes exchange values, the 32 threads of a warp meet.
 #include <algorithm>
 #include <barrier>
 #include <cmath>
@@ -16,13 +16,31 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 using std::min;
-struct uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
-struct Warp { std::barrier<> all{32}; unsigned values[32][6]; };
-struct Running { std::vector<std::unique_ptr<Warp>> warps; std::vector<std::unique_ptr<std::barrier<>>> teams; std::unique_ptr<std::barrier<>> all; int rank; std::vector<unsigned char*>* memories; std::barrier<>* cluster; };
-thread_local struct { int x; } threadIdx, blockIdx, gridDim;
+struct Warp {
+  std::barrier<> all{32};
+  unsigned values[32][6];
+};
+struct Running {
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::unique_ptr<std::barrier<>>> teams;
+  std::unique_ptr<std::barrier<>> all;
+  int rank;
+  std::vector<unsigned char*>* memories;
+  std::barrier<>* cluster;
+};
+thread_local struct {
+  int x;
+} threadIdx, blockIdx, gridDim;
 thread_local Running* program;
 thread_local unsigned char* shared;
 inline unsigned char* shared_memory() { return shared; }
@@ -37,15 +55,27 @@ template <class T> T from_lane(T value, int lane) {
   __syncwarp();
   return value;
 }
-template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return from_lane(value, threadIdx.x % 32 ^ mask); }
-template <class T> T __shfl_down_sync(unsigned, T value, int n) { return from_lane(value, min<int>(threadIdx.x % 32 + n, 31)); }
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask) {
+  return from_lane(value, threadIdx.x % 32 ^ mask);
+}
+template <class T> T __shfl_down_sync(unsigned, T value, int n) {
+  return from_lane(value, min<int>(threadIdx.x % 32 + n, 31));
+}
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask; mask /= 2) value = std::max(value, __shfl_xor_sync(0, value, mask));
   return value;
 }
-inline float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
-inline unsigned __float_as_uint(float y) { unsigned bits; memcpy(&bits, &y, 4); return bits; }
+inline float __uint_as_float(unsigned bits) {
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+inline unsigned __float_as_uint(float y) {
+  unsigned bits;
+  memcpy(&bits, &y, 4);
+  return bits;
+}
 inline int __float2int_rn(float y) { return (int)nearbyintf(y); }
 inline float __expf(float y) { return expf(y); }
 inline float __fdividef(float y, float z) { return y / z; }
@@ -67,7 +97,11 @@ inline unsigned pick(unsigned low, unsigned high, unsigned selectors) {  // prmt
 }
 
 // mbarriers: a barrier's eight bytes in shared memory are a pointer to one of these
-struct Mbarrier { int count, missing, bytes = 0, phase = 0; std::mutex mutex; std::condition_variable changed; };
+struct Mbarrier {
+  int count, missing, bytes = 0, phase = 0;
+  std::mutex mutex;
+  std::condition_variable changed;
+};
 inline void arrive(unsigned long long* b, int bytes = 0, int threads = 1) {
   Mbarrier* m = (Mbarrier*)*b;
   std::lock_guard lock(m->mutex);
@@ -90,12 +124,13 @@ inline void wait(unsigned long long* b, int parity) {
 }
 constexpr int FEEDERS = 1;
 inline void copy(void* to, const void* from, int bytes, unsigned long long* b) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) abort();  // as cp.async.bulk wants them
+  // As cp.async.bulk wants them.
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) abort();
   memcpy(to, from, bytes);
   arrive(b, -bytes, 0);
 }
-inline void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales, int scale_bytes,
-                 unsigned long long* b, int) {
+inline void feed(void* slot, const void* codes, int bytes, void* slot_scales, const void* scales,
+                 int scale_bytes, unsigned long long* b, int) {
   arrive(b, bytes + scale_bytes, 0);
   copy(slot, codes, bytes, b);
   if (scale_bytes) copy(slot_scales, scales, scale_bytes, b);
@@ -105,17 +140,30 @@ inline void barriers_are_ready() {}
 inline void next_kernel_may_start() {}
 inline void wait_for_kernel_before() {}
 
-inline float half_to_float(unsigned bits) { _Float16 y; memcpy(&y, &bits, 2); return y; }
-inline unsigned short half_bits(float y) { _Float16 h = y; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
-inline float number(unsigned short bits) { return BF16 ? __uint_as_float((unsigned)bits << 16) : half_to_float(bits); }
+inline float half_to_float(unsigned bits) {
+  _Float16 y;
+  memcpy(&y, &bits, 2);
+  return y;
+}
+inline unsigned short half_bits(float y) {
+  _Float16 h = y;
+  unsigned short bits;
+  memcpy(&bits, &h, 2);
+  return bits;
+}
+inline float number(unsigned short bits) {
+  return BF16 ? __uint_as_float((unsigned)bits << 16) : half_to_float(bits);
+}
 inline unsigned short rounded(float y) {
   unsigned bits = __float_as_uint(y);
   return BF16 ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : half_bits(y);
 }
 inline unsigned two_halves(float low, float high) { return half_bits(high) << 16 | half_bits(low); }
 
-// PTX ISA, "Matrix fragments for mma.m16n8k32" and, of 16 bits, "mma.m16n8k16": each a word of each lane
-template <class T, class F> void multiply(T (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, F dot) {
+// PTX ISA, "Matrix fragments for mma.m16n8k32" and, of 16 bits, "mma.m16n8k16": each a word of each
+// lane
+template <class T, class F>
+void multiply(T (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, F dot) {
   unsigned all[32][6], mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
   memcpy(warp().values[threadIdx.x % 32], mine, sizeof mine);
   __syncwarp();
@@ -136,7 +184,8 @@ inline void imma(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) 
 }
 inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   multiply(c, a, b0, b1, [](unsigned x, unsigned y) {
-    return half_to_float(x & 0xFFFF) * half_to_float(y & 0xFFFF) + half_to_float(x >> 16) * half_to_float(y >> 16);
+    return half_to_float(x & 0xFFFF) * half_to_float(y & 0xFFFF) +
+           half_to_float(x >> 16) * half_to_float(y >> 16);
   });
 }
 
@@ -145,7 +194,9 @@ inline void hmma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1
 #define CLUSTER 1
 #endif
 inline int cluster_rank() { return program->rank; }
-template <class T> T* address_in(T* p, int rank) { return (T*)((unsigned char*)p - shared + (*program->memories)[rank]); }
+template <class T> T* address_in(T* p, int rank) {
+  return (T*)((unsigned char*)p - shared + (*program->memories)[rank]);
+}
 template <class T> void send(T* p, T y, unsigned long long* b, int rank) {
   *address_in(p, rank) = y;
   arrive(address_in(b, rank), -(int)sizeof y, 0);
@@ -153,8 +204,10 @@ template <class T> void send(T* p, T y, unsigned long long* b, int rank) {
 inline void expect(unsigned long long* b, int bytes) { arrive(b, bytes, 0); }
 inline void meet_all() { program->cluster->arrive_and_wait(); }
 
-// Runs `kernel` in programs, a cluster of them at a time. -> whether they stayed within their shared memory
-template <class Kernel> bool run_programs(int programs, int threads, int shared_bytes, Kernel kernel) {
+// Runs `kernel` in programs, a cluster of them at a time. -> whether they stayed within their
+// shared memory
+template <class Kernel>
+bool run_programs(int programs, int threads, int shared_bytes, Kernel kernel) {
   bool inside = true;
   for (int first = 0; first < programs; first += CLUSTER) {
     std::vector<Running> running(CLUSTER);
@@ -168,7 +221,8 @@ template <class Kernel> bool run_programs(int programs, int threads, int shared_
       p.cluster = &cluster;
       p.all = std::make_unique<std::barrier<>>(threads);
       for (int w = 0; w < threads / 32; w++) p.warps.push_back(std::make_unique<Warp>());
-      for (int t = 0; t < threads / 32 / (WIDTH + 1); t++) p.teams.push_back(std::make_unique<std::barrier<>>(WIDTH * 32));
+      for (int t = 0; t < threads / 32 / (WIDTH + 1); t++)
+        p.teams.push_back(std::make_unique<std::barrier<>>(WIDTH * 32));
       memories.push_back((unsigned char*)aligned_alloc(128, shared_bytes + 128));
       memset(memories[rank], 0xAA, shared_bytes + 128);
     }
@@ -184,7 +238,8 @@ template <class Kernel> bool run_programs(int programs, int threads, int shared_
         });
     for (auto& thread : started) thread.join();
     for (unsigned char* memory : memories) {
-      inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128, [](unsigned char byte) { return byte == 0xAA; });
+      inside &= std::all_of(memory + shared_bytes, memory + shared_bytes + 128,
+                            [](unsigned char byte) { return byte == 0xAA; });
       free(memory);
     }
   }
@@ -194,21 +249,25 @@ template <class Kernel> bool run_programs(int programs, int threads, int shared_
 typedef const unsigned short* Numbers;
 typedef const unsigned char* Bytes;
 #ifdef FEW
-extern "C" void few(Numbers, Bytes, Bytes, Numbers, Numbers, Numbers, unsigned short*, int, int, int, float);
-extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes, Bytes scales, Numbers norm,
-                    Numbers bias, Numbers residual, unsigned short* out, int M, int n_out, int tiles, float eps) {
+extern "C" void few(Numbers, Bytes, Bytes, Numbers, Numbers, Numbers, unsigned short*, int, int,
+                    int, float);
+extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes,
+                    Bytes scales, Numbers norm, Numbers bias, Numbers residual, unsigned short* out,
+                    int M, int n_out, int tiles, float eps) {
   return run_programs(programs, threads, shared_bytes, [=] {
     few(x, codes, scales, norm, bias, residual, out, M, n_out, tiles, eps);
   });
 }
 #else
-extern "C" void gemv(Numbers, Bytes, Bytes, const long long*, Numbers, Numbers, Numbers, const int*, const float*,
-                     unsigned short*, int, int, float, float, float);
-extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes, Bytes scales, const long long* perm,
-                    Numbers norm, Numbers bias, Numbers residual, const int* active, const float* weights,
-                    unsigned short* out, int n_out, int tiles, float eps, float limit, float alpha) {
+extern "C" void gemv(Numbers, Bytes, Bytes, const long long*, Numbers, Numbers, Numbers, const int*,
+                     const float*, unsigned short*, int, int, float, float, float);
+extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes,
+                    Bytes scales, const long long* perm, Numbers norm, Numbers bias,
+                    Numbers residual, const int* active, const float* weights, unsigned short* out,
+                    int n_out, int tiles, float eps, float limit, float alpha) {
   return run_programs(programs, threads, shared_bytes, [=] {
-    gemv(x, codes, scales, perm, norm, bias, residual, active, weights, out, n_out, tiles, eps, limit, alpha);
+    gemv(x, codes, scales, perm, norm, bias, residual, active, weights, out, n_out, tiles, eps,
+         limit, alpha);
   });
 }
 #endif

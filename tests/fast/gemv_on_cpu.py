@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fast.layout import Packed
 from fast.packed_few import few_arguments, few_sizes
-from fast.packed_gemv import OUT, Experts, arguments_for, in_c, macros_for, sizes_for, source_of
+from fast.nvrtc import in_c
+from fast.packed_gemv import OUT, Experts, arguments_for, macros_for, sizes_for, source_of
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 

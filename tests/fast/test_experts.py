@@ -11,7 +11,6 @@ from torch import nn
 
 from fast import experts
 from fast.experts import FusedMoE
-from fast.packed_gemv import Experts, Plain
 from hub.formats import join_experts, plain_layer
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
@@ -127,31 +126,10 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
     """With GELU there is room for an expert more than were chosen, as where logits are NaN: gemv()
     must not take it. It takes the first one, whose weight is 0."""
 
-    def on_cpu(
-        x,
-        weights,
-        active,
-        w,
-        scales,
-        shifts,
-        semaphores,
-        N,
-        kind,
-        group,
-        bias=None,
-        residual=None,
-        gate=0,
-        limit=0.0,
-        alpha=0.0,
-    ):
-        packed = experts.as_experts(
-            w, scales, shifts, semaphores, N, x.shape[-1], kind, group, gate
-        ) or Plain(w, gate)
-        if gate == 2:
-            active.data = nn.functional.pad(active, (0, 1), value=10**9)
-        return gemv_on_cpu(
-            tmp_path, x, packed, None, bias, residual, Experts(active, weights, limit, alpha)
-        )
+    def on_cpu(x, chosen, w, semaphores, bias=None, residual=None):
+        if w.gated == 2:
+            chosen.active.data = nn.functional.pad(chosen.active, (0, 1), value=10**9)
+        return gemv_on_cpu(tmp_path, x, w, None, bias, residual, chosen)
 
     monkeypatch.setattr(experts, "expert_linear", on_cpu)
     moe, plain, norm = random_mixture(*case, "cpu")

@@ -1,7 +1,8 @@
 """The modules that fast/ swaps in against those that they replace."""
 
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from fast.decoder import (
     plain_halves,
     unknown_fields,
 )
+from fast.known import KNOWN
 from fast.packed_linear import PackedLinear
 from hub.formats import SeparateLinears
 from generate import generate
@@ -111,6 +113,12 @@ def model() -> Transformer:
     model = tiny()
     model.setup(20, 1)
     return model
+
+
+@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+def test_what_fast_knows_is_a_field(kind):
+    """Not the other way round: a fork has fields of its own."""
+    assert KNOWN[kind] <= {each.name for each in fields(kind)}
 
 
 def with_field(values, name: str, value, **changes):
@@ -262,14 +270,21 @@ PRECISION = dict(
 
 @torch.no_grad()
 def compare(
-    plain: Transformer, fast: Transformer, decoder: nn.Module, tolerance: float, T: int = 17
+    plain: Transformer,
+    fast: Transformer,
+    decoder: nn.Module,
+    tolerance: float,
+    T: int = 17,
+    inputs: Callable = lambda model, tokens, at: None,
 ) -> None:
     """Prefill of T tokens, then, with two rows exchanged, tokens one at a time and several at once,
-    ragged."""
+    ragged. inputs: what a model's first layer reads of tokens at these positions."""
     device, B = plain.embed.weight.device, len(plain.rows)
     prompt = torch.randint(plain.config.vocab_size, (B, T), device=device)
     last = torch.tensor([T - 1, 2, T // 2], device=device)[:B]
-    ref, out = read(plain, prompt, last=last), read(fast, prompt, slots=fast.slots, last=last)
+    where = torch.arange(T, device=device).expand(B, T)
+    ref = plain(prompt, where, last=last, inputs=inputs(plain, prompt, where))
+    out = fast(prompt, where, fast.slots, last, inputs(fast, prompt, where))
     order = [1, 0, 2][:B]
     for model in (plain, fast):
         model.arrange_rows(order, T)
@@ -278,7 +293,8 @@ def compare(
         if n:
             tokens = torch.randint(plain.config.vocab_size, (B, n), device=device)
             where = at + torch.arange(n, device=device)
-            ref, out = plain(tokens, where), decoder(tokens, where, fast.slots)
+            ref = plain(tokens, where, inputs=inputs(plain, tokens, where))
+            out = decoder(tokens, where, fast.slots, inputs(fast, tokens, where))
             at += n
         assert out.shape == ref.shape
         assert error(out, ref) < tolerance
@@ -328,7 +344,7 @@ def test_fast_decoder_with_a_cache_in_int8(kind, device):
 )
 @torch.no_grad()
 def test_an_eagle_head_has_its_kernels(options, device):
-    """What it predicts, and the states that it hands on."""
+    """What it predicts, and the hidden states that it keeps for itself."""
     dtype, tolerance = PRECISION[device]
     config = Config(
         64,
@@ -349,11 +365,16 @@ def test_an_eagle_head_has_its_kernels(options, device):
         norm.weight.uniform_(0.5, 1.5)
     fast.load_state_dict(plain.state_dict())
     for model in (plain, fast):
-        model.requires_grad_(False).setup(64, 3)
-    plain.states.normal_()
-    fast.states.copy_(plain.states)
-    compare(plain, fast, install_kernels(fast), 2 * tolerance)
-    assert error(fast.states, plain.states) < 2 * tolerance
+        model.requires_grad_(False).setup(64, 3, features=(2,))
+    plain.features.normal_()
+    fast.features.copy_(plain.features)
+
+    def inputs(head, tokens, at):
+        states = head.features[head.rows[: len(at)], (at - 1).clamp(min=0)]
+        return head.inputs(tokens, head.norm(states) if head.options.norm_output else states)
+
+    compare(plain, fast, install_kernels(fast), 2 * tolerance, inputs=inputs)
+    assert error(fast.features, plain.features) < 2 * tolerance
 
 
 @on_each_device

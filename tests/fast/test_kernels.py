@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import add_norm, linear, plain_add_norm, plain_linear
+from fast.linear import add_norm, linear
+from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
 
@@ -161,8 +162,7 @@ def test_attention(device, case):
         attn = Attention(config, config.layers[0]).to(dtype)
     int8 = kind if kind in CACHES else None
     attn.cache = KVCache((B + 1, K, L, E), device, dtype, int8 or "16-bit")
-    table = RopeTable(rope, E, L, B + 1, device)
-    table.offset[1:] = L if rope.long else 0
+    table = RopeTable(rope, E, L, L, device)
     everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
     attn.cache.write(randn(B + 1, L, K, E), randn(B + 1, L, K, E), *everywhere)
     if kind == "sinks":
@@ -184,7 +184,7 @@ def test_attention(device, case):
     def prefill():
         for cache, of in zip(attn.cache.buffers(), before, strict=True):
             cache.copy_(of)
-        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions, B), rows)
+        return fused.update_then_attend(qkv.flatten(2), positions, *table(positions), rows)
 
     for function in (decode, decode, prefill) if device == "cuda" else (decode, decode):
         out = function().view(B, T, H, E)  # the second time over what the first has left
@@ -269,7 +269,7 @@ for C, rows in ((1, 1), (32, 1), (1, 16), (32, 16), (32, 100), (128, 100), (32, 
     packed = fast.packed_linear.PackedLinear(layer, gated=True)
     packed.fused(torch.randn(rows, 4096, **bf16), ones, gated=True)
 
-gemv = fast.packed_gemv
+gemv, nvrtc = fast.packed_gemv, fast.nvrtc
 for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], None)), ("fp8", 32, None), (
         "mxfp4", 128, gemv.Experts(ones[:5], None)):
     scales = (torch.rand if kind == "int4" else torch.ones)(16, C)  # ones: rows share them, which few.cu does not take
@@ -281,7 +281,7 @@ for kind, C, experts in ("int4", 32, None), ("int8", 1, gemv.Experts(ones[:5], N
         compiled.append(("few", macros | fast.packed_few.few_sizes(w, 166912, (1,))[0]))
     for name, defined in compiled:
         for capability in 80, 89:
-            gemv.compile_cuda(gemv.source_of(name), gemv.options_for(capability, defined))
+            nvrtc.compile_cuda(gemv.source_of(name), nvrtc.options_for(capability, defined))
 
 active, zeros = torch.tensor([2, 0, 3], device="cuda").int(), torch.zeros(99, device="cuda").int()
 for rows in (1, 16, 64):
@@ -289,9 +289,8 @@ for rows in (1, 16, 64):
     codes = torch.randint(2 ** 31 - 1, (4, 512, 128), device="cuda").int()
     scales = torch.full((4, 512, 32), 120, device="cuda").to(torch.uint8)
     of = fast.experts.PackedExperts(QuantizedExperts(codes, scales, None, MXFP4), 1)
-    for w in ((torch.randn(4, 512, 1024, **bf16), None, None, zeros, 512, "16-bit", 0),
-              (of.qweight, of.scales_and_zeros, of.shifts, zeros, 512, "mxfp4", 32)):
-        fast.experts.expert_linear(x, shares, active, *w, gate=1)
+    for w in gemv.Plain(torch.randn(4, 512, 1024, **bf16), 1), of.packed:
+        fast.experts.expert_linear(x, gemv.Experts(active, shares), w, zeros)
     fast.experts.route(x, None, 0.0, torch.randn(4, 1024, **bf16), None, 2, True, zeros[:1])
 
 cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device="cuda")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast import packed_few, packed_gemv, packed_linear
+from fast import nvrtc, packed_few, packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
 from fast.layout import KINDS, pack
 from fast.packed_linear import PackedLinear, choice_for
@@ -109,6 +109,12 @@ def random_weight(N, K, kind, C, parts="", device="cpu", dtype=torch.float32) ->
     g_idx = torch.randperm(K, device=device) // (K // C) if "order" in parts else None
     bias = torch.randn(N, device=device, dtype=dtype) if "bias" in parts else None
     return Weight(codes, scales, zeros, g_idx, kind, bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_the_kernels_is_one_of_codes(kind):
+    """layout.py says again what quantize.py says, so that it can be copied alone."""
+    assert (KINDS[kind].bits, KINDS[kind].zero) == (CODES[kind].bits, CODES[kind].zero)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -386,18 +392,20 @@ for N, K, C in (48, 256, 2), (560, 1024, 32), (64, 96, 1):
         ref = x.double() @ w.flatten(1).cuda().T + bias.double()
         assert (gemv(x, packed, bias=bias).double() - ref).norm() < 5e-3 * ref.norm()
 print(*sorted(name for name in sys.modules if name.partition(".")[0] in
-              "fast model quantize sampling speculative tp checkpoint formats guard generate cli".split()))
+              "fast model generate quantize tp speculative gptq llm hub drafts cli".split()))
 """
 
 
 @on_each_device
-def test_the_int4_kernel_is_three_files(device, tmp_path):
+def test_the_int4_kernel_is_four_files(device, tmp_path):
     (tmp_path / "fast").mkdir()
-    for name in ("layout.py", "packed_gemv.py", "gemv.cu"):
+    for name in ("layout.py", "nvrtc.py", "packed_gemv.py", "gemv.cu"):
         shutil.copy(ROOT / "fast" / name, tmp_path / "fast")
     (tmp_path / "try.py").write_text(COPIED)
     done = python("try.py", device, cwd=tmp_path, PYTHONPATH="")
-    loaded = "fast fast.layout" if device == "cpu" else "fast fast.layout fast.packed_gemv"
+    loaded = "fast fast.layout"
+    if device == "cuda":
+        loaded += " fast.nvrtc fast.packed_gemv"
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
 
 
@@ -417,8 +425,8 @@ def test_without_the_gemv_one_row_gets_what_two_get(
     for where, name, value in (
         (torch.cuda, "get_device_properties", lambda _: properties),
         (torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        (packed_gemv, "nvrtc", Mock(side_effect=missing)),
-        (packed_gemv.ctypes, "CDLL", Mock()),
+        (nvrtc, "compiler", Mock(side_effect=missing)),
+        (nvrtc, "driver", Mock()),
         (packed_gemv, "has_gemv", packed_gemv.has_gemv.__wrapped__),  # which remembers
         (packed_few, "has_gemv", packed_gemv.has_gemv.__wrapped__),
         (packed_linear, "kernel_for", lambda format, N, K, M, device: M),
