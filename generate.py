@@ -405,4 +405,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.modules["generate"] = sys.modules["__main__"]  # so that cli/ does not load this file again
-    main()
+    from cli.errors import run
+
+    run(main)
