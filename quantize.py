@@ -340,6 +340,7 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.modules["quantize"] = sys.modules["__main__"]  # so that cli/ does not load this file again
     from cli.errors import report_errors
 
     report_errors(main)

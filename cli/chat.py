@@ -5,39 +5,36 @@ streamed. Lines that begin with a slash are commands: see HELP.
 Without a chat template the text so far and what is typed are continued.
 """
 
-import json
 import os
 import re
 import signal
 import sys
-import termios
-import tty
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from select import select
 
 from cli.errors import message_of
-from cli.output import per_token, show, written_whole
+from cli.output import per_token, show
 from cli.prompts import system_messages
-from llm import Completion
-from hub.vet import check_messages, read_text, reading
+from llm import LLM, Completion
 
 HELP = """\
 /reset        forget the conversation
 /system TEXT  set the system message and forget the conversation; without TEXT: remove it
-/save FILE    write the conversation as JSON messages
-/load FILE    go on with a conversation of such a file
-/quit         leave, as do exit, Ctrl-D, and Ctrl-C twice at an empty prompt
-Ctrl-C stops an answer. A pasted text of several lines is one turn."""
+/help         these lines
+/quit         leave, as do exit and Ctrl-D
+Ctrl-C stops an answer, or drops what is typed. A pasted text of several lines is one turn."""
 
 
 class Chat:
-    """llm: a generate.LLM that is prepared for one row; args: the command line's."""
+    """llm: prepared for one row; args: the command line's."""
 
-    def __init__(self, llm, args):
-        self.llm, self.args, self.tokenizer, self.team = llm, args, llm.tokenizer, llm.team
+    def __init__(self, llm: LLM, args):
+        self.llm = llm
+        self.args = args
+        self.tokenizer = llm.tokenizer
+        self.team = llm.team
         self.messages = system_messages(args.system)
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
@@ -46,18 +43,16 @@ class Chat:
 
     def run(self) -> deque:
         """Answers until the user leaves. Returns the last answers, a Completion each."""
-        with suppress(ImportError):
+        with suppress(ImportError):  # Windows has none
             import readline  # input() then edits lines and recalls them
 
-            readline.parse_and_bind(
-                "set enable-bracketed-paste on"
-            )  # a pasted newline does not end the line
             self.readline = readline
-        leaving = (
-            "Ctrl-C and Ctrl-D leave"
-            if self.team.ranks > 1
-            else "Ctrl-C stops an answer, Ctrl-D leaves"
-        )
+            if not is_dumb():
+                # A pasted newline does not end the line.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+        leaving = "Ctrl-C stops an answer, Ctrl-D leaves"
+        if self.team.ranks > 1:
+            leaving = "Ctrl-C and Ctrl-D leave"
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
         while (line := self.team.agree(self.ask)) is not None:
@@ -82,19 +77,16 @@ class Chat:
 
     def ask(self) -> str | None:
         """What the user types; None when it is time to leave."""
-        on_terminal, interrupted = sys.stdin.isatty() and sys.stdout.isatty(), False
+        on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         while True:
             try:
                 return self.read_turn() if on_terminal else input("")
             except EOFError:
                 return None
             except KeyboardInterrupt:
+                if not on_terminal:
+                    raise
                 print()
-                empty = not (self.readline and self.readline.get_line_buffer())
-                if empty and interrupted:
-                    return None
-                interrupted = empty
-                self.say("Ctrl-C again leaves." if empty else "")
 
     def read_turn(self) -> str:
         """A line that is typed or, as one turn, all lines that came during the answer: a terminal
@@ -118,28 +110,10 @@ class Chat:
                 self.say("The conversation is forgotten.")
             case "system":
                 if not self.tokenizer.template:
-                    raise ValueError(
-                        "/system: this checkpoint has no chat template, so there is no system "
-                        "message"
-                    )
+                    raise ValueError("/system: without a chat template there is no system message")
                 self.messages = system_messages(text or None)
                 now = "the system message is set" if text else "none is set"
                 self.say(f"The conversation is forgotten; {now}.")
-            case "save" | "load" if not text:
-                raise ValueError(f"/{name}: want a file's name")
-            case "save":
-                if self.team.rank == 0:
-                    save_messages(text, self.messages)
-                self.say(f"{len(self.messages)} messages are in {text}.")
-            case "load":
-                loaded = self.team.agree(lambda: load_messages(text))
-                if isinstance(loaded, str):
-                    raise ValueError(loaded)
-                self.messages = loaded
-                self.say(
-                    f"{len(loaded)} messages are loaded; the last one: "
-                    f"{loaded[-1]['content']!r:.60}"
-                )
             case _:
                 raise ValueError(f"/{name}: no such command; /help lists them")
 
@@ -150,16 +124,14 @@ class Chat:
         forgotten."""
         room = self.llm.room
         messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
-        start = len(
-            os.path.commonprefix([self.cached, tokens[:-1]])
-        )  # the last token is read again, for its logits
+        # The last token is read again, for its logits.
+        start = len(os.path.commonprefix([self.cached, tokens[:-1]]))
         limit = min(self.args.max_new_tokens or room, room - len(tokens))
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
         before = signal.getsignal(signal.SIGINT)
-        if (
-            self.team.ranks == 1
-        ):  # Ctrl-C ends the answer after the current step; ranks all end: see errors.run()
+        if self.team.ranks == 1:
+            # Ctrl-C ends the answer after the current step. Ranks all end: see errors.run().
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
             show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)
@@ -171,14 +143,13 @@ class Chat:
         self.cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
         ending = "" if self.tokenizer.template else "\n"
         self.messages = [*messages, dict(role="assistant", content=answer.text + ending)]
-        if not self.tokenizer.template and answer.steps > len(
-            answer.tokens
-        ):  # a stop token: the story has ended
+        if not self.tokenizer.template and answer.steps > len(answer.tokens):
+            # A stop token: the story has ended.
             self.messages = []
         ms = per_token([answer])["all"]
         if sys.stderr.isatty() and ms:
             full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
-            self.say(f"\x1b[2m{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}\x1b[0m")
+            self.say(dim(f"{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}"))
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest
@@ -214,8 +185,21 @@ class Chat:
         return self.tokenizer.encode_typed("".join(message["content"] for message in messages))
 
 
+def is_dumb() -> bool:
+    """Whether the terminal understands no escape codes."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def dim(text: str) -> str:
+    """In grey, where the user wants colours: see no-color.org."""
+    return text if is_dumb() or os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[0m"
+
+
 def read_waiting() -> str:
     """What waits on the terminal, if that is a line or more."""
+    import termios
+    import tty
+
     stdin, waiting = sys.stdin.fileno(), b""
     if select([stdin], [], [], 0)[0]:
         before = termios.tcgetattr(stdin)
@@ -231,21 +215,3 @@ def read_waiting() -> str:
 def system_of(messages: list[dict]) -> list[dict]:
     """The system message, if there is one: it is the first."""
     return [message for message in messages[:1] if message["role"] == "system"]
-
-
-def save_messages(name: str, messages: list[dict]):
-    with reading(f"/save {name}"), written_whole(Path(name).expanduser()) as partial:
-        partial.write_text(
-            json.dumps(messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def load_messages(name: str) -> list[dict] | str:
-    """The messages, or what is wrong with the file: rank 0 reads it, and all ranks hear of it."""
-    try:
-        with reading(f"/load {name}"):
-            messages = json.loads(read_text(Path(name).expanduser()))
-            check_messages(messages)
-            return messages
-    except ValueError as error:
-        return str(error)

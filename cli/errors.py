@@ -1,47 +1,45 @@
 """
 How a command ends: exit code 0, 2 after a user's mistake, 130 after Ctrl-C, 141 after a closed
-pipe, 143 after SIGTERM. Of the processes that torchrun started rank 0 speaks, and when one rank
-ends, all do.
+pipe, 143 after SIGTERM. A mistake is one line on stderr; a bug leaves its traceback. Of the
+processes that torchrun started one speaks, and when one ends, all do.
 """
 
-import json
 import os
-import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hub.checkpoint import one_line
 from tp import world_size
 
 
-def report_errors(main: Callable[[], None], ranks=False):
-    """Runs a command. A ValueError is one line on stderr and exit code 2; Ctrl-C and a closed pipe
-    end it quietly.
+def report_errors(main: Callable[[], None], ranks: bool = False) -> None:
+    """Runs a command of one process.
 
-    ranks: the command may be one of several processes."""
-    for name in ("stdin", "stdout", "stderr"):  # None where whoever started the command closed it
+    ranks: it may be several, and Ctrl-C is the command's own matter: see run()."""
+    for name in ("stdin", "stdout", "stderr"):
+        # It is None where whoever started the command closed it.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
     try:
-        if (
-            not ranks
-        ):  # commands that may be ranks decide for themselves: see cli/generate.py's main()
+        if not ranks:
             if world_size() > 1:
                 raise ValueError(f"{world_size()} processes, want one: start it without torchrun")
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if world_size() == 1:  # half-written files are removed; for ranks see run()
+        if world_size() == 1:
+            # An exception, so that half-written files are removed.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, `head` say, has read enough
+    except BrokenPipeError:
+        # The reader, `head` say, has read enough.
         sys.stdout = None
         sys.exit(141)
     except BaseException as error:
@@ -55,54 +53,52 @@ def report_errors(main: Callable[[], None], ranks=False):
 def is_expected(error: BaseException) -> bool:
     """Whether it is no bug. The tokenizers library panics, with no Exception, over files that it
     does not expect."""
-    return (
-        isinstance(error, (ValueError, OSError, MemoryError))
-        or type(error).__name__ == "PanicException"
-    )
+    expected = isinstance(error, (ValueError, OSError, MemoryError))
+    return expected or type(error).__name__ == "PanicException"
 
 
 def message_of(error: BaseException) -> str:
-    """Of a ValueError with its keywords as options."""
-    if isinstance(error, ValueError):
-        message = error.message.replace("`=", "` ")
-        return one_line(
-            re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", message)
-        )
     return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))
+
+
+def one_line(text: str) -> str:
+    """At most 1,000 characters. What a file holds may be part of the text, so control characters,
+    which a terminal would obey, are escaped."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return line if len(line) <= 1000 else f"{line[:700]} ... {line[-295:]}"
 
 
 # Ranks
 
 
-def run(main: Callable[[], None]):
+def run(main: Callable[[], None]) -> None:
     """report_errors() for a command that may be one of several ranks.
 
-    torchrun ends the others with SIGTERM, and passes Ctrl-C on. Both signals keep their default
-    action, which ends a process at once. A Python handler would not run while the main thread waits
-    for another rank, or for a GPU that waits for one."""
+    When one ends, torchrun ends the others with SIGTERM; Ctrl-C reaches all. Both signals keep
+    their default action, which ends a process at once. A Python handler would not run while the
+    main thread waits for another rank, or for a GPU that waits for one."""
     if world_size() == 1:
         return report_errors(main, ranks=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    rank, code = int(os.environ.get("RANK", 0)), 1
-    if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    code = 1
     try:
-        report_errors(lambda: run_rank(main, rank), ranks=True)
+        report_errors(partial(run_rank, main), ranks=True)
         code = 0
     except SystemExit as error:
         code = error.code
-    except BaseException as error:  # a bug
-        tell_torchrun(f"{type(error).__name__}: {error}")
-        sys.stderr = sys.__stderr__
-        sys.excepthook(*sys.exc_info())
-    for stream in (sys.stdout, sys.stderr):
-        if stream:
-            stream.flush()
+    except BaseException:  # a bug
+        traceback.print_exc()
+    if sys.stdout:
+        sys.stdout.flush()
     os._exit(code)  # NCCL and CUDA graphs would hang in Python's own clean-up
 
 
-def run_rank(main: Callable[[], None], rank: int):
+def run_rank(main: Callable[[], None]) -> None:
+    """Rank 0 speaks. Another one does where it alone fails: torchrun gives it the time to."""
+    rank, stderr = int(os.environ.get("RANK", 0)), sys.stderr
+    if rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         main()
         if torch.cuda.is_initialized():
@@ -110,30 +106,13 @@ def run_rank(main: Callable[[], None], rank: int):
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))  # no rank leaves while another needs its memory
     except BaseException as error:
-        if is_expected(error):
-            time.sleep(
-                2 * (rank > 0)
-            )  # where rank 0 fails too, it speaks, and torchrun ends this rank meanwhile
-            sys.stderr = sys.__stderr__
-            tell_torchrun(message_of(error))
-        elif (
-            isinstance(error, dist.DistError)
-            or isinstance(error, RuntimeError)
-            and "gloo" in str(error)
-        ):
-            tell_torchrun(
-                "another rank ended", delay=1
-            )  # that rank's own reason comes first, in the same second too
+        # Gloo has no class of its own.
+        of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        left = of_gloo or isinstance(error, dist.DistError)
+        if rank or left:
+            # Another rank has the reason, or the same one, and speaks: torchrun ends this one now.
+            time.sleep(2)
+        sys.stderr = stderr
+        if left:
             raise ValueError(f"another rank ended: {error}") from error
         raise
-
-
-def tell_torchrun(reason: str, delay=0):
-    """torchrun's own report comes last, and long: it ends with the reason that stands in this file.
-    Of several ranks' it takes the one with the earliest time, in whole seconds; `delay` is added to
-    it."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # as torch.distributed.elastic writes it
-        details = dict(py_callstack=reason, timestamp=str(int(time.time()) + delay))
-        with suppress(OSError), open(path, "w") as file:
-            json.dump(dict(message=dict(message=reason, extraInfo=details)), file)

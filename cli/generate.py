@@ -1,5 +1,5 @@
 """
-What `python generate.py` does: options, prompts, generate.LLM, output and report.
+What `python generate.py` does: options, prompts, llm.LLM, output and report.
 """
 
 import json
@@ -12,20 +12,18 @@ from dataclasses import fields
 import torch
 
 import generate
-
 from cli.chat import Chat
 from cli.options import generate_args
 from cli.output import add_headings, format_report, progress, report, show, written_whole
 from cli.prompts import read_prompts, system_messages
-from llm import LLM, Completion, Options, make_completions, rank_completions
 from hub.vet import reading
+from llm import LLM, Completion, Options, make_completions, rank_completions
 
 
 def main():
     """Opens the checkpoint, loads, compiles, generates and reports, in that order."""
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, module="torch"
-    )  # the compiler's hints to its developers
+    # The compiler's hints to its developers.
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     sys.stdout.reconfigure(errors="replace")  # not every terminal shows all of Unicode
     args = generate_args(generate.__doc__)
     llm = LLM(load=False, **{each.name: getattr(args, each.name) for each in fields(Options)})
@@ -38,9 +36,8 @@ def main():
         )
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
-        llm.prepare(
-            1, args.max_seq_length or min(llm.context, 8192)
-        )  # a chat's cache is allocated whole
+        # A chat's cache is allocated whole.
+        llm.prepare(1, args.max_seq_length or min(llm.context, 8192))
     else:
         prompts = llm.team.agree(lambda: read_prompts(args))
         if args.chat:
@@ -71,10 +68,8 @@ def main():
         if not args.quiet:
             print("\n" + format_report(result), file=sys.stderr)
     if args.profile and llm.team.rank == 0:
-        with (
-            reading(f"--profile {args.profile}: cannot be written"),
-            written_whole(args.profile) as trace,
-        ):
+        told = f"--profile {args.profile}: cannot be written"
+        with reading(told), written_whole(args.profile) as trace:
             profiler.export_chrome_trace(str(trace))
 
 
@@ -89,8 +84,7 @@ def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completio
     try:
         show([] if args.json else completions, steps, args.show_thinking)
     except ValueError:
-        print(
-            end="" if args.json else "\n", flush=True
-        )  # the message to come has a line of its own
+        # The message to come has a line of its own.
+        print(end="" if args.json else "\n", flush=True)
         raise
     return completions

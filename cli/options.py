@@ -6,19 +6,22 @@ generate.py's and LLM's; CommandLine, below, has what a terminal needs beside th
 import argparse
 import json
 import math
+import os
 import re
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 
 from cli.output import partial_directory
+from generate import Sampling
 from hub.vet import reading
-from llm import Options, of_output, of_prompt
+from llm import TINY, Options, of_output, of_prompt
 
-GROUPS = {  # the headings of --help, in their order
+# The headings of --help, in their order.
+GROUPS = {
     "model": None,
     "speed": None,
     "quantization": "e.g. --compile --quantize int4 --group-size 128",
@@ -27,9 +30,7 @@ GROUPS = {  # the headings of --help, in their order
     "generation": "e.g. --temperature 0.7 --top-p 0.9 --seed 1",
     "output": None,
 }
-
-
-# The options that scripts have, too:
+# The options that scripts have, too.
 DEVICE = "device", "dtype"
 QUANTIZATION = "quantize", "group_size", "quantize_head", "kv_cache"
 
@@ -45,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str):
-        raise ValueError(f"{message}; --help lists the options")
+        raise ValueError(f"{message.removeprefix('argument ')}; --help lists the options")
 
     def parse_args(self) -> argparse.Namespace:
         args, unknown = self.parse_known_args()
@@ -59,52 +60,72 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{name}: no such option{advice}")
 
     def add_options(self, kind: type, *names: str) -> None:
-        """Adds the fields of a dataclass, or those of these names, in groups of GROUPS."""
-        groups = {}
-        wanted = [each for each in fields(kind) if not names or each.name in names]
-        for name, example in GROUPS.items():
-            if any(each.metadata["group"] == name for each in wanted):
-                groups[name] = self.add_argument_group(name, example)
-        for each in wanted:
-            flag = f"--{each.name.replace('_', '-')}"
-            if flags := each.metadata.get("flags", [flag]):
-                groups[each.metadata["group"]].add_argument(*flags, dest=each.name, **how(each))
+        """Adds the fields of a dataclass, or those of these names, under the headings of GROUPS.
+        What the class has of its own comes before what it inherits."""
+        inherited = getattr(kind.__base__, "__dataclass_fields__", {})
+        groups = {heading: [] for heading in GROUPS}
+        for each in sorted(fields(kind), key=lambda each: each.name in inherited):
+            flags = each.metadata.get("flags", [f"--{each.name.replace('_', '-')}"])
+            if flags and (not names or each.name in names):
+                groups[each.metadata["group"]].append((flags, each))
+        for heading, members in groups.items():
+            if members:
+                group = self.add_argument_group(heading, GROUPS[heading])
+            for flags, each in members:
+                group.add_argument(*flags, dest=each.name, **settings(each))
 
 
-def how(each) -> dict:
-    """A dataclass's field -> what argparse wants to know."""
-    said, default = each.metadata, each.default
-    if default is MISSING:
-        default = each.default_factory()
+def settings(each: Field) -> dict:
+    """A dataclass's field -> what argparse wants to know about the option."""
+    said = each.metadata
+    default = each.default_factory() if each.default is MISSING else each.default
     text = said["help"]
+    if "default:" not in text:
+        text += f" (default: {name_of(default, each.name)})"
     if each.type is bool:
-        return dict(action="store_true", help=f"{text} (default: off)")
-    if "default" not in text:
-        text += f" (default: {default or 'none'})"
-    settings = dict(
+        return dict(action="store_true", help=text)
+    found = dict(
         default=default, choices=said.get("choices"), metavar=said.get("metavar"), help=text
     )
     kinds = each.type.__args__ if isinstance(each.type, types.UnionType) else [each.type]
     if list[str] in kinds:
-        settings["action"] = "append"
+        found["action"] = "append"
     elif dict in kinds:
-        settings |= dict(action="append", type=key_and_value)
+        found |= dict(action="append", type=key_and_value)
+    elif Path in kinds:
+        found["type"] = Path
     elif str not in kinds:
-        settings["type"] = next(kind for kind in (int, float, Path) if kind in kinds)
-        settings["metavar"] = settings["metavar"] or "N"
-    return settings
+        found["type"] = within(int if int in kinds else float, said["low"], said["high"])
+        found["metavar"] = found["metavar"] or "N"
+    return found
 
 
-def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+def name_of(default, option: str) -> str:
+    """A default as --help names it."""
+    for each in fields(Sampling):
+        if default is None and each.name == option:
+            return f"the checkpoint's, else {each.default}"
+    if default is False:
+        return "off"
+    if default is None or default == []:
+        return "none"
+    return "the bundled model" if default == TINY else str(default)
+
+
+def within(kind: type, low: float = -math.inf, high: float = math.inf) -> Callable[[str], float]:
     """A type for argparse: a number of that kind from low to high."""
 
     def parse(text: str):
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r:.60}, want {kind.__name__} from {low} to {high}"
+            )
         return value
 
-    parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
 
 
@@ -112,7 +133,7 @@ def key_and_value(text: str) -> tuple[str, object]:
     """KEY=VALUE; a value that is no JSON is a text."""
     key, is_there, value = text.partition("=")
     if not key or not is_there:
-        raise argparse.ArgumentTypeError(f"{text}: want KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"got {text!r:.60}, want KEY=VALUE")
     with suppress(ValueError):
         value = json.loads(value)
     return key, value
@@ -138,9 +159,7 @@ class CommandLine(Options):
         "with --chat or --interactive: the system message (default: the template's)",
         metavar="TEXT",
     )
-    show_thinking: bool = of_output(
-        False, "of gpt-oss: what it thinks before it answers, to stderr"
-    )
+    show_thinking: bool = of_output(False, "print to stderr what gpt-oss thinks before it answers")
     json: bool = of_output(False, "print one JSON object instead of the text")
     logprobs: bool = of_output(False, "with --json: the tokens' log-probabilities, too")
     profile: Path | None = of_output(None, "write a Chrome trace of the generation", metavar="FILE")
@@ -162,7 +181,7 @@ class CommandLine(Options):
         if [*self.prompt, self.prompt_file].count("-") > 1:
             raise ValueError("stdin can be read once: one - among --prompt and --prompt-file")
         if self.profile:
-            self.profile = self.profile.resolve()
+            self.profile = Path(os.path.realpath(self.profile))
             with reading(f"--profile {self.profile}: cannot write there, name another place"):
                 partial_directory(self.profile).cleanup()  # before the work
 

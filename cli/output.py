@@ -4,26 +4,23 @@ whole or not at all.
 """
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
-from glob import escape
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
 
 import torch
 
-from llm import Completion
-from llm import LLM, import_fast
 from hub.vet import GIB
+from llm import LLM, Completion, import_fast
+from model import Transformer
 
-CONTROLS = dict.fromkeys(
-    {*range(32), *range(127, 160)} - set(b"\n\t")
-)  # for str.translate(), which drops them
+# For str.translate(), which drops them.
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))
 
 
 # Texts
@@ -75,20 +72,15 @@ def show(completions: list[Completion], steps: Iterator[None] = iter(()), thinki
 def progress():
     """Says on a terminal that it compiles, and the seconds that pass."""
     ended = Event()
+    # Another line may take the place of this one.
+    say = partial(print, end="\r", file=sys.stderr, flush=True)
 
     def count():
         begun = time.monotonic()
         while not ended.wait(1):
-            print(
-                f"compiling ... {time.monotonic() - begun:.0f} s",
-                end="\r",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"compiling ... {time.monotonic() - begun:.0f} s")
 
-    print(
-        "compiling ...", end="\r", file=sys.stderr, flush=True
-    )  # another line may take the place of this one
+    say("compiling ...")
     Thread(target=count, daemon=True).start()
     try:
         yield
@@ -108,25 +100,12 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
     if llm.speculator:
         steps = min(steps, llm.speculator.counts["steps"])
     seconds = max(1e-9, sum(max(c.seconds for c in run) - run[0].first_s for run in runs))
-    peak = (
-        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    )  # before the read rate is timed
+    # Before the read rate is timed.
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if getattr(model.head, "weight", None) is not model.embed.weight:
         weights -= model.embed.weight.nbytes  # a token reads one row of it
-    weights_read = weights
-    for layer in (
-        model.layers
-    ):  # a token reads its experts; those of several rows are taken for different ones
-        if moe := layer.config.moe:
-            unread = 1 - min(1, len(runs[0]) * moe.n_chosen / moe.n_expert)
-            experts = [
-                weight.nbytes
-                for name, weight in layer.ffn.named_parameters()
-                if "router" not in name
-            ]
-            weights_read -= unread * sum(experts)
-    rate = weights_read * steps / seconds
+    rate = (weights - unread_experts(model, len(runs[0]))) * steps / seconds
     return dict(
         checkpoint=args.checkpoint,
         device=str(device),
@@ -146,6 +125,19 @@ def report(llm: LLM, runs: list[list[Completion]], args) -> dict:
         peak_memory_bytes=peak,
         speculation=speculation(llm.speculator.counts) if llm.speculator else None,
     )
+
+
+def unread_experts(model: Transformer, rows: int) -> float:
+    """Bytes. A token reads its experts; those of several rows are taken for different ones."""
+    unread = 0.0
+    for layer in model.layers:
+        moe = layer.config.moe
+        if not moe:
+            continue
+        named = layer.ffn.named_parameters()
+        experts = sum(weight.nbytes for name, weight in named if "router" not in name)
+        unread += experts * (1 - min(1, rows * moe.n_chosen / moe.n_expert))
+    return unread
 
 
 def sample(completion: Completion, logprobs: bool) -> dict:
@@ -187,28 +179,30 @@ def speculation(counts: dict[str, int]) -> dict:
 
 def format_report(result: dict) -> str:
     """The table on stderr, and a second one of the draft."""
-    share, peak, counts = (
-        result["bandwidth_utilization"],
-        result["peak_memory_bytes"],
-        result["speculation"],
+    share, peak = result["bandwidth_utilization"], result["peak_memory_bytes"]
+    text = table(
+        {
+            "load s": f"{result['load_s']:.2f}",
+            "compile s": f"{result['compile_s']:.1f}",
+            "first token s": f"{result['first_token_s']:.3f}",
+            "decode tokens/s": f"{result['decode_tokens_per_s']:.1f}",
+            "GB/s": f"{result['bandwidth_gb_s']:.1f}",
+            "of read bw": f"{share:.0%}" if share else "-",
+            "peak GiB": f"{peak / GIB:.2f}" if peak else "-",
+        }
     )
-    share = f"{share:.0%}" if share else "-"
-    peak = f"{peak / GIB:.2f}" if peak else "-"
-    rate = f"{result['bandwidth_gb_s']:4.1f}"  # the one value that may be wider than its name
-    values = "{load_s:6.2f}  {compile_s:9.1f}  {first_token_s:13.3f}  {decode_tokens_per_s:15.1f}".format_map(
-        result
-    )
-    lines = [
-        f"load s  compile s  first token s  decode tokens/s  {'GB/s':>{len(rate)}}  of read bw  "
-        f"peak GiB",
-        f"{values}  {rate}  {share:>10}  {peak:>8}",
-    ]
+    counts = result["speculation"]
     if counts:
-        lines += [
-            "accepted  tokens a step",
-            "{acceptance_rate:8.0%}  {tokens_per_step:13.2f}".format_map(counts),
-        ]
-    return "\n".join(lines)
+        accepted, tokens = f"{counts['acceptance_rate']:.0%}", f"{counts['tokens_per_step']:.2f}"
+        text += "\n" + table({"accepted": accepted, "tokens a step": tokens})
+    return text
+
+
+def table(columns: dict[str, str]) -> str:
+    """The names and, below them, the values."""
+    widths = {name: max(len(name), len(value)) for name, value in columns.items()}
+    rows = columns.keys(), columns.values()
+    return "\n".join("  ".join(map(str.rjust, row, widths.values())) for row in rows)
 
 
 # Files
@@ -225,19 +219,10 @@ def partial_directory(path: Path) -> TemporaryDirectory:
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A place for a file or a directory that is not whole yet; at the end it becomes `path`. After
-    an error it is removed, and here what killed runs left: their lock files are unlocked, as the
-    system does when a process ends. Where `path` is a link, what it names is written. OSError as of
-    partial_directory()."""
+    an error it is removed; a run that is killed leaves its directory. Where `path` is a link, what
+    it names is written. OSError as of partial_directory()."""
     path = Path(os.path.realpath(path))
-    for lock in path.parent.glob(f"{escape(path.name)}.partial-*/lock"):
-        with suppress(OSError), open(lock, "a") as file:
-            flock(file, LOCK_EX | LOCK_NB)
-            shutil.rmtree(lock.parent)
     with partial_directory(path) as directory:
-        with open(Path(directory, "lock"), "w") as file:
-            flock(file, LOCK_EX)
-            partial = Path(
-                directory, f"made-{path.name}"
-            )  # PyTorch zips a trace whose name ends in .gz
-            yield partial
-            partial.replace(path)
+        partial = Path(directory, path.name)
+        yield partial
+        partial.replace(path)

@@ -13,17 +13,19 @@ import os
 import shlex
 import shutil
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hub.checkpoint import Checkpoint, load_model
 from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
-from hub.formats import CONFIGS, check_finite, write_checkpoint
 from gptq import gptq_model
+from hub.checkpoint import Checkpoint, load_model
+from hub.formats import CONFIGS, check_finite, write_checkpoint
+from hub.tokenizer import Tokenizer
 from hub.vet import (
     GIB,
     check_memory,
@@ -33,14 +35,14 @@ from hub.vet import (
     open_checkpoint,
     read_text,
 )
-from quantize import group_of, round_model
 from llm import Options
-from hub.tokenizer import Tokenizer
+from quantize import group_of, round_model
 
 
-def parse_args():
+def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
+    switch = partial(add, action="store_true")
     add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
     add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
     add("--bits", type=int, choices=(8, 4), default=4, help="of a weight (default: 4)")
@@ -48,31 +50,34 @@ def parse_args():
         "--group-size",
         type=int,
         choices=(32, 64, 128, -1),
-        help="-1: a row (default: 128 for 4 bits, -1 for 8)",
+        help="weights that share a scale; -1: a row (default: 128 for 4 bits, -1 for 8)",
     )
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
-    add("--calibration", type=Path, metavar="FILE", help="text of the kind that the model is for")
+    switch("--gptq", help="better codes, from the inputs that --calibration gives (default: off)")
+    switch("--act-order", help="with --gptq: columns of large inputs first (default: off)")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="with --gptq: text of the kind that the model is for (default: none)",
+    )
     add(
         "--calibration-tokens",
         type=within(int, 2),
         metavar="N",
-        help="in rows of 2,048 (default: 131072)",
+        help="with --gptq, of --calibration, in rows of 2,048 (default: 131072)",
     )
-    switch = partial(add, action="store_true")
-    switch("--gptq", help="better codes, from the inputs that --calibration gives")
-    switch("--act-order", help="with --gptq: columns of large inputs first")
-    switch("--sym", help="zero points in the middle: less exact, and some engines want it")
-    switch("--head", help="quantize the output head too")
+    switch(
+        "--sym",
+        help="zero points in the middle: less exact, and some engines want it (default: off)",
+    )
+    switch("--head", help="quantize the output head too (default: off)")
     parser.add_options(Options, *DEVICE)
     args = parser.parse_args()
-    if (
-        args.gptq != bool(args.calibration)
-        or (args.act_order or args.calibration_tokens)
-        and not args.gptq
-    ):
-        parser.error(
-            "--gptq and --calibration go together, --act-order and --calibration-tokens with both"
-        )
+    if args.gptq != bool(args.calibration):
+        raise ValueError("--gptq and --calibration go together")
+    if not args.gptq and (args.act_order or args.calibration_tokens):
+        raise ValueError("--act-order and --calibration-tokens go with --gptq")
     args.calibration_tokens = args.calibration_tokens or 131072
     args.group_size = args.group_size or (128 if args.bits == 4 else -1)
     return args
@@ -110,8 +115,7 @@ def check_shapes(source: Checkpoint, args):
         if weight.quantized and weight.shape[0] % 8:
             raise ValueError(
                 f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize "
-                f"serves "
-                "it"
+                "serves it"
             )
     for weight in source.weights.values():  # after what no other group size cures
         if weight.quantized:
@@ -133,8 +137,7 @@ def check_place(source: Checkpoint, out: Path, bits: int):
     if size > free:
         raise ValueError(
             f"--out {out}: {size / GIB:.2f} GiB are wanted, {free / GIB:.2f} are free there: free "
-            f"more, or "
-            "name another place"
+            "more, or name another place"
         )
 
 
@@ -148,9 +151,8 @@ def size_of(checkpoint: Checkpoint) -> str:
 
 def main():
     args = parse_args()
-    quantization_config = CONFIGS[args.format](
-        args.bits, args.group_size, args.sym, args.act_order, args.head
-    )
+    how = args.bits, args.group_size, args.sym, args.act_order, args.head
+    quantization_config = CONFIGS[args.format](*how)
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)

@@ -435,39 +435,23 @@ def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, one_r
     ) and done.stdout.count("\n") == 2
 
 
-def torchruns_last(done: subprocess.CompletedProcess) -> str:
-    """The last line of torchrun's own report, above its rule."""
-    return done.stderr.splitlines()[-2].removeprefix("  traceback : ")
-
-
 def test_a_mistake_is_one_line_of_rank_0(commands):
     done = commands["mistake"]
     [said] = told(done)
-    assert (done.returncode, done.stdout) == (
-        1,
-        "",
-    ) and "no/such/dir" in said  # torchrun's own code
-    assert torchruns_last(done) == said.removeprefix("generate.py: ")
+    assert (done.returncode, done.stdout) == (1, "")  # torchrun's own code
+    assert "no/such/dir" in said
 
 
-def test_what_one_rank_cannot_read_is_said_by_that_rank(commands):
-    """Rank 0 may say first that another one ended."""
+def test_what_one_rank_cannot_read_is_one_line_of_that_rank(commands):
     done = commands["unreadable"]
-    assert done.returncode == 1 and "model.safetensors" in torchruns_last(done)
-    assert any("model.safetensors" in line for line in told(done, "unreadable.py"))
+    [said] = told(done, "unreadable.py")
+    assert done.returncode == 1 and "model.safetensors" in said
 
 
-def test_a_bug_on_one_rank_leaves_its_traceback(tmp_path):
+def test_a_bug_on_one_rank_leaves_its_traceback():
     program = "from cli.errors import run; run(lambda: {}['a bug'])"
-    done = python(
-        "-c",
-        program,
-        WORLD_SIZE="2",
-        RANK="1",
-        TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"),
-    )
+    done = python("-c", program, WORLD_SIZE="2", RANK="1")
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr
-    assert read_json(tmp_path / "error.json")["message"]["message"] == "KeyError: 'a bug'"
 
 
 SLEEPER = """

@@ -1,13 +1,13 @@
 """The chat: turns, commands, Ctrl-C, a context that fills, and a session on a terminal."""
 
 import builtins
+import json
 import os
 import pty
 import re
 import select
 import signal
 import sys
-import time
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
@@ -17,16 +17,16 @@ from unittest.mock import Mock, patch
 import pytest
 import tokenizers as hf
 
+from cli.chat import Chat, dim
+from helpers import GOLDEN, ROOT, TINY, of_each_family, with_template
 from hub.checkpoint import Checkpoint
-from cli.chat import Chat
-from llm import LLM
-from helpers import GOLDEN, ROOT, TINY, of_each_family, put, read_json, with_template
 from hub.tokenizer import Tokenizer
+from llm import LLM
 
 
 class Session:
     """A chat with these lines typed, "^C" for Ctrl-C; what it printed, and the width of each
-    prefill."""
+    prefill. messages: those that it begins with."""
 
     def __init__(
         self,
@@ -38,6 +38,8 @@ class Session:
         length: int = 300,
         on_prefill=lambda count: None,
         draft: str | None = None,
+        messages: list[dict] | None = None,
+        terminal: bool = False,
         **options,
     ):
         llm = LLM(
@@ -62,11 +64,15 @@ class Session:
 
         llm.engine.prefill = watch
         monkeypatch.setattr(builtins, "input", typed)
+        for stream in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: terminal)
+        monkeypatch.setattr("cli.chat.read_waiting", lambda: "")
         options = (
             dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False)
             | options
         )
         self.chat = Chat(llm, Namespace(**options))
+        self.chat.messages += messages or []
         self.answers = self.chat.run()
         self.left = [*lines[typed.call_count :]]  # what nobody read
         self.out, self.err = capsys.readouterr()
@@ -75,10 +81,6 @@ class Session:
 @pytest.fixture
 def session(monkeypatch, capsys, chatty):
     return partial(Session, monkeypatch, capsys, chatty)
-
-
-def roles(messages: list[dict]) -> str:
-    return " ".join(message["role"] for message in messages)
 
 
 def asked(messages: list[dict]) -> list[str]:
@@ -122,25 +124,22 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(session):
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    ended = session("Hello", "^C", "Hello again", on_prefill=interrupt_first)
-    assert [len(answer.tokens) for answer in ended.answers] == [12] and signal.getsignal(
-        signal.SIGINT
-    ) is before
+    ended = session("Hello", "Hello again", on_prefill=interrupt_first)
+    assert [len(answer.tokens) for answer in ended.answers] == [12]
+    assert signal.getsignal(signal.SIGINT) is before
     assert asked(ended.chat.messages) == ["Hello again"]  # a turn has an answer
 
 
-@pytest.mark.parametrize(
-    "lines, left",
-    {
-        "^C, ^C, Hello": ["Hello"],
-        "^C, Hello, ^C, bye": [],
-        " /quit , Hello": ["Hello"],
-        "exit now": [],
-    }.items(),
-)
-def test_leaving(session, lines, left):
-    """Ctrl-C leaves when it comes twice at one prompt."""
-    assert session(*lines.split(", ")).left == left
+def test_ctrl_c_at_the_prompt_stays_in_the_chat_and_ends_one_that_is_piped(session):
+    assert asked(session("^C", "^C", "Hello", terminal=True).chat.messages) == ["Hello"]
+    with pytest.raises(KeyboardInterrupt):
+        session("^C", "Hello")
+
+
+@pytest.mark.parametrize("line", [" /quit ", "/exit", "quit", " exit"])
+def test_leaving(session, line):
+    assert session(line, "Hello").left == ["Hello"]
+    assert session(f"{line} now").left == []
 
 
 @pytest.mark.parametrize("text", ["/reset\nis what I typed", "/usr/bin/python is what?"])
@@ -148,30 +147,28 @@ def test_several_lines_and_a_path_are_no_commands(session, text):
     assert asked(session(text).chat.messages) == [text]
 
 
-def test_a_full_context_drops_the_oldest_turns_keeps_the_system_message_and_says_so_once(
-    session, tmp_path
-):
+def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message(session):
     """What is dropped of thousands is found by bisection: turn by turn it took more than a
     minute."""
-    system = dict(role="system", content="Be brief.")
     said = [
         dict(role=role, content=f"{i} times") for i in range(3000) for role in ("user", "assistant")
     ]
-    put(tmp_path / "long.json", [system, *said])
     with patch.object(Chat, "encode", autospec=True, side_effect=Chat.encode) as encode:
-        ended = session(*[f"/load {tmp_path}/long.json", "And then?"] * 2)
-    chat, (first, *kept, question, _) = ended.chat, ended.chat.messages
-    assert (
-        encode.call_count < 40
-        and first == system
-        and kept == said[-len(kept) :]
-        and len(kept) % 2 == 0
-    )
+        chat = session("And then?", system="Be brief.", messages=said).chat
+    system, *kept, question, _ = chat.messages
+    assert encode.call_count < 20
+    assert system == dict(role="system", content="Be brief.")
+    assert kept == said[-len(kept) :] and len(kept) % 2 == 0
     fits, too_many = (
         len(chat.encode([system, *said[-n:], question])) for n in (len(kept), len(kept) + 2)
     )
     assert fits <= chat.llm.room * 3 // 4 < too_many
-    assert len(ended.answers) == 2 and ended.err.count("oldest turns are dropped") == 1
+
+
+def test_that_turns_are_dropped_is_said_once(session):
+    ended = session(*["And then?"] * 20, length=100)
+    assert len(ended.answers) == 20 and len(ended.chat.messages) < 10
+    assert ended.err.count("oldest turns are dropped") == 1
 
 
 def test_a_turn_that_is_too_long_alone_is_refused_and_the_rest_is_kept(session):
@@ -201,67 +198,66 @@ def test_a_stop_text_does_not_end_the_story_that_is_continued(session):
 
 def test_reset_and_system(session):
     chat = session("Hello", "/system Be brief.", "Hi", "/reset", "Ho").chat
-    assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"] and len(
-        chat.messages
-    ) == 3
-    assert (
-        session("Hello", "/system Be brief.", "/system", "Hi").chat.messages[0]["content"] == "Hi"
-    )
-    assert "no chat template" in session("/system Be brief.", directory=TINY).err
+    assert len(chat.messages) == 3
+    assert [m["content"] for m in chat.messages[:2]] == ["Be brief.", "Ho"]
+    unset = session("Hello", "/system Be brief.", "/system", "Hi").chat
+    assert unset.messages[0]["content"] == "Hi"
+    refused = session("/system Be brief.", directory=TINY).err
+    assert "/system: without a chat template" in refused
 
 
-def test_a_chat_is_saved_where_a_link_points_loaded_and_goes_on(session, tmp_path):
-    file, link = tmp_path / "chat.json", tmp_path / "link"
-    link.symlink_to(file.name)
-    first = session("Hello fox", f"/save {link}", "And then?", system="Be brief.")
-    assert read_json(file) == first.chat.messages[:3] and sorted(tmp_path.iterdir()) == [file, link]
-    second = session(f"/load {file}", "And then?")
-    assert second.chat.messages == first.chat.messages and "3 messages" in second.err
-
-
-COMMANDS = """
-/frobnicate -> /frobnicate: no such command; /help
-/save -> /save: want a file's name
-/load /nowhere/x -> /nowhere/x: No such file
-/save /nowhere/x -> /save /nowhere/x: No such file
-/load {}/half -> half: Expecting
-/load {}/number -> number: message 7: want a role
-  /help  -> /reset
-/save {}/pipe -> pipe: want a file
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("case", COMMANDS)
-def test_what_a_command_says_that_changes_nothing(session, tmp_path, case):
-    """As root, /save /dev/null would take the device's place."""
-    put(tmp_path / "half", b"{")
-    put(tmp_path / "number", [7])
-    os.mkfifo(tmp_path / "pipe")
-    line, said = case.format(tmp_path).split(" -> ")
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("/frobnicate", "/frobnicate: no such command; /help"),
+        ("/save chat.json", "/save: no such command"),
+        ("  /help  ", "/reset  "),
+    ],
+)
+def test_what_a_command_says_that_changes_nothing(session, line, said):
     ended = session("Hello", line)
-    assert (
-        said in ended.err
-        and roles(ended.chat.messages) == "user assistant"
-        and (tmp_path / "pipe").is_fifo()
-    )
+    assert said in ended.err and asked(ended.chat.messages) == ["Hello"]
+
+
+def test_nothing_is_dim_where_the_user_wants_no_colours(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert dim("3 tokens") == "\x1b[2m3 tokens\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert dim("3 tokens") == "3 tokens"
+
+
+# In the end it says what each turn was.
+WATCHED = """
+import json
+import generate
+from cli.chat import Chat
+from cli.errors import run
+
+def watch(chat, text):
+    turns.append(text)
+    turn(chat, text)
+
+turns, turn, Chat.turn = [], Chat.turn, watch
+run(generate.main)
+print("turns:", json.dumps(turns))
+"""
 
 
 class Terminal:
     """generate.py on a pseudo terminal."""
 
-    def __init__(self, directory: str, new_tokens: int):
-        line = (
-            f"generate.py --checkpoint {directory} --interactive --device cpu --temperature 0 "
+    def __init__(self, directory: str, new_tokens: int, kind: str):
+        options = (
+            f"--checkpoint {directory} --interactive --device cpu --temperature 0 "
             f"--max-new-tokens {new_tokens}"
         )
+        environment = os.environ | dict(TERM=kind, OMP_NUM_THREADS="1")
         self.process, self.master = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
-            os.execve(
-                sys.executable,
-                [sys.executable, *line.split()],
-                os.environ | dict(TERM="xterm", OMP_NUM_THREADS="1"),
-            )
+            command = [sys.executable, "-c", WATCHED, *options.split()]
+            os.execve(sys.executable, command, environment)
         self.screen, self.seen = "", 0
 
     def type(self, text: str, want: str = "") -> None:
@@ -277,48 +273,44 @@ class Terminal:
             self.screen += os.read(self.master, 65536).decode(errors="replace")
         self.seen += found.end()
 
-    def ended(self) -> int:
-        """The exit code; the rest of the screen is read."""
+    def left(self) -> list[str]:
+        """Leaves with Ctrl-D. What each turn was."""
+        os.write(self.master, b"\x04")
         with suppress(OSError):  # the last writer has closed it
             self.read("(?!)")
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        assert code == 0 and "Traceback" not in self.screen
+        return json.loads(self.screen.partition("turns:")[2])
 
 
 @pytest.fixture
 def terminal(request, chatty):
-    """It has begun to answer "Hello fox", of so many tokens. Closing it ends what runs there."""
-    screen = Terminal(chatty, request.param)
+    """It has begun to answer "Hello fox". Closing it ends what runs there."""
+    new_tokens, kind = request.param
+    screen = Terminal(chatty, new_tokens, kind)
     screen.read("> ")
     screen.type("Hello fox\r", r"fox\r\n(?s:.*)\w+ \w+ ")
     yield screen
     os.close(screen.master)
 
 
-@pytest.mark.parametrize("terminal", [400], indirect=True)
-def test_a_session_on_a_terminal(terminal, tmp_path):
-    """Typing, pasting, Ctrl-C in an answer and at the prompt, /save, leaving."""
-    file = tmp_path / "chat.json"
+@pytest.mark.parametrize("terminal", [(400, "xterm")], indirect=True)
+def test_a_session_on_a_terminal(terminal):
+    """Typing, pasting, Ctrl-C in an answer and at the prompt, leaving."""
     terminal.type("\x03", r"tokens/s\S*\r\n(?s:.*?)> ")
     terminal.type("\x1b[200~one\ntwo\nthree\x1b[201~", "three")
     terminal.type("\r", r"\d+ tokens, [\d.]+ tokens/s\S*\r\n(?s:.*?)> ")
-    terminal.type(f"/save {file}\r", "4 messages")
-    assert asked(read_json(file)) == ["Hello fox", "one\ntwo\nthree"]
-    for _ in range(2):
-        terminal.read("> ")
-        time.sleep(
-            0.5
-        )  # readline prints its prompt before it waits: a signal between the two is seen at the next key
-        terminal.type("\x03")
-    assert terminal.ended() == 0 and "Traceback" not in terminal.screen
+    terminal.type("never mind", "never mind")
+    terminal.type("\x03", "> ")
+    assert terminal.left() == ["Hello fox", "one\ntwo\nthree"]
 
 
-@pytest.mark.parametrize("terminal", [150], indirect=True)
-def test_lines_that_come_during_an_answer_are_one_turn(terminal, tmp_path):
+@pytest.mark.parametrize("terminal", [(150, "dumb")], indirect=True)
+def test_lines_that_come_during_an_answer_are_one_turn(terminal):
     """A terminal sends what is pasted then as if it were typed. A last line without an end waits
-    for the user's."""
+    for the user's. This terminal understands no escape codes, and gets none."""
     terminal.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
     terminal.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
     terminal.type(" and six\r", "tokens/s(?s:.*)> ")
-    terminal.type(f"/save {tmp_path}/chat.json\r", "6 messages")
-    said = asked(read_json(tmp_path / "chat.json"))
-    assert said == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]
+    assert terminal.left() == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]
+    assert "\x1b" not in terminal.screen

@@ -43,7 +43,14 @@ from helpers import (
 )
 from scripts import train_tiny
 
-COMMANDS = "generate quantize scripts.benchmark scripts.download scripts.evaluate scripts.train_tiny".split()
+COMMANDS = [
+    "generate",
+    "quantize",
+    "scripts.benchmark",
+    "scripts.download",
+    "scripts.evaluate",
+    "scripts.train_tiny",
+]
 SHORT = "--max-new-tokens 3 --temperature 0 --json"
 
 
@@ -74,29 +81,49 @@ def test_no_arguments_tell_a_story_that_ends():
     assert "decode tokens/s" in done.stderr and len(done.stderr.strip().splitlines()) == 2
 
 
-KEYS = (
-    "checkpoint device dtype quantize world_size batch samples load_s compile_s first_token_s "
-    "decode_tokens_per_s "
-    "per_token_ms weights_bytes bandwidth_gb_s bandwidth_utilization peak_memory_bytes speculation"
-)
+KEYS = {
+    "checkpoint",
+    "device",
+    "dtype",
+    "quantize",
+    "world_size",
+    "batch",
+    "samples",
+    "load_s",
+    "compile_s",
+    "first_token_s",
+    "decode_tokens_per_s",
+    "per_token_ms",
+    "weights_bytes",
+    "bandwidth_gb_s",
+    "bandwidth_utilization",
+    "peak_memory_bytes",
+    "speculation",
+}
+SAMPLE_KEYS = {
+    "prompt",
+    "text",
+    "prompt_tokens",
+    "tokens",
+    "finish_reason",
+    "mean_logprob",
+    "seconds",
+    "logprobs",
+}
 
 
 def test_json_is_one_line_with_every_key(result_of):
     result = result_of(
         "--logprobs --prompt 'One day' --prompt 'Tom and Sue' --num-samples 2 --max-new-tokens 9"
     )
-    assert result.keys() == {*KEYS.split()}
-    assert (
-        result["batch"] == 4
-        and [s["prompt"] for s in result["samples"]] == ["One day"] * 2 + ["Tom and Sue"] * 2
-    )
-    keys = "prompt text prompt_tokens tokens finish_reason mean_logprob seconds logprobs"
+    assert result.keys() == KEYS and result["batch"] == 4
+    prompts = [sample["prompt"] for sample in result["samples"]]
+    assert prompts == ["One day"] * 2 + ["Tom and Sue"] * 2
     for sample in result["samples"]:
-        assert sample.keys() == {*keys.split()} and sample["mean_logprob"] < 0 < sample["seconds"]
+        assert sample.keys() == SAMPLE_KEYS and sample["mean_logprob"] < 0 < sample["seconds"]
         assert sample["mean_logprob"] == sum(sample["logprobs"]) / len(sample["tokens"])
-    assert result["weights_bytes"] == 4 * sum(
-        p.numel() for p in tiny().parameters()
-    )  # tied: all of the embedding
+    # Tied: all of the embedding.
+    assert result["weights_bytes"] == 4 * sum(p.numel() for p in tiny().parameters())
 
 
 def test_a_seed_repeats_the_text_and_another_does_not(cli):
@@ -173,43 +200,56 @@ def test_sampling_defaults_come_from_generation_config(cli, tmp_path):
     assert cli(f"--checkpoint {directory} --max-new-tokens 30")[1] == greedy
 
 
-MISTAKES = f"""
---checkpoint no/such/dir -> no/such/dir
---device tpu -> --device tpu: want cpu, cuda, cuda:N or mps
---device cuda:99 -> --device cuda:99
---interactive --chat -> has no chat template
---temperature nan -> nan is not from 0 to 100
---temperature warm -> 'warm'
---num-samples 99999 -> out of memory
---max-new-tokens 20 --max-seq-length 16 -> 20 new ones exceed 16, --max-seq-length
---prompt-file nowhere.txt -> nowhere.txt
---prompt-file /dev/null -> want a regular file
---checkpoint {TINY}/model.safetensors -> want its directory, {TINY}
---prompt '\udcff is not UTF-8' -> the text: 'utf-8' codec can't encode character '\\udcff'
---draft-tokens 4 -> --draft-tokens and --draft-quantize go with --draft
---draft prompt-lookup --draft-quantize int8 -> no weights
---draft {DRAFT} --draft-tokens 0 -> '0' is none of 1 to 32, auto, hf and bass
---draft {DRAFT} --num-samples 99999 -> or no --draft, help
---draft '' -> --draft: want a checkp
---time-budget 1e-6 -> the first token took
---interactive --json -> --interactive
---logprobs -> --logprobs goes with --json
--p - -> --prompt -: stdin is empty
---prompt-file - -> --prompt-file -: no prompt
--p - --prompt-file - -> stdin can be read once
---whole -> --whole goes with --prompt-file
---system x -> --system goes with --chat
---template-option mood -> --template-option mood: want KEY=VALUE
---prompt=a --max_new_tokens 1 -> did you mean --max-new-tokens?
-hello -> hello: no such option, want -p before a prompt; --help
-""".strip().splitlines()  # a command line, and words that the refusal has
+# A command line, and words that the refusal has.
+MISTAKES = [
+    ("--checkpoint no/such/dir", "no/such/dir"),
+    ("--device tpu", "device=tpu: want cpu, cuda, cuda:N or mps"),
+    ("--device cuda:99", "device=cuda:99"),
+    ("--interactive --chat", "has no chat template"),
+    ("--temperature nan", "--temperature: got 'nan', want float from 0 to 100"),
+    ("--temperature 200", "--temperature: got '200', want float from 0 to 100"),
+    ("--temperature warm", "'warm'"),
+    ("--top-k x", "--top-k: got 'x', want int from 0 to inf"),
+    ("--seed 1.5", "--seed: got '1.5', want int from 0 to 9223372036854775807"),
+    ("--quantize int5", "--quantize: invalid choice: 'int5' (choose from"),
+    ("--num-samples 99999", "out of memory"),
+    ("--max-new-tokens 20 --max-seq-length 16", "20 new ones exceed 16, max_seq_length"),
+    ("--group-size 64", "group_size=64 goes with quantize"),
+    ("--prompt-file nowhere.txt", "nowhere.txt"),
+    ("--prompt-file /dev/null", "want a regular file"),
+    (f"--checkpoint {TINY}/model.safetensors", f"want its directory, {TINY}"),
+    ("--prompt '\udcff is not UTF-8'", "'utf-8' codec can't encode character '\\udcff'"),
+    ("--stop ''", "stop='': an empty text"),
+    ("--draft-tokens 4", "draft_tokens and draft_quantize go with draft"),
+    ("--draft prompt-lookup --draft-quantize int8", "no weights"),
+    (f"--draft {DRAFT} --draft-tokens 40", "draft_tokens='40': want 1 to 32, auto, hf or bass"),
+    (f"--draft {DRAFT} --num-samples 99999", "or no draft, help"),
+    ("--draft ''", "draft='': want a checkpoint"),
+    ("--time-budget 1e-6", "the first token took"),
+    ("--interactive --json", "--interactive does not go with"),
+    ("--logprobs", "--logprobs goes with --json"),
+    ("-p -", "--prompt -: stdin is empty"),
+    ("--prompt-file -", "--prompt-file -: no prompt"),
+    ("-p - --prompt-file -", "stdin can be read once"),
+    ("--whole", "--whole goes with --prompt-file"),
+    ("--system x", "--system goes with --chat"),
+    ("--template-option mood", "--template-option: got 'mood', want KEY=VALUE"),
+    ("--prompt=a --max_new_tokens 1", "did you mean --max-new-tokens?"),
+    ("--nonsense", "--nonsense: no such option; --help lists the options"),
+    ("hello", "hello: no such option, want -p before a prompt; --help"),
+]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(cli, case):
-    line, said = case.split(" -> ")
+@pytest.mark.parametrize("line, said", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(cli, line, said):
     err = one_line(cli(line))
     assert err.startswith("generate.py: ") and said in err
+
+
+def test_a_line_has_no_end_of_5000_characters_and_none_that_a_terminal_obeys(cli):
+    err = one_line(cli(f"--prompt-file '\x1b]0;\x07{'x' * 5000}'")).removesuffix("\n")
+    assert err.isprintable() and r"\x1b]0;\x07x" in err
+    assert len(err.removeprefix("generate.py: ")) == 1000 and "xxx ... xxx" in err
 
 
 @pytest.mark.parametrize(
@@ -289,7 +329,7 @@ def test_a_draft_changes_the_counts_and_not_the_greedy_text(result_of, draft):
 
 def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
     """Time passes by a second a step: rows of 3 tokens end, the others do not."""
-    monkeypatch.setattr(generate.time, "perf_counter", partial(next, count(0.0)))
+    monkeypatch.setattr("llm.time.perf_counter", partial(next, count(0.0)))
     line = (
         "--num-samples 6 --seed 5 --prompt 'One day' --time-budget 12 --stop . --max-new-tokens 99"
     )
@@ -366,7 +406,8 @@ def test_prompts_from_options_stdin_and_files(
 
 
 def test_a_prompt_that_is_not_utf_8_is_one_line(cli):
-    assert one_line(cli(stdin=b"\xff")).startswith("generate.py: stdin: 'utf-8' codec")
+    err = one_line(cli(stdin=b"\xff"))
+    assert err.startswith("generate.py: stdin: ") and "'utf-8' codec" in err
 
 
 def test_a_text_without_end_is_refused(cli):
@@ -486,7 +527,6 @@ def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(mon
     text = parser.format_help()
     assert [line for line in text.splitlines() if len(line) > 80] == [] and "Shapes:" not in text
     for option in parser._actions:
-        if option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, generate.TINY):
-            assert f"default: {str(option.default).removesuffix('.0')}" in option.help, (
-                option.option_strings
-            )
+        if option.nargs != 0 and option.default not in (None, "", [], SUPPRESS, str(TINY)):
+            default = str(option.default).removesuffix(".0")
+            assert f"default: {default}" in option.help, option.option_strings

@@ -2,7 +2,9 @@
 Generates for a long time in one process: memory stays flat, and the tokens are those of a fresh
 process.
 
-    for how in plain compiled draft chat; do python tests/soak.py --how $how --generations 2500; done
+    for how in plain compiled draft chat; do
+        python tests/programs/soak.py --how $how --generations 2500
+    done
 
 Prompts, their number and lengths, new tokens, seeds and temperatures are random. Memory is what the
 process holds after each fifth of the generations: a growth that ends is a cache's, one that goes on
@@ -22,15 +24,15 @@ from contextlib import redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch  # noqa: E402
 
 from cli.chat import Chat  # noqa: E402
-from llm import Completion  # noqa: E402
-from llm import LLM  # noqa: E402
 from helpers import DRAFT, TINY  # noqa: E402
+from llm import LLM, Completion  # noqa: E402
 
-WORDS = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat".split()
+TEXT = "Once upon a time there was little fox who lived in the wood and had friend Tom Sue dog cat"
+WORDS = TEXT.split()
 OPTIONS = dict(
     plain={}, compiled=dict(compile=True), draft=dict(draft=str(DRAFT), draft_tokens="3"), chat={}
 )
