@@ -12,7 +12,7 @@ name in NAMED; else a case of open_draft(), which reads its directory, and of ma
 import sys
 from collections.abc import Callable
 
-from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_settings
+from drafts.eagle import EagleDraft, Head, HeadCheckpoint
 from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import make_policy
 from generate import Engine
@@ -32,11 +32,8 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
     if name is None or name in NAMED:
         return None
     directory = vet.find_checkpoint(name)
-    with vet.read_json(directory / "config.json") as hf:
-        if is_head(hf):
-            vet.check_head_files(directory)
-            vet.vet(directory, head_settings)
-            return HeadCheckpoint(directory, target[0])
+    if is_head(vet.read_json(directory / "config.json")):
+        return HeadCheckpoint(directory, target[0])
     draft, tokenizer = vet.open_checkpoint(directory)
     vet.check_draft(name, tokenizer, target[1])
     smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
