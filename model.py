@@ -116,8 +116,8 @@ class Config:
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
     # Names in files: a layer's mixture, its router and, if each expert has tensors of its own,
-    # their gate, up and down, such as "mlp gate gate_proj up_proj down_proj".
-    expert_files: str = ""
+    # their gate, up and down, such as ("mlp", "gate", "gate_proj", "up_proj", "down_proj").
+    expert_files: tuple[str, ...] = ()
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3

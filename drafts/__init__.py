@@ -33,7 +33,7 @@ One with weights is a case of open_draft(), which reads its directory, and of ma
 import sys
 from collections.abc import Callable
 
-from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_settings
+from drafts.eagle import EagleDraft, Head, HeadCheckpoint
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
@@ -53,11 +53,8 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
     if name is None or name in NAMED:
         return None
     directory = vet.find_checkpoint(name)
-    with vet.read_json(directory / "config.json") as hf:
-        if is_head(hf):
-            vet.check_head_files(directory)
-            vet.vet(directory, head_settings)
-            return HeadCheckpoint(directory, target[0])
+    if is_head(vet.read_json(directory / "config.json")):
+        return HeadCheckpoint(directory, target[0])
     draft, tokenizer = vet.open_checkpoint(directory)
     vet.check_draft(name, tokenizer, target[1])
     smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)

@@ -8,8 +8,8 @@ From the pair in slot t it predicts token t + 2. For the tokens that it drafts i
 feature yet: the head's own hidden state takes the feature's place.
 
 A head is a Transformer whose first layer reads 2 D inputs. Its engine keeps the head's own last
-hidden states by position, as the target's keeps the features (Transformer.setup()); EagleDraft makes
-the first layer's inputs of both.
+hidden states by position, as the target's keeps the features (Transformer.setup()); EagleDraft
+makes the first layer's inputs of both.
 
 Contents: the head, its files in both published layouts, the Drafter.
 
@@ -24,8 +24,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from hub.checkpoint import Checkpoint, Place, Weight, hf_weights, open_shard, read_tensor
-from hub.families import check_supported, text_settings
+from hub.checkpoint import (
+    Checkpoint,
+    Place,
+    Weight,
+    hf_weights,
+    open_shard,
+    read_tensor,
+    reading,
+)
+from hub.families import check_supported, numbers_of, text_settings, value_of
 from model import Block, Config, RMSNorm, Transformer
 from speculative import DraftModel
 
@@ -151,9 +159,9 @@ def head_settings(hf: dict) -> dict:
 
     The authors' layout is flat. The speculators package's has the layers' keys in
     transformer_layer_config. NVIDIA's heads have some of the head's in eagle_config."""
-    nested = hf.get("transformer_layer_config")
+    nested = value_of(hf, "transformer_layer_config", dict, None)
     kind = "llama" if nested is None else "qwen3"
-    hf = dict(model_type=kind) | hf | (nested or {}) | (hf.get("eagle_config") or {})
+    hf = dict(model_type=kind) | hf | (nested or {}) | value_of(hf, "eagle_config", dict, {})
     check_supported(hf, SUPPORTED)
     hf = DEFAULTS[hf["model_type"]] | hf | dict(tie_word_embeddings=False)
     if hf.get("layer_types"):  # which say what Qwen3's use_sliding_window says
@@ -173,11 +181,10 @@ def find_places(ids: list[int] | None, n_layer: int) -> tuple[int, ...]:
         places = 2, n_layer // 2, n_layer - 3
     else:
         places = tuple(i + (ids[0] == 1) for i in ids)
-    if len(set(places).intersection(range(n_layer + 1))) < len(places):
+    if not places or len(set(places).intersection(range(n_layer + 1))) < len(places):
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids={ids} stands for the hidden states at {places}: "
-            f"want "
-            f"distinct ones, from 0 to {n_layer}, as the target has {n_layer} layers"
+            f"want distinct ones, from 0 to {n_layer}, as the target has {n_layer} layers"
         )
     return places
 
@@ -192,21 +199,23 @@ class HeadCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path, target: Checkpoint):
         super().__init__(directory)
-        hf, whole = self.hf, target.config
-        types = hf.get("layer_types") or ["full_attention"] * self.config.n_layer
-        layers = (
-            replace(layer, window=hf.get("sliding_window") if of == "sliding_attention" else None)
-            for layer, of in zip(self.config.layers, types)
-        )
-        self.config = replace(self.config, layers=tuple(layers))
-        self.options = HeadConfig(
-            find_places(hf.get("eagle_aux_hidden_state_layer_ids"), whole.n_layer),
-            whole.dim,
-            hf.get("draft_vocab_size") or whole.vocab_size,
-            **{name: bool(hf.get(name)) for name in NORMS},
-        )
-        self.places = self.options.places
         files = super().files()
+        hf, whole = self.hf, target.config
+        with reading(directory / "config.json"):
+            types = hf.get("layer_types") or ["full_attention"] * self.config.n_layer
+            window = value_of(hf, "sliding_window", int, None, most=10**9)
+            layers = (
+                replace(layer, window=window if of == "sliding_attention" else None)
+                for layer, of in zip(self.config.layers, types)
+            )
+            self.config = replace(self.config, layers=tuple(layers))
+            self.options = HeadConfig(
+                find_places(numbers_of(hf, "eagle_aux_hidden_state_layer_ids"), whole.n_layer),
+                whole.dim,
+                value_of(hf, "draft_vocab_size", int, whole.vocab_size, most=2**24),
+                **{name: bool(hf.get(name)) for name in NORMS},
+            )
+        self.places = self.options.places
         self.has_embedding = EMBEDDING in files
         self.check_sizes(files, whole)
         self.vocabulary = self.read_vocabulary(files, whole.vocab_size)
@@ -216,12 +225,13 @@ class HeadCheckpoint(Checkpoint):
         if "fc.weight" not in files:
             raise ValueError(f"{self.directory}: fc.weight is missing: want an EAGLE-3 head")
         path, name = files["fc.weight"]
-        found, want = open_shard(path).get_slice(name).get_shape(), [config.dim, options.width]
+        want = [config.dim, options.width]
+        with reading(path):
+            found = open_shard(path).get_slice(name).get_shape()
         if found != want:
             raise ValueError(
                 f"{self.directory}: fc.weight is {found}, want {want} for {len(options.places)} "
-                f"places and "
-                f"the checkpoint's {target.dim} dimensions: the head is of another model"
+                f"places and the checkpoint's {target.dim} dimensions: the head is of another model"
             )
         if config.vocab_size != target.vocab_size:
             raise ValueError(
@@ -231,14 +241,12 @@ class HeadCheckpoint(Checkpoint):
         if options.vocab_size > target.vocab_size:
             raise ValueError(
                 f"{self.directory}: draft_vocab_size is {options.vocab_size}, more than the "
-                f"checkpoint's "
-                f"{target.vocab_size} tokens: the head is of another model"
+                f"checkpoint's {target.vocab_size} tokens: the head is of another model"
             )
         if not self.has_embedding and config.dim != target.dim:
             raise ValueError(
                 f"{self.directory}: {EMBEDDING} is missing, and the checkpoint's embedding has "
-                f"{target.dim} "
-                f"dimensions, not the head's {config.dim}: want a file that has it"
+                f"{target.dim} dimensions, not the head's {config.dim}: want a file that has it"
             )
 
     def read_vocabulary(self, files: dict[str, Place], vocab_size: int) -> Tensor | None:
@@ -251,8 +259,7 @@ class HeadCheckpoint(Checkpoint):
         if low < 0 or high >= vocab_size or len(vocabulary.unique()) < n:
             raise ValueError(
                 f"{self.directory}: d2t makes {n} tokens from {low} to {high}: want distinct ones "
-                f"from 0 "
-                f"to {vocab_size - 1}, the checkpoint's"
+                f"from 0 to {vocab_size - 1}, the checkpoint's"
             )
         return vocabulary
 

@@ -6,19 +6,18 @@ knows what its config means, tokenizer.py its texts.
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
     tokenizer = Tokenizer(checkpoint)
 
-Files are read plainly here: nothing is unpickled and no code of a checkpoint runs, but whoever
-reads a directory of unknown origin calls vet.open_checkpoint(), which vets it first and gives a
-tokenizer that takes typed special tokens as text. What a user can get wrong is a ValueError of one
-line.
+Nothing is unpickled, no code of a checkpoint runs, and no path leads out of its directory. What is
+wrong with a file is a ValueError of one line that begins with the file's name: see reading().
 
 Shapes: as in model.py.
 """
 
 import json
 import math
-import re
+import os
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hub.families import config_from_hf, text_settings
+from hub.families import config_from_hf, text_settings, value_of
 from model import Config, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,16 +34,33 @@ FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 
 
-class ValueError(ValueError):
-    """A user's mistake: what was wrong, the limit and the remedy, in one line of at most 1,000
-    characters.
+MOST_JSON, MOST_TEXT = 2**24, 2**26  # bytes of a JSON file or a template, and of a text
+CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "save_file({n: t.contiguous() for n, t in "
+    "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+)
 
-    The message has keywords in backticks, "`top_k`=-1: want 0 or more". str() writes them as Python
-    does, top_k=-1, and cli.errors.message_of() as the command line does, --top-k -1."""
 
-    def __init__(self, message: str):
-        self.message = message
-        super().__init__(one_line(re.sub(r"`(\w+)`", r"\1", message)))
+# Files
+
+
+@contextmanager
+def reading(source: Path | str):
+    """Turns whatever the content of a file makes anyone raise into a ValueError of one line that
+    begins with the source."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:
+        # The tokenizers library's PanicException is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        # An OSError's own words name the file once more.
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(one_line(f"{source}: {kind}{reason}")) from error
 
 
 def one_line(text: str) -> str:
@@ -52,6 +68,51 @@ def one_line(text: str) -> str:
     obey, are escaped."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return line if len(line) <= 1000 else f"{line[:700]} ... {line[-295:]}"
+
+
+def is_inside(path: Path) -> bool:
+    """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among
+    the blobs beside."""
+    home, target = path.parent.resolve(), path.resolve()
+    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(
+        home.parent.parent / "blobs"
+    )
+    return in_blobs or target.is_relative_to(home)
+
+
+def is_file(path: Path, most: int | None = None, inside=True) -> bool:
+    """Whether it is there. ValueError for more bytes than `most`, of what is read whole.
+
+    inside: it is a checkpoint's JSON, template or tokenizer, which no link may take from elsewhere.
+    Weights, without `most`, may be links, as they may lie on another disk."""
+    if not path.exists():
+        return False
+    if most and inside and not is_inside(path):
+        raise ValueError(
+            f"{path}: a link to {path.resolve()}, out of its directory; copy the file itself there"
+        )
+    size = path.stat().st_size
+    if most and size > most:
+        raise ValueError(f"{path}: {size} bytes, want {most} at most")
+    return True
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    is_file(path, MOST_TEXT, inside=False)
+    with reading(path):
+        return path.read_text(encoding)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object; {} where the file is not there."""
+    if not is_file(path, MOST_JSON):
+        return {}
+    with reading(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"want a JSON object, found {type(content).__name__}")
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half of a character
+        return content
 
 
 class Checkpoint:
@@ -64,10 +125,13 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.hf = self.settings(json.loads((directory / "config.json").read_text("utf-8")))
-        self.generation = self.read_json("generation_config.json")
-        self.index = self.read_json(INDEX)
-        self.config = config_from_hf(self.hf)
+        path = directory / "config.json"
+        hf = read_json(path)
+        with reading(path):
+            self.hf = self.settings(hf)
+            self.config = config_from_hf(self.hf)
+        self.generation = read_json(directory / "generation_config.json")
+        self.index = read_json(directory / INDEX)
 
     settings = staticmethod(text_settings)  # what config.json says
 
@@ -84,26 +148,29 @@ class Checkpoint:
         count."""
         return self.config
 
-    def read_json(self, name: str) -> dict:
-        """{} where the file is not there."""
-        path = self.directory / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def paths(self) -> dict[str, Path]:
+        """The safetensors file of each tensor."""
+        open_shard.cache_clear()  # a file of this name may be another one by now
+        directory = self.directory
+        if not self.index:
+            whole = directory / WHOLE
+            if not whole.exists():
+                raise ValueError(f"{directory}: {without_weights(directory)}")
+            with reading(whole):
+                return dict.fromkeys(open_shard(whole).keys(), whole)
+        with reading(directory / INDEX):
+            files = value_of(self.index, "weight_map", dict)
+            for name, file in files.items():
+                if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
+                    raise ValueError(
+                        f"{name} is in {file!r:.60}: want a file inside of the directory"
+                    )
+        return {name: directory / file for name, file in files.items()}
 
     def files(self) -> dict[str, "Place"]:
         """Where each tensor of the language model is. Of a model that also sees, the rest is left
         out."""
-        open_shard.cache_clear()  # a file of this name may be another one by now
-        paths = {
-            name: self.directory / file
-            for name, file in (self.index.get("weight_map") or {}).items()
-        }
-        if not self.index:
-            whole = self.directory / WHOLE
-            if not whole.exists():
-                raise ValueError(
-                    f"{self.directory}: no {WHOLE}, nor its index; *.bin and *.gguf are not read"
-                )
-            paths = dict.fromkeys(open_shard(whole).keys(), whole)
+        paths = self.paths()
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
             print(
@@ -117,6 +184,18 @@ class Checkpoint:
             name.replace("language_model.", "", 1): Place(path, name)
             for name, path in paths.items()
         }
+
+
+def without_weights(directory: Path) -> str:
+    """What a directory without safetensors has in their place."""
+    if [*directory.glob("*.gguf")]:
+        return f"no {WHOLE}; a GGUF file is not read here"
+    if pickles := sorted(directory.glob("*.bin")):
+        return (
+            f"no {WHOLE}; {pickles[0].name} is a pickle, which is never read, as it could run "
+            f"code. If you trust it, convert it there: {CONVERT}"
+        )
+    return f"no {WHOLE}, nor its index; is the download complete?"
 
 
 class Place(NamedTuple):
@@ -141,8 +220,10 @@ class Weight(NamedTuple):
 
         ours               the file's         rows
         [X, N, K]          [X, K, N]          None
-        [X, 2F, K]         [X, K, 2F]         "pairs": the file has gate 0, up 0, gate 1, ..., we all gates first
+        [X, 2F, K]         [X, K, 2F]         "pairs"
         [X, 2F], a bias    [X, 2F]            "pairs"
+
+    "pairs": the file has gate 0, up 0, gate 1, ..., we have all gates first.
     """
 
     ours: str
@@ -185,62 +266,71 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     return table
 
 
-# A layer's tensors: Hugging Face's name, ours, what its rows and columns are (D and E: each rank
-# has all of them), and what fields of Config must be, if it depends on them. Those that fill one of
-# ours stand in the order of its rows.
-LAYER = """
-self_attn.q_proj.weight             attn.wqkv.weight       q,D        fused_files=False
-self_attn.k_proj.weight             attn.wqkv.weight       kv,D       fused_files=False
-self_attn.v_proj.weight             attn.wqkv.weight       kv,D       fused_files=False
-self_attn.qkv_proj.weight           attn.wqkv.weight       qkv,D      fused_files=True
-self_attn.q_proj.bias               attn.wqkv.bias         q          qkv_bias=True
-self_attn.k_proj.bias               attn.wqkv.bias         kv         qkv_bias=True
-self_attn.v_proj.bias               attn.wqkv.bias         kv         qkv_bias=True
-self_attn.o_proj.weight             attn.wo.weight         D,q
-self_attn.o_proj.bias               attn.wo.bias           D          o_bias=True
-self_attn.sinks                     attn.sinks             heads      sinks=True
-self_attn.q_norm.weight             attn.q_norm.weight     E          qk_norm=head
-self_attn.k_norm.weight             attn.k_norm.weight     E          qk_norm=head
-self_attn.q_norm.weight             attn.q_norm.weight     q          qk_norm=whole
-self_attn.k_norm.weight             attn.k_norm.weight     kv         qk_norm=whole
-input_layernorm.weight              attn_norm.weight       D          pre_norm=True
-post_attention_layernorm.weight     ffn_norm.weight        D          pre_norm=True post_norm=False
-pre_feedforward_layernorm.weight    ffn_norm.weight        D          pre_norm=True post_norm=True
-post_attention_layernorm.weight     attn_post_norm.weight  D          post_norm=True
-post_feedforward_layernorm.weight   ffn_post_norm.weight   D          post_norm=True
-mlp.gate_proj.weight                ffn.w_gate_up.weight   ffn,D      fused_files=False
-mlp.up_proj.weight                  ffn.w_gate_up.weight   ffn,D      fused_files=False
-mlp.gate_up_proj.weight             ffn.w_gate_up.weight   gate_up,D  fused_files=True
-mlp.down_proj.weight                ffn.w_down.weight      D,ffn
-"""
-
-
 @lru_cache
 def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
-    """hf_weights() of a layer, from LAYER."""
-    E, F = config.head_dim, config.ffn_dim
+    """hf_weights() of a layer."""
+    D, E, F = config.dim, config.head_dim, config.ffn_dim
     q, kv = config.n_head * E, config.n_kv_head * E
-    sizes = dict(D=config.dim, E=E, heads=config.n_head, q=q, kv=kv, qkv=q + 2 * kv)
-    sizes |= dict(ffn=F, gate_up=2 * F)
     table = {}
-    for line in LAYER.strip().splitlines():
-        name, ours, axes, *values = line.split()
-        fields = [value.split("=") for value in values]
-        there = all(str(getattr(config, field)) == value for field, value in fields)
-        if there and not (moe and ours.startswith("ffn.")):
-            axes = axes.split(",")
-            shape = tuple(sizes[axis] for axis in axes)
-            shared = [None if axis in ("D", "E") else axis for axis in axes]
-            row = sum(weight.shape[0] for weight in table.values() if weight.ours == ours)
-            is_matrix, is_norm = len(axes) == 2, "norm" in name
-            table[name] = Weight(ours, row, shape, *shared, quantized=is_matrix, norm=is_norm)
-    return table | hf_experts(config, moe) if moe else table
+
+    def add(
+        name: str,
+        ours: str,
+        shape: tuple[int, ...],
+        rows: str | None = None,
+        columns: str | None = None,
+    ):
+        """Those that fill one of ours are added in the order of its rows."""
+        row = sum(weight.shape[0] for weight in table.values() if weight.ours == ours)
+        is_matrix = len(shape) == 2
+        table[name] = Weight(ours, row, shape, rows, columns, is_matrix, norm="norm" in name)
+
+    if config.fused_files:
+        add("self_attn.qkv_proj.weight", "attn.wqkv.weight", (q + 2 * kv, D), "qkv")
+    else:
+        add("self_attn.q_proj.weight", "attn.wqkv.weight", (q, D), "q")
+        add("self_attn.k_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
+        add("self_attn.v_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
+    if config.qkv_bias:
+        add("self_attn.q_proj.bias", "attn.wqkv.bias", (q,), "q")
+        add("self_attn.k_proj.bias", "attn.wqkv.bias", (kv,), "kv")
+        add("self_attn.v_proj.bias", "attn.wqkv.bias", (kv,), "kv")
+    add("self_attn.o_proj.weight", "attn.wo.weight", (D, q), columns="q")
+    if config.o_bias:
+        add("self_attn.o_proj.bias", "attn.wo.bias", (D,))
+    if config.sinks:
+        add("self_attn.sinks", "attn.sinks", (config.n_head,), "heads")
+    if config.qk_norm == "head":
+        add("self_attn.q_norm.weight", "attn.q_norm.weight", (E,))
+        add("self_attn.k_norm.weight", "attn.k_norm.weight", (E,))
+    if config.qk_norm == "whole":
+        add("self_attn.q_norm.weight", "attn.q_norm.weight", (q,), "q")
+        add("self_attn.k_norm.weight", "attn.k_norm.weight", (kv,), "kv")
+
+    # Theirs is named by its place: before the feed-forward part, or behind attention.
+    before_ffn = "pre_feedforward" if config.post_norm else "post_attention"
+    if config.pre_norm:
+        add("input_layernorm.weight", "attn_norm.weight", (D,))
+        add(f"{before_ffn}_layernorm.weight", "ffn_norm.weight", (D,))
+    if config.post_norm:
+        add("post_attention_layernorm.weight", "attn_post_norm.weight", (D,))
+        add("post_feedforward_layernorm.weight", "ffn_post_norm.weight", (D,))
+
+    if moe:
+        return table | hf_experts(config, moe)
+    if config.fused_files:
+        add("mlp.gate_up_proj.weight", "ffn.w_gate_up.weight", (2 * F, D), "gate_up")
+    else:
+        add("mlp.gate_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
+        add("mlp.up_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
+    add("mlp.down_proj.weight", "ffn.w_down.weight", (D, F), columns="ffn")
+    return table
 
 
 def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     """hf_layer() of a mixture of experts."""
     D, F, X = config.dim, moe.ffn_dim, moe.n_expert
-    part, router, *names = config.expert_files.split()
+    part, router, *names = config.expert_files
     gate_up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
     down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
     table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
@@ -293,11 +383,12 @@ def read_tensor(
     if name not in files:
         raise ValueError(
             f"the tensor {name} is missing from the safetensors files: config.json is of another "
-            f"model, or "
-            "the weights are quantized (formats.load reads these)"
+            "model, or the weights are quantized (formats.load reads these)"
         )
     path, stored = files.pop(name)
-    found = open_shard(path).get_slice(stored)
+    with reading(path):
+        shard = open_shard(path)
+        found = shard.get_slice(stored)
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in dtypes.split() or shape not in shapes:
         raise ValueError(
@@ -305,7 +396,7 @@ def read_tensor(
         )
     if part and isinstance(part[0], slice):
         return found[part[: len(shape)]]
-    tensor = open_shard(path).get_tensor(stored)
+    tensor = shard.get_tensor(stored)
     return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
 
 

@@ -3,7 +3,8 @@ What config.json says of a model, for each family: model.Config. A new family is
 FAMILIES, of DEFAULTS where keys may be missing, and, where its layers differ, a case of
 layers_from_hf(); its names are checkpoint.LAYER's.
 
-hf: the content of config.json, or text_settings() of it.
+hf: the content of config.json, or text_settings() of it. Whatever is read of it is checked where it
+is read, by value_of(): a ValueError names the key, the value and what is wanted.
 """
 
 import math
@@ -29,10 +30,12 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     "gemma3_text": dict(
         qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"
     ),
-    "mixtral": dict(expert_files="block_sparse_moe gate w1 w3 w2"),
-    "qwen3_moe": dict(qk_norm="head", expert_files="mlp gate gate_proj up_proj down_proj"),
+    "mixtral": dict(expert_files=("block_sparse_moe", "gate", "w1", "w3", "w2")),
+    "qwen3_moe": dict(
+        qk_norm="head", expert_files=("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    ),
     "gpt_oss": dict(
-        qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files="mlp router"
+        qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files=("mlp", "router")
     ),
 }
 DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
@@ -85,8 +88,6 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key 
     "shared_expert_intermediate_size": (0, None),
     "routed_scaling_factor": (1,),
 }
-
-
 LACKING = {  # model_type -> what it has that is not here
     "gemma2": "caps of attention scores and logits",
     "gemma3n": "layers that are left out for some tokens",
@@ -97,6 +98,53 @@ LACKING = {  # model_type -> what it has that is not here
         ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"), "kind of experts"
     ),
 }
+
+
+KINDS = {int: "int", float: "float", bool: "true or false", str: "a text"}
+KINDS |= {list: "a list", dict: "an object"}
+MOST = {int: 2**20, float: 1e9}
+MOST_LAYERS, MOST_EXPERTS = 10**4, 10**5  # experts: of all layers
+NEEDED = object()
+
+
+def value_of(hf: dict, key: str, kind: type, default=NEEDED, most: float | None = None):
+    """The value of a key, or the default where it is missing or null. ValueError without both, and
+    for a value of another kind.
+
+    A number is above 0, and at most `most`: what is larger makes no sense, and a model of that size
+    would be made before its weights are missed."""
+    if not isinstance(hf, dict):
+        raise ValueError(f"{hf!r:.60}: want an object with a {key}")
+    value = hf.get(key)
+    if value is None and default is not NEEDED:
+        return default
+    if kind in MOST:
+        most = most or MOST[kind]
+        limit = most if kind is int else f"{most:g}"
+        # True is an int to isinstance(), 1 is one in the place of 1.0, and NaN is not above 0.
+        fits = type(value) in (int, kind) and 0 < value <= most
+        if not fits:
+            raise ValueError(f"{key}={value!r:.60}: want {KINDS[kind]} above 0, up to {limit}")
+    elif type(value) is not kind:
+        raise ValueError(f"{key}={value!r:.60}: want {KINDS[kind]}")
+    return value
+
+
+def values_of(hf: dict, key: str, wanted: tuple, n: int, default: list) -> list:
+    """The first n values of a list, each one of those wanted."""
+    values = value_of(hf, key, list, default)
+    if len(values) < n or any(value not in wanted for value in values):
+        names = " or ".join(map(repr, wanted))
+        raise ValueError(f"{key}={values!r:.60}: want {names} for each of {n} layers")
+    return values[:n]
+
+
+def numbers_of(hf: dict, key: str) -> list[int] | None:
+    """A list of numbers of layers, of which 0 is one."""
+    numbers = value_of(hf, key, list, None)
+    if numbers is not None and any(type(number) is not int for number in numbers):
+        raise ValueError(f"{key}={numbers!r:.60}: want numbers of layers")
+    return numbers
 
 
 def check_supported(settings: dict, supported: dict) -> None:
@@ -121,8 +169,8 @@ def is_head(hf: dict) -> bool:
 def text_settings(hf: dict) -> dict:
     """Those of the language model, where config.json is of a model that also sees, and what missing
     keys stand for."""
-    settings = hf | (hf.get("text_config") or {})
-    kind = settings.get("model_type")
+    settings = hf | value_of(hf, "text_config", dict, {})
+    kind = value_of(settings, "model_type", str, None)
     kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     # gpt-oss has the biases that are in no other family.
@@ -131,58 +179,79 @@ def text_settings(hf: dict) -> dict:
 
 
 def config_from_hf(hf: dict) -> Config:
-    """hf: the content of config.json. ValueError for a value that is not supported."""
+    """hf: the content of config.json."""
     hf = text_settings(hf)
-    n_head, kind, scales = hf["num_attention_heads"], hf["model_type"], {}
+    kind, dim = hf["model_type"], value_of(hf, "hidden_size", int)
+    n_head = value_of(hf, "num_attention_heads", int, most=2**16)
+    n_kv_head = value_of(hf, "num_key_value_heads", int, n_head)
+    if n_head % n_kv_head:
+        raise ValueError(
+            f"num_attention_heads={n_head} is no multiple of num_key_value_heads={n_kv_head}"
+        )
+    scales = {}
     if kind == "granite":
         scales = dict(
-            attention_scale=hf.get("attention_multiplier", 1.0),
-            embedding_scale=hf.get("embedding_multiplier", 1.0),
-            residual_scale=hf.get("residual_multiplier", 1.0),
-            logits_scale=1 / hf.get("logits_scaling", 1.0),
+            attention_scale=value_of(hf, "attention_multiplier", float, 1.0),
+            embedding_scale=value_of(hf, "embedding_multiplier", float, 1.0),
+            residual_scale=value_of(hf, "residual_multiplier", float, 1.0),
+            logits_scale=1 / value_of(hf, "logits_scaling", float, 1.0),
         )
     elif kind == "gemma3_text":
         scales = dict(
-            attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-            embedding_scale=hf["hidden_size"] ** 0.5,
+            attention_scale=value_of(hf, "query_pre_attn_scalar", float) ** -0.5,
+            embedding_scale=dim**0.5,
         )
     return Config(
-        dim=hf["hidden_size"],
+        dim=dim,
         layers=layers_from_hf(hf),
         n_head=n_head,
-        n_kv_head=hf.get("num_key_value_heads") or n_head,
+        n_kv_head=n_kv_head,
         head_dim=head_dim(hf),
-        ffn_dim=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        context=hf["max_position_embeddings"],
-        norm_eps=hf["rms_norm_eps"],
-        tied=hf.get("tie_word_embeddings") or False,
+        ffn_dim=value_of(hf, "intermediate_size", int),
+        vocab_size=value_of(hf, "vocab_size", int, most=2**24),
+        context=value_of(hf, "max_position_embeddings", int, most=10**9),
+        norm_eps=value_of(hf, "rms_norm_eps", float, most=1),
+        tied=value_of(hf, "tie_word_embeddings", bool, False),
         **scales,
         **FAMILIES[kind],
     )
 
 
 def head_dim(hf: dict) -> int:
-    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    size = value_of(hf, "head_dim", int, None, most=2**16)
+    if size is None:
+        dim, n_head = hf["hidden_size"], hf["num_attention_heads"]
+        if dim % n_head:
+            raise ValueError(
+                f"hidden_size={dim} is no multiple of num_attention_heads={n_head}; head_dim is "
+                "missing"
+            )
+        size = dim // n_head
+    if size % 2:
+        raise ValueError(f"head_dim={size}: want an even number, as rope turns pairs")
+    return size
 
 
 def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
-    kind, n, window = hf["model_type"], hf["num_hidden_layers"], hf.get("sliding_window") or None
+    kind, n = hf["model_type"], value_of(hf, "num_hidden_layers", int, most=MOST_LAYERS)
+    window = value_of(hf, "sliding_window", int, None, most=10**9)
     numbers = range(1, n + 1)
     windowed = kind in ("mistral", "ministral3", "phi3", "mixtral")
     full = LayerConfig(window if windowed else None, rope_from_hf(hf), moe_from_hf(hf))
     if kind == "smollm3":
-        turned = hf.get("no_rope_layers") or [i % hf["no_rope_layer_interval"] for i in numbers]
-        return tuple(full if turn else LayerConfig() for turn in turned[:n])
+        nth = value_of(hf, "no_rope_layer_interval", int)
+        turned = values_of(hf, "no_rope_layers", (0, 1), n, [int(i % nth > 0) for i in numbers])
+        return tuple(full if turn else LayerConfig() for turn in turned)
     if kind in ("olmo3", "gemma3_text", "gpt_oss"):
         sliding = replace(full, window=window, rope=rope_from_hf(hf, sliding=kind != "gpt_oss"))
         layers = dict(full_attention=full, sliding_attention=sliding)
-        every = dict(olmo3=4, gemma3_text=hf.get("sliding_window_pattern", 6), gpt_oss=2)[kind]
-        nth = ["sliding_attention" if i % every else "full_attention" for i in numbers]
-        return tuple(layers[of] for of in (hf.get("layer_types") or nth)[:n])
+        nth = dict(olmo3=4, gpt_oss=2, gemma3_text=value_of(hf, "sliding_window_pattern", int, 6))
+        every = ["sliding_attention" if i % nth[kind] else "full_attention" for i in numbers]
+        return tuple(layers[of] for of in values_of(hf, "layer_types", tuple(layers), n, every))
     if kind == "qwen3_moe":
-        dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+        dense = numbers_of(hf, "mlp_only_layers") or []
+        step = value_of(hf, "decoder_sparse_step", int, 1)
         without = replace(full, moe=None)
         return tuple(without if i - 1 in dense or i % step else full for i in numbers)
     return (full,) * n
@@ -193,13 +262,21 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
     kind = hf["model_type"]
     if "expert_files" not in FAMILIES[kind]:
         return None
+    key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+    n_expert = value_of(hf, key, int, most=MOST_EXPERTS // hf["num_hidden_layers"])
     return MoEConfig(
-        n_expert=hf.get("num_experts") or hf["num_local_experts"],
-        n_chosen=hf["num_experts_per_tok"],
-        ffn_dim=hf["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-        normalize=hf.get("norm_topk_prob", kind != "qwen3_moe"),
+        n_expert=n_expert,
+        n_chosen=value_of(hf, "num_experts_per_tok", int, most=n_expert),
+        ffn_dim=value_of(
+            hf, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size", int
+        ),
+        normalize=value_of(hf, "norm_topk_prob", bool, kind != "qwen3_moe"),
         bias=kind == "gpt_oss",
-        clamp=(hf["swiglu_limit"], hf["swiglu_alpha"]) if kind == "gpt_oss" else None,
+        clamp=(
+            (value_of(hf, "swiglu_limit", float), value_of(hf, "swiglu_alpha", float))
+            if kind == "gpt_oss"
+            else None
+        ),
     )
 
 
@@ -213,12 +290,13 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of
     layer. Older files have rope_theta and rope_scaling, which in these two families is not for
     layers with a window."""
-    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    found = value_of(hf, "rope_parameters", dict, {}) or value_of(hf, "rope_scaling", dict, {})
     theta = hf.get("rope_theta", 10000.0)
     if sliding:
         theta = hf.get("rope_local_base_freq", theta)
     if "full_attention" in found or "sliding_attention" in found:
-        found = found.get("sliding_attention" if sliding else "full_attention") or {}
+        of_layers = "sliding_attention" if sliding else "full_attention"
+        found = value_of(found, of_layers, dict, {})
     elif sliding:
         found = {}
     rope = dict(
@@ -236,17 +314,18 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
 
 
 def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
+    context = value_of(hf, "max_position_embeddings", int, most=10**9)
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
-    original = rope["original_max_position_embeddings"]
-    turned = int(head_dim(hf) * rope["partial_rotary_factor"])
-    plain = rope["rope_theta"] ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
-    rope["stretch"] = rope.get("factor") or hf["max_position_embeddings"] / original
+    original = value_of(rope, "original_max_position_embeddings", int, most=10**9)
+    turned = int(head_dim(hf) * value_of(rope, "partial_rotary_factor", float, most=1))
+    theta = value_of(rope, "rope_theta", float, most=1e12)
+    plain = theta ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
+    rope["stretch"] = value_of(rope, "factor", float, context / original)
     scale, *tables = STRETCH[rope["rope_type"]](plain, rope)
     frequencies, *long = [tuple(table.tolist()) for table in tables]
-    return Rope(
-        frequencies, scale, original, *long, q_growth=rope.get("llama_4_scaling_beta") or 0.0
-    )
+    growth = value_of(rope, "llama_4_scaling_beta", float, 0.0)
+    return Rope(frequencies, scale, original, *long, q_growth=growth)
 
 
 # Ways to stretch the frequencies [R / 2] for longer texts -> the scale of cos and sin, then the
@@ -255,11 +334,13 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
 
 def llama3_rope(plain: Tensor, rope: dict) -> tuple:
     """Llama 3.1 stretches the long wavelengths, keeps the short ones and blends in between."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low, high = value_of(rope, "low_freq_factor", float), value_of(rope, "high_freq_factor", float)
+    if low >= high:
+        raise ValueError(f"low_freq_factor={low}: want less than high_freq_factor={high}")
     # Full turns within the original context.
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return 1.0, keep * plain + (1 - keep) * plain / rope["factor"]
+    return 1.0, keep * plain + (1 - keep) * plain / value_of(rope, "factor", float)
 
 
 def yarn_rope(plain: Tensor, rope: dict) -> tuple:
@@ -273,8 +354,9 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
         """The index of the frequency that makes so many turns."""
         return pairs * math.log(original / (2 * math.pi * turns)) / math.log(rope["rope_theta"])
 
-    low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
+    low = place(value_of(rope, "beta_fast", float, 32))
+    high = place(value_of(rope, "beta_slow", float, 1))
+    if value_of(rope, "truncate", bool, True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
@@ -282,9 +364,9 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
     def temperature(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
-    scale = rope.get("attention_factor")
+    scale = value_of(rope, "attention_factor", float, None)
     if scale is None:
-        m, m_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        m, m_all = (value_of(rope, key, float, None) for key in ("mscale", "mscale_all_dim"))
         scale = temperature(m) / temperature(m_all) if m and m_all else temperature(1)
     return scale, ramp * plain / factor + (1 - ramp) * plain
 
@@ -292,16 +374,25 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
 def longrope(plain: Tensor, rope: dict) -> tuple:
     """LongRoPE (arXiv 2402.13753): a factor for each frequency, others for texts beyond the
     original context."""
-    factor, original = rope["stretch"], rope["original_max_position_embeddings"]
-    scale = rope.get("attention_factor")
+    factor, original, pairs = rope["stretch"], rope["original_max_position_embeddings"], len(plain)
+
+    def factors(key: str) -> Tensor:
+        found = value_of(rope, key, list, [])
+        if len(found) != pairs or not all(type(of) in (int, float) and of > 0 for of in found):
+            raise ValueError(
+                f"{key}={found!r:.60}: want {pairs} numbers above 0, one for each pair of a head"
+            )
+        return torch.tensor(found)
+
+    scale = value_of(rope, "attention_factor", float, None)
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return scale, *(plain / torch.tensor(rope[key]) for key in ("short_factor", "long_factor"))
+    return scale, *(plain / factors(key) for key in ("short_factor", "long_factor"))
 
 
 STRETCH = dict(
     default=lambda plain, rope: (1.0, plain),
-    linear=lambda plain, rope: (1.0, plain / rope["factor"]),
+    linear=lambda plain, rope: (1.0, plain / value_of(rope, "factor", float)),
     llama3=llama3_rope,
     yarn=yarn_rope,
     longrope=longrope,

@@ -1,5 +1,5 @@
 """The fuzzer finds nothing in 200 trials, and its judge finds what is accepted on purpose: see
-fuzz.py."""
+programs/fuzz.py."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from helpers import beside, python
 
 @beside
 def fuzzed(directory):
-    return partial(python, "tests/fuzz.py", "--trials", 200)
+    return partial(python, "tests/programs/fuzz.py", "--trials", 200)
 
 
 def test_200_broken_checkpoints_are_refused_in_one_line_or_load(fuzzed):

@@ -224,7 +224,7 @@ def test_a_pickled_head_is_refused_with_the_way_to_convert_it(call, copied):
     command = re.search('python -c "(.*)"$', said.strip())[1]
     assert python("-c", command, cwd=copied).returncode == 0
     assert load_file(copied / "model.safetensors").keys() == held.keys()
-    assert "give its directory as --draft" in one_line(
+    assert "give its directory as draft" in one_line(
         call("generate.py", generate.main, "--checkpoint", copied)
     )
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from cli.errors import message_of
 from hub.families import config_from_hf
-from hub.vet import find_checkpoint, read_text, vet
+from hub.vet import find_checkpoint, open_checkpoint, read_text
 from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
@@ -91,7 +91,7 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, wo
     "file, content, words",
     [
         *product([SHARD], [None, 4, 100, -1], [""]),
-        (SHARD, (2**24 + 1).to_bytes(8, "little"), "header 16777216"),
+        (SHARD, (2**40).to_bytes(8, "little"), "Error"),
         (INDEX, dict(weight_map=[]), ""),
         (INDEX, dict(weight_map={"x": SHARD}), f"{SHARD}: x is not in it"),
         *(
@@ -134,7 +134,7 @@ def test_the_host_holds_the_model_and_one_shard_at_most(tmp_path):
     )
     program = (
         "import torch, safetensors.torch, tqdm; from pathlib import Path\n"
-        "from checkpoint import Checkpoint, load_model\n"
+        "from hub.checkpoint import Checkpoint, load_model\n"
         "def status(key): return int(Path('/proc/self/status').read_text().split(key + "
         "':')[1].split()[0])\n"
         f"checkpoint = Checkpoint(Path('{tmp_path}'))\n"
@@ -175,11 +175,11 @@ REFUSED = """
 "num_key_value_heads": 3 -> num_key_value_heads 3 num_attention_heads 4
 "num_attention_heads": 5, "num_key_value_heads": 5 -> hidden_size 32 num_attention_heads 5
 "rope_theta": 1000000000000000000000000000000 -> rope_theta 100000
-"rms_norm_eps": 1e12 -> rms_norm_eps 1e+00
+"rms_norm_eps": 1e12 -> rms_norm_eps 1
 "head_dim": 7 -> head_dim 7 even
-"hidden_size": 1048577 -> hidden_size 1e+06
-"vocab_size": 16777217 -> vocab_size 2e+07
-"intermediate_size": 1000000000, "hidden_size": 1048576 -> e+15 weights
+"hidden_size": 1048577 -> hidden_size 1048576
+"vocab_size": 16777217 -> vocab_size 16777216
+"intermediate_size": 1000000000 -> intermediate_size 1048576
 "rope_scaling": [1] -> rope_scaling [1] object
 "rope_parameters": "x" -> rope_parameters 'x' object
 "rope_parameters": {"full_attention": 5} -> full_attention 5 object
@@ -195,7 +195,7 @@ REFUSED = """
 def test_what_is_not_supported_is_refused_by_key_and_value(tmp_path, case):
     changes, words = case.split(" -> ")
     put(tmp_path / "config.json", LLAMA | json.loads(f"{{{changes}}}"))
-    assert absent(f"config.json {words}", refusal(vet, tmp_path)) == []
+    assert absent(f"config.json {words}", refusal(open_checkpoint, tmp_path, tokenizer=False)) == []
 
 
 def test_only_mistral_has_a_sliding_window():
@@ -215,16 +215,10 @@ def test_each_file_is_opened_once_to_load(tmp_path, monkeypatch):
     assert opened.call_count == 2
 
 
-def test_a_message_has_keywords_as_python_and_as_the_command_line_writes_them():
-    error = ValueError("max_seq_length=900: the context is 512;\nsee draft")
-    assert str(error) == "max_seq_length=900: the context is 512; see draft"
-    assert message_of(error) == "--max-seq-length 900: the context is 512; see --draft"
-
-
 def test_a_message_shows_control_characters_escaped_and_is_cut(tmp_path):
     name = "\x1b]0;title\x07\x9b31m\u202e" + "x" * 10**6 + " end"
     save(tmp_path, make(tmp_path) | {name: torch.ones(1)})
-    said = refusal(load, tmp_path)
+    said = message_of(pytest.raises(ValueError, load, tmp_path).value)
     assert r"\x1b]0;title\x07\x9b31m\u202e" in said and said.isprintable() and len(said) <= 1000
     assert said.startswith(str(tmp_path)) and said.endswith(
         "config.json is of another model"
@@ -247,21 +241,14 @@ def open_all(directory: Path) -> None:
     read_text(directory / "prompts.txt")
 
 
-@pytest.mark.parametrize("file", [*LINKED, "tokenizer.json", WHOLE, "prompts.txt"])
-def test_a_pipe_and_a_file_of_absurd_size_are_refused_by_name(tmp_path, file):
-    """Whoever opened the pipe would wait for good. fuzz.py has directories, devices and sockets,
-    too."""
-    place = tmp_path / file
+@pytest.mark.parametrize("file", [*LINKED, "tokenizer.json", "prompts.txt"])
+def test_a_file_of_absurd_size_is_refused_by_name(tmp_path, file):
     with_model(tmp_path)
     save(tmp_path, make(tmp_path, vocab_size=2048))
-    place.unlink(missing_ok=True)
-    os.mkfifo(place)
-    assert f"{place}: want a regular file" in refusal(open_all, tmp_path)
-    place.unlink()
-    place.touch()
-    os.truncate(place, 2**34)  # a hole: no disk is filled
-    size = "" if file == WHOLE else f"{2**34} bytes"
-    assert f"{place}: {size}" in refusal(open_all, tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / file).touch()
+    os.truncate(tmp_path / file, 2**34)  # a hole: no disk is filled
+    assert f"{tmp_path / file}: {2**34} bytes" in refusal(open_all, tmp_path)
 
 
 def link_to(place: Path, directory: Path, file: str) -> None:
@@ -280,18 +267,11 @@ def with_all(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("file", LINKED)
-def test_a_link_that_leads_out_of_the_directory_or_nowhere_is_refused(tmp_path, file):
+def test_a_link_that_leads_out_of_the_directory_is_refused(tmp_path, file):
     with_all(tmp_path / "in")
     link_to(tmp_path / "elsewhere", tmp_path / "in", file)
-    for there in (True, False):
-        said = refusal(open_all, tmp_path / "in")
-        assert said.startswith(
-            f"{tmp_path / 'in' / file}: a link to {tmp_path / 'elsewhere' / file}, "
-        )
-        assert there or "not there" in said
-        shutil.rmtree(
-            tmp_path / "elsewhere", ignore_errors=True
-        )  # no silence about a file that was there once
+    said = refusal(open_all, tmp_path / "in")
+    assert f"{tmp_path / 'in' / file}: a link to {tmp_path / 'elsewhere' / file}, " in said
 
 
 @pytest.mark.parametrize(
@@ -319,7 +299,7 @@ def test_blobs_that_are_a_link_themselves_and_those_of_another_cache_are_not_fol
     with_all(snapshot)
     link_to(tmp_path / "elsewhere", snapshot, "config.json")
     (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "elsewhere")
-    assert "out of its" in refusal(vet, snapshot)
+    assert "out of its" in refusal(open_checkpoint, snapshot)
 
 
 WANTED = [
@@ -347,7 +327,7 @@ NOT_DOWNLOADED = {
     "a/b1": (("/api/", 401, "RepoNotFound"), "401 licence hf auth login"),
     "a/b2": (("/resolve/", 403, "GatedRepo"), "403 licence hf auth login"),
     "a/b3": (("/api/", 404, ""), "404"),
-    "a/b4": (None, "network another machine"),
+    "a/b4": (None, "network"),
 }
 
 
@@ -470,7 +450,7 @@ def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_pat
 
 
 NEAR = """
-checkpoints/tin -> in {}/checkpoints (near it: checkpoints/tiny); as a Hub id: the Hub is out of reach
+checkpoints/tin -> in {}/checkpoints (near it: checkpoints/tiny); as a Hub id: LocalEntryNotFoundError: offline; check
 {}/checkpoints/tin -> in {}/checkpoints (near it: {}/checkpoints/tiny); as a Hub id
 tiny -> in {} (near it: checkpoints/tiny, checkpoints/tiny-draft), and not a Hub id of the form owner/name
 Tiny-Draft -> in {} (near it: checkpoints/tiny-draft
@@ -497,10 +477,27 @@ def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_
     assert refusal(find_checkpoint, name).startswith(f"{name}: no such directory {said}")
 
 
+OTHERS = {  # what is in a directory, and words of the line about it
+    "adapter_config.json": "no such file LoRA merge",
+    "m.gguf": "no such file GGUF",
+    "config.json m.gguf": "no model.safetensors GGUF",
+    "config.json pytorch_model.bin": "no model.safetensors pickle convert",
+    "config.json": "no model.safetensors complete?",
+    "config.json model.safetensors.index.json": f"{SHARD} No such file",
+}
+
+
+@pytest.mark.parametrize("files", OTHERS)
+def test_what_a_directory_holds_in_the_place_of_a_checkpoint_is_said(tmp_path, files):
+    for file in files.split():
+        put(tmp_path / file, dict(weight_map={Q: SHARD}) if file == INDEX else LLAMA)
+    assert absent(OTHERS[files], refusal(load, tmp_path)) == []
+
+
 def test_a_directory_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = find_checkpoint(".")
-    assert refusal(vet, directory).startswith(
+    assert refusal(open_checkpoint, directory).startswith(
         f"{tmp_path / 'config.json'}: no such file; want a dir"
     )
     put(directory / "config.json", LLAMA)

@@ -1,23 +1,16 @@
 """
-tokenizer.Tokenizer, as vet.VettedTokenizer makes it safe: text to tokens and back, special tokens
-that users type, broken files, and chat templates. All tokenizers but the bundled tokenizer.model
-are made here.
+Text to tokens and back, special tokens that users type, broken files, and chat templates. All
+tokenizers but the bundled tokenizer.model are made here.
 """
 
-import inspect
 import json
-import os
-import re
-import signal
-import time
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import tokenizers as hf
 
-from hub.checkpoint import Checkpoint
-from hub.vet import template_process
 from helpers import (
     BOS,
     CHATS,
@@ -110,8 +103,6 @@ def test_special_tokens_count_where_the_template_writes_them_and_nowhere_else(
     assert [i for i in ids if i in special.values()] == [bos, end, bos, end, bos]
     text = f"user\nHello\n{typed}\n{typed}{json.dumps(calls, ensure_ascii=False)}\nassistant"
     assert tokenizer.decode(ids) == text
-    plain = Tokenizer(Checkpoint(tmp_path)).encode_chat(messages)
-    assert plain.count(end) == 2 + 4 * typed.count("<|im_end|>")
 
 
 def saved(directory: Path, made: hf.Tokenizer, *special: str, **settings) -> Tokenizer:
@@ -121,37 +112,6 @@ def saved(directory: Path, made: hf.Tokenizer, *special: str, **settings) -> Tok
     put(directory / "config.json", LLAMA | dict(vocab_size=260))
     put(directory / "tokenizer_config.json", settings)
     return open_tokenizer(directory)
-
-
-@pytest.mark.parametrize(
-    "text, tokens",
-    {
-        "ab": "ab",
-        "ab</s>": "ab < / s >",
-        "</S>": "< / s >",
-        "\uff1c/s\uff1eab": "< / s > a b",
-        "ab\u3042ab": "ab <unk> ab",
-        "ab\u3042ab</s>": "ab <unk> ab < / s >",
-    }.items(),
-)
-def test_a_special_token_that_plain_text_leads_to_is_none_in_a_message(tmp_path, text, tokens):
-    """By merges, or as case and width are folded. A character that is unknown leaves the rest of a
-    text as it was."""
-    pieces = "<unk> </s> < / s > a b </ ab s>".split()
-    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("a", "b")]
-    made = hf.Tokenizer(
-        hf.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>")
-    )
-    made.normalizer = hf.normalizers.Sequence([hf.normalizers.NFKC(), hf.normalizers.Lowercase()])
-    tokenizer = saved(
-        tmp_path,
-        made,
-        "<unk>",
-        hf.AddedToken("</s>", special=True, normalized=True),
-        chat_template="{{ messages[0].content }}</s>",
-    )
-    assert [*map(tokenizer.token, tokenizer.encode_chat(said(text)))] == [*tokens.split(), "</s>"]
-    assert tokenizer.encode_text("</S>") == [1]  # --prompt stays as it is
 
 
 def test_tokens_that_sentencepiece_finds_by_itself_stay_the_templates(tmp_path):
@@ -209,12 +169,6 @@ def test_an_end_that_is_a_usual_piece_changes_no_prompt(tmp_path, make_tokenizer
         assert ending.encode_text(text) == before
         ids = ending.encode_chat(said(text))
         assert ids == messages or ending.decode(ids) == text
-
-
-def test_a_character_that_marks_special_tokens_is_refused_in_messages_alone(templated):
-    tokenizer = templated(CHATML)
-    assert "U+10FFFD" in refusal(tokenizer.encode_chat, said("a \U0010fffd"))
-    assert tokenizer.decode(tokenizer.encode_text("a \U0010fffd")) == "a \U0010fffd"
 
 
 @both
@@ -280,8 +234,7 @@ def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
     assert absent(f"{BOS} vocab_size 200", refusal(tokenizer.encode_text, "hi")) == []
 
 
-DAMAGED = (
-    """
+DAMAGED = """
 tokenizer.model
 tokenizer.model garbage
 tokenizer.json {}
@@ -297,16 +250,12 @@ tokenizer_config.json {"added_tokens_decoder": []} -> added_tokens_decoder
 tokenizer_config.json {"added_tokens_decoder": {"7": {"content": ""}}} -> added_tokens_decoder
 tokenizer_config.json {"added_tokens_decoder": {"7": {"content": 3}}} -> content
 tokenizer_config.json {"added_tokens_decoder": {"x": {"content": "a"}}} -> 'x'
-tokenizer_config.json {"added_tokens_decoder": {"7": {"content": "%s"}}} -> 1000
-""".strip()
-    % ("a" * 1001)
-)  # a file, what is in it in place of its own, if anything, and words that the refusal has
+""".strip()  # a file, what is in it in place of its own, if anything, and words that the refusal has
 
 
 @pytest.mark.parametrize("case", DAMAGED.splitlines())
 def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, capfd, case):
-    """Or a missing one. Two special tokens of a million characters would keep re.compile() busy for
-    minutes."""
+    """Or a missing one."""
     damage, _, word = case.partition(" -> ")
     with_model(tmp_path)
     file, _, content = damage.partition(" ")
@@ -385,43 +334,12 @@ def test_what_fails_in_a_chat_template_is_refused(templated, case):
     assert word in refusal(templated(template).render, CHAT)
 
 
-@pytest.mark.parametrize(
-    "template, said",
-    {
-        "{{ 'a' * 10 ** 9 }}": "MemoryError",
-        "{#" + "x" * 10**6 + "#}{{ 'x' * 2000000 }}": "2000000 characters",
-    }.items(),
-)  # its own length is no measure
-def test_a_template_has_limits_of_memory_and_length_and_the_next_one_renders(
-    templated, template, said
-):
-    tokenizer = templated(template)
-    assert absent(f"the chat template {said}", refusal(tokenizer.render, CHAT)) == []
-    tokenizer.template = "hi"
-    assert tokenizer.render(CHAT) == "hi"
-
-
-@pytest.fixture
-def in_a_program(monkeypatch):
-    """The program of the next process has another line; it ends with the test."""
-
-    def change(before: str, after: str) -> None:
-        plain = inspect.getsource
-        monkeypatch.setattr(
-            "vet.inspect.getsource", lambda function: plain(function).replace(before, after)
-        )
-        template_process.cache_clear()
-
-    yield change
-    template_process.cache_clear()
-
-
 @pytest.mark.parametrize("family", "gemma3 granite ministral3 olmo2 olmo3 phi3 smollm3".split())
 def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transformers(
-    templated, in_a_program, family
+    templated, monkeypatch, family
 ):
     """See make_chat_golden.py; on its date."""
-    in_a_program("datetime.now()", "datetime(2026, 2, 1)")
+    monkeypatch.setattr("hub.tokenizer.datetime", Mock(now=lambda: datetime(2026, 2, 1)))
     tokenizer = templated((CHATS / f"{family}.jinja").read_text(encoding="utf-8"))
     conversations, found = (read_json(CHATS / f"{of}.json") for of in ("conversations", family))
     for (messages, tokenizer.template_options), wanted in zip(conversations, found, strict=True):
@@ -431,47 +349,3 @@ def test_templates_in_the_manner_of_each_family_render_and_refuse_as_in_transfor
             assert wanted == dict(
                 text=tokenizer.render(messages), tokens=tokenizer.encode_chat(messages)
             )
-
-
-def test_a_template_that_waits_has_ten_seconds(templated, in_a_program):
-    """A process that is stopped uses no CPU time."""
-    tokenizer = templated("hi")
-    tokenizer.render(CHAT)
-    in_a_program("signal.alarm(10)", "signal.alarm(1); signal.pause()")
-    assert "the chat template's process ended" in refusal(tokenizer.render, CHAT)
-
-
-def test_a_chat_may_wait_longer_than_a_template(templated, in_a_program):
-    """The time of a template ends with its answer, and its process renders the next turn."""
-    in_a_program("signal.alarm(10)", "signal.alarm(1)")
-    tokenizer = templated("{{ messages[0].content }}")
-    assert tokenizer.render(said("first")) == "first"
-    process = template_process(os.getpid())
-    time.sleep(1.2)
-    assert tokenizer.render(said("second")) == "second" and template_process(os.getpid()) is process
-
-
-def test_a_limit_of_cpu_time_that_is_set_already_stays(templated, in_a_program):
-    """A process without privileges cannot raise it. So does the limit of 3 s show, past which the
-    system ends it."""
-    loop = "for line in sys.stdin:"
-    in_a_program(loop, f"resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n    {loop}")
-    assert templated("hi").render(CHAT) == "hi"
-    limits = Path(f"/proc/{template_process(os.getpid()).pid}/limits").read_text()
-    assert re.search(r"Max cpu time +3 +60 ", limits), limits
-
-
-def test_a_template_whose_wait_was_interrupted_answers_no_later_question(templated, monkeypatch):
-    tokenizer = templated("{{ messages[0].content }}")
-    process = template_process(os.getpid())
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("vet.json.loads", Mock(side_effect=KeyboardInterrupt))
-        tokenizer.render(said("first"))
-    assert process.wait(5) == -signal.SIGKILL
-    assert tokenizer.render(said("second")) == "second"
-
-
-def test_a_template_tells_no_address_but_one_of_a_message(templated):
-    template = "{{ '%s' | format(lipsum) }}{{ messages.append }}{{ messages | map('x') }}{{ messages[0].content }}"
-    text = templated(template).render(said("crash at 0xbeef"))
-    assert text.endswith("crash at 0xbeef") and text.count("0x") == 1

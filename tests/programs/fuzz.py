@@ -1,8 +1,8 @@
 """
 Breaks checkpoints at random and watches what the commands make of them.
 
-    python tests/fuzz.py --trials 20000
-    python tests/fuzz.py --trials 1 --seed 1234              # one trial again; what is bad is shown
+    python tests/programs/fuzz.py --trials 20000
+    python tests/programs/fuzz.py --trials 1 --seed 1234     # one trial again; what is bad is shown
 
 A trial copies a small checkpoint, mutates one of its files, and runs generate.py or quantize.py in
 a child forked from this process, which has imported PyTorch, with limits on time and memory. The
@@ -13,9 +13,11 @@ judge puts it into one of these classes:
     other text   it did, by changing data: weights, tokens, settings
     bad          all else: a traceback, a signal, a hang, several lines; or accepted although it must be refused
 
-Some mutations must be refused (a size of -1, a pipe, a link out of the directory), some must change
-nothing (weights that are a link); of the others the judge only wants one of the first three. In the
-end each of some checks is switched off for a trial, which must be bad then.
+Some mutations must be refused (a size of -1, a pickle, a link out of the directory), some must
+change nothing (weights that are a link); of the others the judge only wants one of the first three.
+A pickle, a template and an index are hostile in some trials: no code of theirs may run, and nothing
+outside may be read. In the end each of some checks is switched off for a trial, which must be bad
+then.
 """
 
 import argparse
@@ -25,25 +27,25 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch  # noqa: E402
+from jinja2 import Environment  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from helpers import (
+from hub.vet import reading  # noqa: E402
+from helpers import (  # noqa: E402
     awq,
     change,
     make,
@@ -52,7 +54,7 @@ from helpers import (
     rewrite,
     save_tensors,
     with_json,
-    with_model,  # noqa: E402
+    with_model,
     write,
 )
 
@@ -93,99 +95,158 @@ VALUES = [
     {},
     {"a": {"b": []}},
     ["x"] * 100,
-    {"-:" + ".?" * 40 + "!": {}},
-    ["re:" + "(.|.)" * 40 + "!"],
+    {"-:(": {}},
+    ["re:("],
     {"": {}},
 ]
 # Keys that a file may lack, and that are read.
-KEYS = """
-    config_groups method quant_method dynamic ignore modules_to_not_convert ignored_layers sparsity_config
-    transform_config kv_cache_scheme activation_scheme weight_block_size targets input_activations actorder
-    group_size desc_act format checkpoint_format strategy lm_head quantization_config compression_config
-    rope_scaling rope_parameters rope_type sliding_window head_dim partial_rotary_factor tie_word_embeddings
-    eos_token_id bos_token_id eos_token bos_token chat_template add_bos_token added_tokens_decoder normalizer
-    truncation
-""".split()
-NO_SIZE = f'null true 0 -1 1e300 NaN Infinity "2" "x" [] {{}} [2] 1000000000000 {10**400}'
-WRONG = f"""
-config.json eos_token_id "2" 99999 -1 2.5 "</s>" true [99999] [[1]] {{}}
-generation_config.json eos_token_id "2" 99999 -1 2.5 "</s>" true [99999] [[1]] {{}}
-generation_config.json temperature true -1 101 "x" NaN
-generation_config.json top_k true -5 0.5 "x"
-generation_config.json top_p true 0 1e-46 2 NaN "x"
-generation_config.json min_p true -1 1.5 NaN "x"
-config.json head_dim 7 -2 "x" true
-config.json tie_word_embeddings "false" "x" 2 [] {{}}
-config.json model_type "gpt2" null [] 3
-tokenizer_config.json added_tokens_decoder {{"7":{{"content":""}}}} {{"x":{{"content":"a"}}}} [1] 3
-config.json quantization_config {{"quant_method":"x"}} {{"quant_method":"gptq","bits":3}} [1] "x" 3
-config.json hidden_size {NO_SIZE}
-config.json num_hidden_layers {NO_SIZE}
-config.json num_attention_heads {NO_SIZE}
-config.json intermediate_size {NO_SIZE}
-config.json vocab_size {NO_SIZE}
-config.json max_position_embeddings {NO_SIZE}
-config.json rms_norm_eps {NO_SIZE}
-""".strip().splitlines()  # a file, a key whose limits are known, and values that must be refused
-TEMPLATES = [
-    "{{ 'a' * 10 ** 13 }}",
-    "{{ 10 ** (10 ** 10) }}",
-    "{{ [1] | slice(10 ** 10) | list }}",
-    "{{ lipsum(n=10 ** 7) }}",
-    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ ''.__class__.__mro__ }}",
+KEYS = [
+    "config_groups",
+    "method",
+    "quant_method",
+    "dynamic",
+    "ignore",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "sparsity_config",
+    "transform_config",
+    "kv_cache_scheme",
+    "activation_scheme",
+    "weight_block_size",
+    "targets",
+    "input_activations",
+    "actorder",
+    "group_size",
+    "desc_act",
+    "format",
+    "checkpoint_format",
+    "strategy",
+    "lm_head",
+    "quantization_config",
+    "compression_config",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_type",
+    "sliding_window",
+    "head_dim",
+    "partial_rotary_factor",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+    "eos_token",
+    "bos_token",
+    "chat_template",
+    "add_bos_token",
+    "added_tokens_decoder",
+    "normalizer",
+    "truncation",
+]
+NO_SIZE = [None, True, 0, -1, 1e300, math.nan, math.inf, "2", "x", [], {}, [2], 10**12, 10**400]
+NO_ENDS = ["2", 99999, -1, 2.5, "</s>", True, [99999], [[1]], {}]
+SIZES = [
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+]
+WRONG = [  # a file, a key whose limits are known, and values that must be refused
+    (CONFIG, "eos_token_id", NO_ENDS),
+    (GENERATION, "eos_token_id", NO_ENDS),
+    (GENERATION, "temperature", [True, -1, 101, "x", math.nan]),
+    (GENERATION, "top_k", [True, -5, 0.5, "x"]),
+    (GENERATION, "top_p", [True, 0, 1e-46, 2, math.nan, "x"]),
+    (GENERATION, "min_p", [True, -1, 1.5, math.nan, "x"]),
+    (CONFIG, "head_dim", [7, -2, "x", True]),
+    (CONFIG, "tie_word_embeddings", ["false", "x", 2, [], {}]),
+    (CONFIG, "model_type", ["gpt2", None, [], 3]),
+    (SETTINGS, "added_tokens_decoder", [{"7": {"content": ""}}, {"x": {"content": "a"}}, [1], 3]),
+    (CONFIG, "quantization_config", [{"quant_method": "x"}, [1], "x", 3]),
+    (CONFIG, "quantization_config", [{"quant_method": "gptq", "bits": 3}]),
+    *((CONFIG, key, NO_SIZE) for key in SIZES),
+]
+HOSTILE = [  # templates that would run code, or read what they are not given
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('MARK', 'w') }}",
+    "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+    "{{ messages.append(1) }}",
     "{{ x.y.z }}",
+    "{% include 'MARK' %}",
     "{% if %}",
     "{{ raise_exception('\x1b[2J') }}",
-    "{{ 'a' * 10 ** 7 }}",
-    "{{ messages | tojson }}",
-    "",
-    "\0",
-    "\x1b[31m",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 ]
-PARTS = """
-normalizer {"type": "Precompiled", "precompiled_charsmap": ""}
-normalizer {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-normalizer {"type": "Precompiled", "precompiled_charsmap": "x"}
-normalizer {"type": "Prepend", "prepend": ""}
-normalizer {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x"}
-normalizer {"type": "Replace", "pattern": {"String": ""}, "content": "xxxxxxxxxxxxxxxxxxxx"}
-normalizer {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}
-normalizer {"type": "Sequence", "normalizers": []}
-normalizer {"type": "NFKC"}
-normalizer {"type": "Nmt"}
-pre_tokenizer {"type": "FixedLength", "length": 0}
-pre_tokenizer {"type": "FixedLength", "length": -1}
-pre_tokenizer {"type": "FixedLength", "length": 9223372036854775808}
-pre_tokenizer {"type": "FixedLength", "length": 3}
-pre_tokenizer {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Removed", "invert": false}
-pre_tokenizer {"type": "Metaspace"}
-pre_tokenizer {"type": "Metaspace", "replacement": "", "prepend_scheme": "first", "split": false}
-pre_tokenizer {"type": "Whitespace"}
-decoder {"type": "Strip", "content": "h", "start": 0, "stop": 0}
-decoder {"type": "Strip", "content": "h", "start": 0, "stop": 1000000}
-decoder {"type": "Strip", "content": "h", "start": 1000000, "stop": 0}
-decoder {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": true}
-decoder {"type": "WordPiece", "prefix": "", "cleanup": true}
-decoder {"type": "ByteFallback"}
-decoder {"type": "Fuse"}
-decoder {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
-post_processor {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<zz>", "type_id": 0}}], "pair": [],\
- "special_tokens": {}}
-post_processor {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<zz>", "type_id": 0}}], "pair": [],\
- "special_tokens": {"<zz>": {}}}
-post_processor {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "A", "type_id": 0}}], "pair": [],\
- "special_tokens": {}}
-post_processor {"type": "BertProcessing", "sep": ["x", 1000000], "cls": ["x", 1000000]}
-truncation {"max_length": 0, "stride": 9, "strategy": "LongestFirst", "direction": "Right"}
-padding {"strategy": {"Fixed": 1000000}, "direction": "Left", "pad_to_multiple_of": 0,\
- "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
-model {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
-model {"type": "Unigram", "vocab": [], "unk_id": 0}
-model {"type": "BPE"}
-# of tokenizer.json, which its library knows, in ways that it may not expect
-""".strip().splitlines()
+TEMPLATES = [*HOSTILE, "{{ 'a' * 10 ** 7 }}", "{{ messages | tojson }}", "", "\0", "\x1b[31m"]
+
+
+def regex(kind: str, pattern: dict, **more) -> dict:
+    return dict(type=kind, pattern=pattern) | more
+
+
+def template(token: str, known: dict) -> dict:
+    single = [dict(SpecialToken=dict(id=token, type_id=0))]
+    return dict(type="TemplateProcessing", single=single, pair=[], special_tokens=known)
+
+
+# Of tokenizer.json, which its library knows, in ways that it may not expect.
+PARTS = {
+    "normalizer": [
+        dict(type="Precompiled", precompiled_charsmap=""),
+        dict(type="Precompiled", precompiled_charsmap="AAAA"),
+        dict(type="Precompiled", precompiled_charsmap="x"),
+        dict(type="Prepend", prepend=""),
+        regex("Replace", dict(Regex="(a*)*b"), content="x"),
+        regex("Replace", dict(String=""), content="x" * 20),
+        regex("Replace", dict(Regex="("), content=""),
+        dict(type="Sequence", normalizers=[]),
+        dict(type="NFKC"),
+        dict(type="Nmt"),
+    ],
+    "pre_tokenizer": [
+        dict(type="FixedLength", length=0),
+        dict(type="FixedLength", length=-1),
+        dict(type="FixedLength", length=2**63),
+        dict(type="FixedLength", length=3),
+        regex("Split", dict(Regex="."), behavior="Removed", invert=False),
+        dict(type="Metaspace"),
+        dict(type="Metaspace", replacement="", prepend_scheme="first", split=False),
+        dict(type="Whitespace"),
+    ],
+    "decoder": [
+        dict(type="Strip", content="h", start=0, stop=0),
+        dict(type="Strip", content="h", start=0, stop=10**6),
+        dict(type="Strip", content="h", start=10**6, stop=0),
+        dict(type="CTC", pad_token="", word_delimiter_token="", cleanup=True),
+        dict(type="WordPiece", prefix="", cleanup=True),
+        dict(type="ByteFallback"),
+        dict(type="Fuse"),
+        regex("Replace", dict(String=""), content="x"),
+    ],
+    "post_processor": [
+        template("<zz>", {}),
+        template("<zz>", {"<zz>": {}}),
+        template("A", {}),
+        dict(type="BertProcessing", sep=["x", 10**6], cls=["x", 10**6]),
+    ],
+    "truncation": [dict(max_length=0, stride=9, strategy="LongestFirst", direction="Right")],
+    "padding": [
+        dict(
+            strategy=dict(Fixed=10**6),
+            direction="Left",
+            pad_to_multiple_of=0,
+            pad_id=0,
+            pad_type_id=0,
+            pad_token="x",
+        )
+    ],
+    "model": [
+        dict(type="WordLevel", vocab={}, unk_token="x"),
+        dict(type="Unigram", vocab=[], unk_id=0),
+        dict(type="BPE"),
+    ],
+}
 
 
 # The checkpoints that are broken
@@ -322,8 +383,8 @@ def change_json(rng: Random, path: Path) -> Done:
 
 
 def change_key(rng: Random, directory: Path) -> Done:
-    file, key, *values = rng.choice(WRONG).split()
-    value = json.loads(rng.choice(values))
+    file, key, values = rng.choice(WRONG)
+    value = rng.choice(values)
     rewrite(directory / file, **{key: value})
     return f"{file}: {key}={value!r:.40}", True
 
@@ -408,58 +469,74 @@ def change_tensor(rng: Random, path: Path) -> Done:
 
 
 def change_kind(rng: Random, path: Path) -> Done:
-    """No regular file any more, gone, or a link."""
+    """Gone, a directory, or a link."""
     outside, inside = path.parent.with_name("outside"), path.with_name("content.bin")
     outside.mkdir(exist_ok=True)
     links = dict(
-        device="/dev/zero",
-        full="/dev/full",
-        dangling="nowhere",
-        loop=path.name,
-        outside=outside / "content",
-        inside=inside.name,
+        dangling="nowhere", loop=path.name, outside=outside / "content", inside=inside.name
     )
-    how = rng.choice(["pipe", "directory", "socket", "gone", *links])
+    how = rng.choice(["directory", "gone", *links])
     path.rename(inside if how == "inside" else outside / "content")
     if how in links:
         path.symlink_to(links[how])
     elif how == "directory":
         path.mkdir()
-    elif how != "gone":
-        os.mknod(path, 0o600 | (stat.S_IFIFO if how == "pipe" else stat.S_IFSOCK))
     if how == "inside" or how == "outside" and path.suffix == ".safetensors":
         return how, False
-    return how, None if how == "gone" and path.name in (GENERATION, SETTINGS, TEMPLATE) else True
+    if how == "directory" or how == "outside":
+        return how, True
+    # The file is not there: some are needed.
+    return how, None if path.name in (GENERATION, SETTINGS, TEMPLATE, INDEX) else True
+
+
+def change_hostile(rng: Random, directory: Path) -> Done:
+    """A pickle that makes a file once it is loaded, or an index that leads out."""
+    outside = directory.with_name("outside")
+    outside.mkdir(exist_ok=True)
+    trap = f"cos\nmkdir\n(V{directory.parent / 'MARK'}\ntR.".encode()
+    how = rng.choice(["pickle", "named", "absolute", "dots"])
+    for file in directory.glob("*.safetensors*"):
+        file.rename(outside / file.name)
+    weights = next(outside.glob("*.safetensors")).name
+    if how != "pickle":
+        names = load_file(outside / weights)
+        place = dict(
+            named="pytorch_model.bin", absolute=str(outside / weights), dots=f"../outside/{weights}"
+        )[how]
+        put(directory / INDEX, dict(weight_map=dict.fromkeys(names, place)))
+    put(directory / "pytorch_model.bin", trap)
+    return how, True
 
 
 def change_template(rng: Random, path: Path) -> Done:
     text = path.read_text()
-    if rng.random() < 0.5:  # the first ones take 3 s each: they are rarer
-        text = rng.choice(TEMPLATES[5:] if rng.random() < 0.9 else TEMPLATES)
+    if rng.random() < 0.5:
+        text = rng.choice(TEMPLATES)
     else:
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(text))
             word = rng.choice(["{%", "}}", "{{", "|", "(", "'", "x", "%}", ""])
             text = text[:at] + word + text[at + rng.randrange(5) :]
-    path.write_text(text)
-    return repr(text)[:60], text in TEMPLATES[:6] or None
+    path.write_text(text.replace("MARK", str(path.parent.with_name("MARK"))))
+    return repr(text)[:60], text in HOSTILE or None
 
 
 def change_parts(rng: Random, path: Path) -> Done:
-    key, value = rng.choice(PARTS).split(" ", 1)
-    rewrite(path, **{key: json.loads(value)})
-    return f"{key}={value:.60}", None
+    key = rng.choice([key for key, values in PARTS.items() for _ in values])
+    value = rng.choice(PARTS[key])
+    rewrite(path, **{key: value})
+    return f"{key}={value!r:.60}", None
 
 
 def mutate(rng: Random, directory: Path) -> Done:
     file = rng.choice(sorted(directory.iterdir()))
-    ways = [change_bytes, change_kind, change_key, change_key]
+    ways = [change_bytes, change_kind, change_hostile, change_key, change_key]
     ways += {".json": [change_json] * 6, ".safetensors": [change_header, change_tensor] * 2}.get(
         file.suffix, []
     )
     ways += {TEMPLATE: [change_template] * 4, TOKENIZER: [change_parts] * 8}.get(file.name, [])
     way = rng.choice(ways)
-    place = directory if way is change_key else file
+    place = directory if way in (change_key, change_hostile) else file
     said, refused = way(rng, place)
     return f"{way.__name__} {place.name} {said}", refused
 
@@ -567,12 +644,12 @@ class Fuzzer:
 
 
 SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that must be bad then
-    "vet.is_inside": (lambda path: True, 1058),
-    "vet.is_file": (lambda path, most=None, inside=True: path.exists(), 1036),
-    "sampling.Sampling.__post_init__": (lambda self: None, 1020),
-    "vet.vet_tokens": (lambda key, ids, vocab_size: None, 1048),
-    "checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1117),
-    "vet.silenced": (nullcontext, 1096),
+    "hub.checkpoint.is_inside": (lambda path: True, 1058),
+    "generate.Sampling.__post_init__": (lambda self: None, 1006),
+    "hub.tokenizer.Tokenizer.check": (lambda self, key, ids: None, 1014),
+    "hub.checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1064),
+    "hub.tokenizer.silenced": (reading, 6110),
+    "jinja2.sandbox.ImmutableSandboxedEnvironment": (Environment, 13559),
 }
 
 
