@@ -22,7 +22,7 @@ from torch import Tensor
 from hub.checkpoint import Checkpoint, load_model
 from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
-from hub.formats import CONFIGS, check_finite, write_checkpoint
+from hub.formats import check_finite
 from gptq import gptq_model
 from hub.vet import (
     GIB,
@@ -36,6 +36,7 @@ from hub.vet import (
 from quantize import group_of, round_model
 from llm import Options
 from hub.tokenizer import Tokenizer
+from hub.write import CONFIGS, write_checkpoint
 
 
 def parse_args():

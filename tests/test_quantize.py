@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hub import formats
 import quantize
+from hub import write as hub_write
 from gptq import find_best_scales, gptq, gptq_model
 from helpers import (
     CPU,
@@ -326,8 +326,8 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     (source / "model.safetensors").unlink()
     (source / "gone.json").symlink_to(tmp_path / "nowhere")
     with monkeypatch.context() as small:
-        small.setattr(formats, "SHARD_BYTES", 20_000)
-        formats.write_shards(iter(weights.items()), source)
+        small.setattr(hub_write, "SHARD_BYTES", 20_000)
+        hub_write.write_shards(iter(weights.items()), source)
     files = sorted(source.glob("*.safetensors"))
     assert (
         len(files) > 2
@@ -387,7 +387,9 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
         (partial(os.truncate, "/none", 0), 2),
     ],
 )
-@pytest.mark.parametrize("module, where", [(formats, "save_file"), (quantize, "round_to_nearest")])
+@pytest.mark.parametrize(
+    "module, where", [(hub_write, "save_file"), (quantize, "round_to_nearest")]
+)
 def test_an_interrupted_run_leaves_nothing(
     tmp_path, monkeypatch, call, command, end, code, module, where
 ):
@@ -400,7 +402,7 @@ def test_an_interrupted_run_leaves_nothing(
         return plain(*args, **more)
 
     monkeypatch.setattr(module, where, end_later)
-    monkeypatch.setattr(formats, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(hub_write, "SHARD_BYTES", 20_000)
     assert (call("quantize.py", command)[0], len(calls), names(tmp_path)) == (code, 2, ["in"])
 
 
