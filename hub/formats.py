@@ -18,7 +18,7 @@ quantization_config, and one in READERS, if its layout is new. Of int8 codes wit
 quant_method "rows8", these lines at the end of this file are all:
 
     def rows8_rules(settings: dict) -> Rules:
-        return [(EVERY, Scheme("rows8", INT8))]
+        return [(EVERY, Scheme("rows8", CODES["int8"]))]
 
     def read_rows8(matrix: Matrix):
         # The file has weight int8 [N, K] and scale [N].

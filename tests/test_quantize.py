@@ -19,9 +19,13 @@ from torch import Tensor
 import quantize
 from hub import write as hub_write
 from gptq import find_best_scales, gptq, gptq_model
+from hub.checkpoint import hf_weights
+from hub.families import config_from_hf
 from helpers import (
     CPU,
     F32,
+    FAMILIES,
+    GOLDEN,
     ROOT,
     TINY,
     absent,
@@ -38,7 +42,19 @@ from helpers import (
     tiny,
     write,
 )
-from quantize import INT4, INT8, Codes, QuantizedLinear, group_of, pack, round_to_nearest
+from model import Transformer
+from quantize import (
+    INT4,
+    INT8,
+    Codes,
+    QuantizedLinear,
+    group_of,
+    pack,
+    round_model,
+    round_to_nearest,
+)
+from quantized_golden import recipe
+from tp import ROW_PARALLEL
 
 K = "model.layers.1.self_attn.k_proj.weight"
 
@@ -434,3 +450,41 @@ def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, command):
 def test_a_disk_without_room_is_said(monkeypatch, command):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Namespace(free=1000))
     assert "are free there" in refusal(command)
+
+
+def test_the_layers_to_quantize_and_to_sum_over_ranks_are_those_of_the_table_of_weights():
+    for family in FAMILIES:
+        config = config_from_hf(read_json(GOLDEN / family / "config.json"))
+        with torch.device("meta"):
+            model = Transformer(config)
+        matrices = {
+            weight.ours.removesuffix(".weight"): weight.columns
+            for weight in hf_weights(config).values()
+            if weight.quantized
+        }
+        assert {*quantize.find_layers(model, head=False)} == {*matrices}
+        assert {name for name in matrices if name.endswith(ROW_PARALLEL)} == {
+            name for name, columns in matrices.items() if columns
+        }
+        head = [] if config.tied else ["head"]
+        assert quantize.find_layers(model, head=True)[len(matrices) :] == head
+
+
+@torch.no_grad()
+def test_the_recipe_for_a_kind_of_codes_works(monkeypatch):
+    """The lines of Codes' docstring: what they make decodes, by fast/cpu.py too."""
+    import fast
+
+    monkeypatch.setattr(quantize, "CODES", dict(quantize.CODES))
+    monkeypatch.setattr(quantize, "INT2", None, raising=False)
+    exec(recipe(Codes.__doc__, "INT2"), vars(quantize))
+    exact, model = tiny(), tiny()
+    round_model(model, "int2")
+    layers = quantized_layers(model)
+    assert {layer.codes for layer in layers.values()} == {quantize.INT2}
+    assert layers["layers.0.attn.wo"].qweight.numel() * 16 == exact.layers[0].attn.wo.weight.numel()
+    tokens = torch.arange(20, 40)
+    found, four = logits_of(model, tokens), load_checkpoint(TINY, quantize="int4")
+    want = logits_of(exact, tokens)
+    assert error(logits_of(four, tokens), want) < error(found, want) < 1
+    assert error(read(fast.optimize(model).decoder, tokens[None])[0], found) < 1e-5
