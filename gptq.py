@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hub.formats import join_experts, plain_layer
 from model import Experts, Transformer, visible
 from quantize import (
     CODES,
@@ -23,7 +22,9 @@ from quantize import (
     find_layers,
     find_scales,
     group_of,
+    join_experts,
     pack,
+    plain_layer,
     replace_layers,
     rounded,
     say_once,
@@ -89,7 +90,7 @@ def gptq(
     act_order: bool,
     drift: Tensor | None = None,
 ):
-    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> codes [N,
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> q [N,
     K], uint8, scales [N, C], fp16, zeros [N, C] or None, g_idx [K] or None, loss.
 
     drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The
@@ -112,7 +113,7 @@ def gptq(
     diagonal = U.diagonal()
     # [K, N], so that a column is contiguous; column by column it turns into the errors.
     rest = w.T.contiguous()
-    found, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
+    q, scales, zeros = torch.empty_like(rest, dtype=torch.uint8), [], []
     for begin in range(0, K, G):
         group = slice(begin, begin + G)
         scale, zero = find_best_scales(rest[group].T, codes, sym, diagonal[group] ** -2)
@@ -122,7 +123,7 @@ def gptq(
             end = min(start + BLOCK, begin + G)
             for k in range(start, end):
                 code = encode(rest[k], scale, zero, codes)
-                found[k] = code
+                q[k] = code
                 error = (rest[k] - (code - zero) * scale) / diagonal[k]
                 rest[k + 1 : end].addr_(U[k, k + 1 : end], error, alpha=-1)
                 rest[k] = error
@@ -132,7 +133,7 @@ def gptq(
     zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
     back = perm.argsort()
     g_idx = back // G if act_order else None
-    return found[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
+    return q[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
 
 
 # A model
@@ -156,12 +157,7 @@ def separate_matrices(model: Transformer, head: bool) -> list[str]:
     """The names of the linear layers to quantize. Each expert becomes one, its number at the end of
     its name."""
     replace_layers(model, Experts, split_experts)
-    return [
-        name
-        for layer in find_layers(model, head)
-        for name, module in model.get_submodule(layer).named_modules(prefix=layer)
-        if isinstance(module, nn.Linear)
-    ]
+    return find_layers(model, head)
 
 
 @torch.no_grad()
@@ -188,10 +184,10 @@ def gptq_model(
             layer = rounded(linear, codes, group_size, sym)
             few += 1
         else:
-            found, scales, zeros, g_idx, loss = gptq(
+            q, scales, zeros, g_idx, loss = gptq(
                 linear.weight, hessian, codes, group_size, sym, act_order, drift
             )
-            qweight = pack(found, codes.bits)
+            qweight = pack(q, codes.bits)
             layer = QuantizedLinear(qweight, scales, zeros, codes, linear.bias, g_idx)
             bar.set_postfix({name: f"{loss:.1e}"})
         model.set_submodule(name, layer)

@@ -1,14 +1,15 @@
 """
 Quantization to int8 and int4: the plain quantized layer, and rounding. GPTQ is in gptq.py. What
-reads and writes the files of quantized checkpoints is formats.py; the command that makes them:
+reads quantized checkpoints is hub/formats.py, what writes them hub/write.py; the command that makes
+them:
 
     python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
     python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
     python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
 
-A weight is (code - zero) * scale. A group of G weights of one row, along K, shares scale and zero.
-`codes: Tensor` are the codes of weights; `codes: Codes`, such as INT4, says how a weight is written
-as one.
+A weight is (decode(q) - zero) * scale, where q is its code: a small whole number. `codes`, a Codes
+such as INT4, says what codes stand for. A group of G weights of one row, along K, shares scale and
+zero.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
@@ -20,7 +21,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -28,19 +29,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hub.checkpoint import hf_weights
 from model import Experts, Transformer, grouped_linear
 
 
 # The plain quantized layer
 
 
-def from_numbers(numbers: Tensor) -> Tensor:
+def from_numbers(q: Tensor) -> Tensor:
     """Codes that are integers, or scales of fp16 or fp32 -> fp32"""
-    return numbers.float()
+    return q.float()
 
 
-def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
+def from_float(q: Tensor, bits: int, mantissa: int, bias: int):
     """Codes of a small floating-point type, uint8 -> the numbers, fp32. By bits, so that no device
     need know the type.
 
@@ -48,9 +48,9 @@ def from_float(codes: Tensor, bits: int, mantissa: int, bias: int):
     bits of its exponent. fp32's exponents count from -127, the type's from -bias: what is read is 2
     ** (bias - 127) times the number. e4m3's 0x3c is 0 0111 100: 2 ** (7 - 7) * (1 + 4 / 8) =
     1.5."""
-    codes = codes.int()
+    q = q.int()
     sign = 1 << (bits - 1)
-    placed = (codes & sign) << (32 - bits) | (codes & (sign - 1)) << (23 - mantissa)
+    placed = (q & sign) << (32 - bits) | (q & (sign - 1)) << (23 - mantissa)
     return placed.view(torch.float32) * 2.0 ** (127 - bias)
 
 
@@ -67,13 +67,19 @@ def from_e8m0(scales: Tensor):
 
 @dataclass(frozen=True)
 class Codes:
-    """What the codes of a weight are. A weight is (decode(code) - zero) * scale.
+    """What the codes of a weight stand for: a weight is (decode(q) - zero) * scale.
 
-    Another kind is one more of these, and an entry of CODES. The plain layer and fast/cpu.py serve
-    it then. The kernels serve the kinds that fast/layout.py has an entry for."""
+    Your own kind of codes is two lines, below CODES:
+
+        INT2 = Codes("int2", 2, 2, from_numbers, from_numbers)
+        CODES[INT2.name] = INT2
+
+    round_model(model, "int2") and gptq_model() then make such layers, hub/formats.py may read them,
+    and fast/cpu.py serves them. For --quantize int2 the name also goes into the choices of
+    Options.quantize (llm.py). The kernels serve the kinds that fast/layout.py has an entry for."""
 
     name: str
-    bits: int
+    bits: int  # of a code: 2, 4 or 8
     zero: int  # the zero point of layers that have none of their own
     decode: Callable[[Tensor], Tensor]  # codes, uint8 -> the numbers that they stand for, fp32
     decode_scales: Callable[[Tensor], Tensor]  # scales as they are held -> fp32
@@ -87,11 +93,10 @@ NVFP4 = Codes("nvfp4", 4, 0, from_e2m1, from_numbers)  # groups of 16
 CODES = {codes.name: codes for codes in (INT4, INT8, E4M3, MXFP4, NVFP4)}
 
 
-def pack(codes: Tensor, bits: int):
-    """codes [..., K] below 2 ** bits -> int32 [..., K * bits / 32]; a word's first code lies in its
-    low bits."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return (codes.int().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+def pack(q: Tensor, bits: int):
+    """Codes q [..., K] -> int32 [..., K * bits / 32]; a word's first code lies in its low bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=q.device)
+    return (q.int().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
 
 
 def unpack(words: Tensor, bits: int):
@@ -108,7 +113,7 @@ def parameter(tensor: Tensor | None):
 class QuantizedLinear(nn.Module):
     """nn.Linear whose weights are codes, which it dequantizes in each call.
 
-    w[n, k] = (decode(code[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
+    w[n, k] = (decode(q[n, k]) - zeros[n, c]) * scales[n, c], where c is the group of input k.
 
     qweight: the codes, int32 [N, K * bits / 32] as pack() gives them; scales: fp16 or fp32 [N, C],
     of MXFP4 e8m0 in uint8; zeros: integers [N, C], None for codes.zero everywhere; g_idx: each
@@ -139,6 +144,12 @@ class QuantizedLinear(nn.Module):
         if self.g_idx is not None:
             return self.g_idx
         return torch.arange(K, device=self.scales.device) // (K // C)
+
+    def zero_points(self) -> Tensor:
+        """[..., N, C], int16, of a layer without its own codes.zero everywhere."""
+        if self.zeros is not None:
+            return self.zeros
+        return torch.full_like(self.scales, self.codes.zero, dtype=torch.int16)
 
     def dequantize(self, dtype: torch.dtype, experts=...) -> Tensor:
         """The weights [N, K]; of a QuantizedExperts, these experts' [any, N, K], by default all."""
@@ -199,6 +210,50 @@ def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module], nn
         model.set_submodule(name, build(model.get_submodule(name)))
 
 
+def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
+    """A linear layer of a weight [N, K], Experts of [X, N, K]."""
+    with torch.device("meta"):
+        if weight.dim() == 3:
+            layer = Experts(*weight.shape, bias=False)
+        else:
+            layer = nn.Linear(*weight.T.shape, bias=False)
+    layer.weight, layer.bias = parameter(weight), parameter(bias)
+    return layer
+
+
+def alike(linears: list[nn.Module]) -> bool:
+    """Whether all are quantized, with the same codes and as many groups."""
+    kinds = {
+        isinstance(linear, QuantizedLinear) and (linear.codes, linear.scales.shape[-1])
+        for linear in linears
+    }
+    return len(kinds) == 1 and False not in kinds
+
+
+def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
+    """ValueError for layers that differ in their codes or their number of groups."""
+    linears = [*linears]
+    if not alike(linears):
+        raise ValueError("the experts of a layer are quantized in several ways; want one for all")
+    g_idx = None
+    if any(linear.g_idx is not None for linear in linears):
+        g_idx = torch.stack([linear.groups() for linear in linears])
+    return QuantizedExperts(*merge(linears, torch.stack), g_idx)
+
+
+def merge(linears: list[QuantizedLinear], join: Callable) -> tuple:
+    """What QuantizedLinear takes, but for g_idx, of several that are alike(). join: torch.cat or
+    torch.stack."""
+    zeros = bias = None
+    if any(linear.zeros is not None for linear in linears):
+        zeros = join([linear.zero_points() for linear in linears])
+    if linears[0].bias is not None:
+        bias = join([linear.bias for linear in linears])
+    qweight = join([linear.qweight for linear in linears])
+    scales = join([linear.scales for linear in linears])
+    return qweight, scales, zeros, linears[0].codes, bias
+
+
 @cache
 def say_once(message: str):
     from tqdm import tqdm
@@ -210,14 +265,16 @@ def say_once(message: str):
 
 
 def find_layers(model: Transformer, head: bool) -> list[str]:
-    """The names in the model of the layers that quantization replaces, the head's only if asked for
-    and not tied. What has codes already is left out."""
-    names = dict.fromkeys(  # q, k and v are one layer
-        weight.ours.removesuffix(".weight")
-        for weight in hf_weights(model.config).values()
-        if weight.quantized or (head and weight.ours == "head.weight")
-    )
-    return [name for name in names if not isinstance(model.get_submodule(name), QuantizedLinear)]
+    """The names in the model of the layers that quantization replaces: all linear ones and experts,
+    but routers; the head only if asked for and not tied."""
+    names = [
+        name
+        for name, layer in model.layers.named_modules(prefix="layers")
+        if type(layer) in (nn.Linear, Experts) and not name.endswith(".router")
+    ]
+    if head and not model.config.tied and type(model.head) is nn.Linear:
+        names.append("head")
+    return names
 
 
 def group_of(K: int, group_size: int) -> int:
@@ -270,26 +327,30 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
 def round_to_nearest(
     w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None
 ):
-    """w [..., N, K] -> codes, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero
+    """w [..., N, K] -> q, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero
     everywhere."""
     groups = w.float().unflatten(-1, (-1, group_of(w.shape[-1], group_size)))  # [..., N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest)  # [..., N, C, 1]
     scale = as_half(scale)
-    found = encode(groups, scale, zero, codes).to(torch.uint8)
+    q = encode(groups, scale, zero, codes).to(torch.uint8)
     zeros = None if sym else zero.squeeze(-1).to(torch.uint8)
-    return found.flatten(-2), scale.squeeze(-1).half(), zeros
+    return q.flatten(-2), scale.squeeze(-1).half(), zeros
 
 
 def rounded(layer: nn.Linear | Experts, codes: Codes, *how) -> QuantizedLinear:
     """how: round_to_nearest()'s arguments after the codes."""
-    found, scales, zeros = round_to_nearest(layer.weight, codes, *how)
+    q, scales, zeros = round_to_nearest(layer.weight, codes, *how)
     kind = QuantizedExperts if isinstance(layer, Experts) else QuantizedLinear
-    return kind(pack(found, codes.bits), scales, zeros, codes, layer.bias)
+    return kind(pack(q, codes.bits), scales, zeros, codes, layer.bias)
 
 
 def default_group(quantize: str | None, group_size: int | None) -> int:
     """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
-    return dict(int4=32, int8=-1).get(quantize, 1) if group_size is None else group_size
+    if group_size is not None:
+        return group_size
+    if not quantize:
+        return 1
+    return -1 if CODES[quantize].bits == 8 else 32
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from hub.checkpoint import Weight, count_parameters, hf_weights
 from model import Config, MoE, RMSNorm, Transformer
 
 
@@ -59,25 +58,19 @@ def logits_per_rank(columns: int, ranks: int) -> int:
 def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
     """A rank's inputs of o, and of down, are multiples of these.
 
-    o's inputs are the q heads' outputs, E of each. A unit of them is, as a rule, those of the H / K
-    q heads of one kv head, as k and v are cut with them. If need be it is those of several kv
-    heads, so that o's quantized groups are whole, and k's and v's outputs come in eights, whose
-    zero points share an int32 of the file:
+    o's inputs are the q heads' outputs, E of each. A unit is the q heads that look at one kv head,
+    as k and v are cut with them; where ranks share each kv head evenly, it is a rank's H / R q
+    heads. It is as many of these as fill quantized groups of inputs, and make k's and v's outputs
+    come in eights, whose zero points share an int32 of the file:
 
-        Llama-3-8B, H = 32, K = 8, E = 128, groups of 128     4 q heads, 512 inputs
-        H = 32, K = 8, E = 80, groups of 128                  lcm(4 x 80, 128) = 640 inputs: 2 kv heads, 8 q heads
-
-    Where equally many ranks share each kv head, it is a rank's H / ranks q heads, if these fill
-    groups and eights:
-
-        H = 32, K = 2, E = 128, 4 ranks                       8 q heads, 1,024 inputs, half of a kv head's
+        H = 32, K = 8, E = 80, groups of 128: 4 q heads of one kv head have 320 inputs;
+        lcm(320, 128) = 640 inputs, 8 q heads, are a unit, and 4 ranks or fewer can share these
     """
     H, K, E = config.n_head, config.n_kv_head, config.head_dim
-    word = 1 if group == 1 else 8
-    o_unit = math.lcm(H // K * math.lcm(E, word), group)
-    even = H // ranks * E
-    if ranks % K == 0 and H % ranks == 0 and even % group == 0 and E % word == 0:
-        o_unit = even
+    shared_evenly = ranks % K == 0 and H % ranks == 0
+    heads = H // ranks if shared_evenly else H // K
+    eights = 1 if group == 1 else 8
+    o_unit = math.lcm(heads * math.lcm(E, eights), group)
     return o_unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
 
 
@@ -99,13 +92,19 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     return None
 
 
+# Of these each rank has some inputs: see RowParallelLinear.
+ROW_PARALLEL = "attn.wo", "ffn.w_down"
+
+
 class Shard:
-    """A rank's part of a model; its config describes that part, but for the vocabulary.
+    """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
+    rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
+    feed-forward part and in an expert, and rows of the output head.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
-    between groups, so that any number of ranks holds the same quantized weights;
-    formats.QuantizedReader reads the slices. ValueError if there are too many ranks."""
+    between groups, so that any number of ranks holds the same quantized weights. ValueError if
+    there are too many ranks."""
 
     def __init__(self, config: Config, group: int, rank: int, ranks: int, outputs: int = 0):
         # Packed codes want whole words, kernels multiples of 32.
@@ -116,31 +115,20 @@ class Shard:
         self.whole = config
         self.rank = rank
         self.outputs = outputs or config.vocab_size
-        H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.ffn_dim
+        H, K, E = config.n_head, config.n_kv_head, config.head_dim
         # Of an expert; a model's mixtures are alike.
         moe_dim = next((layer.moe.ffn_dim for layer in config.layers if layer.moe), 0)
         o_unit, ffn_unit = units(config, group, ranks)
         q = share_of(H * E, o_unit, rank, ranks)
         heads = scaled(q, 1, E)
         kv_heads = scaled(heads, K, H)  # those that the q heads look at
-        kv = scaled(kv_heads, E)
-        ffn, expert = (share_of(n, ffn_unit, rank, ranks) for n in (F, moe_dim))
+        ffn = share_of(config.ffn_dim, ffn_unit, rank, ranks)
+        expert = share_of(moe_dim, ffn_unit, rank, ranks)
         each = logits_per_rank(self.outputs, ranks)
-        # Rows of what Phi's files hold as one tensor: of q, k and v, and of gate and up.
-        qkv = torch.arange((H + 2 * K) * E).split([H * E, K * E, K * E])
-        gate_up = torch.arange(2 * F).chunk(2)
-        self.shares = {  # what Weight.rows and Weight.columns name -> the rank's share
-            "heads": heads,
-            "q": q,
-            "kv": kv,
-            "ffn": ffn,
-            "qkv": torch.cat([rows[own] for rows, own in zip(qkv, (q, kv, kv))]),
-            "gate_up": torch.cat([rows[ffn] for rows in gate_up]),
-            "expert": expert,
-            "pairs": scaled(expert, 2),
-            "vocab": slice(*(min(self.outputs, each * r) for r in (rank, rank + 1))),
-            None: slice(None),
-        }
+        vocab = slice(*(min(self.outputs, each * r) for r in (rank, rank + 1)))
+        self.shares = dict(
+            heads=heads, q=q, kv=scaled(kv_heads, E), ffn=ffn, expert=expert, vocab=vocab
+        )
         layers = tuple(
             replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=size(expert)))
             for layer in config.layers
@@ -148,19 +136,6 @@ class Shard:
         self.config = replace(
             config, layers=layers, n_head=size(heads), n_kv_head=size(kv_heads), ffn_dim=size(ffn)
         )
-        self.row_parallel = dict.fromkeys(  # the layers of which it has some inputs
-            weight.ours.removesuffix(".weight")
-            for weight in hf_weights(config).values()
-            if weight.columns
-        )
-
-    def part(self, weight: Weight):
-        """The rows and columns to read of one of Hugging Face's tensors."""
-        part = self.shares[weight.rows], self.shares[weight.columns]
-        if weight.experts:
-            # Files have [X, K, N].
-            part = slice(None), *(part[::-1] if len(weight.shape) == 3 else part)
-        return part
 
     def model(self, make=Transformer) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta
@@ -175,7 +150,7 @@ class Shard:
 
     def widest(self, name: str, low: Tensor, high: Tensor):
         """low and high of each row's weights over all ranks. name: the layer's in the model."""
-        if name in self.row_parallel:
+        if name.endswith(ROW_PARALLEL):
             ranges = torch.stack([-low, high])
             dist.all_reduce(ranges, dist.ReduceOp.MAX)
             low, high = -ranges[0], ranges[1]
@@ -185,16 +160,15 @@ class Shard:
         """Puts in what talks to the other ranks, once the model's layers are in place."""
         # The first sum takes seconds: here, not in the first step.
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
-        for name in self.row_parallel:
-            layer = model.get_submodule(name)
-            if layer.bias is not None and self.rank:  # the sum has rank 0's
-                layer.bias.data.zero_()
-            parent = name.rpartition(".")[0]
-            module = model.get_submodule(parent)
-            if isinstance(module, MoE):
-                model.set_submodule(parent, ParallelExperts(module))
+        for layer in model.layers:
+            for summed in (layer.attn.wo, layer.ffn.w_down):
+                if summed.bias is not None and self.rank:  # the sum has rank 0's
+                    summed.bias.data.zero_()
+            layer.attn.wo = RowParallelLinear(layer.attn.wo)
+            if isinstance(layer.ffn, MoE):
+                layer.ffn = ParallelExperts(layer.ffn)
             else:
-                model.set_submodule(name, RowParallelLinear(layer))
+                layer.ffn.w_down = RowParallelLinear(layer.ffn.w_down)
         if self.whole.tied:
             model.head = self.make_head()
             model.head.weight = nn.Parameter(
@@ -222,7 +196,9 @@ def draft_splitter(team: "Team", config: Config):
     TB/s and 5 us a sum (H200) they break even at 46 million bf16 parameters a layer, on two ranks;
     the logits cost as much as a sum. So 60 million are asked for. It must be divisible in groups of
     128, quantized or not."""
-    pays = count_parameters(config) >= 6e7 * config.n_layer
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Transformer(config).parameters())
+    pays = parameters >= 6e7 * config.n_layer
     return splitter(team) if pays and not cannot_share(config, 128, team.ranks) else None
 
 

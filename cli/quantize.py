@@ -24,7 +24,7 @@ from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
 from gptq import gptq_model
 from hub.checkpoint import Checkpoint, load_model
-from hub.formats import CONFIGS, check_finite, write_checkpoint
+from hub.formats import check_finite
 from hub.tokenizer import Tokenizer
 from hub.vet import (
     GIB,
@@ -37,6 +37,7 @@ from hub.vet import (
 )
 from llm import Options
 from quantize import group_of, round_model
+from hub.write import CONFIGS, write_checkpoint
 
 
 def parse_args() -> Namespace:

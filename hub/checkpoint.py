@@ -213,8 +213,8 @@ class Weight(NamedTuple):
     k_proj.weight, behind the 4,096 rows of q_proj.weight: Weight("attn.wqkv.weight", 4096, (1024,
     4096), "kv", quantized=True).
 
-    rows, columns: how ranks share our parameter's outputs, and its inputs: the name of a share in
-    tp.Shard.shares. None: each rank has all of them. quantized: whether quantization replaces this
+    rows, columns: how ranks share our parameter's outputs, and its inputs: see part_of(). None:
+    each rank has all of them. quantized: whether quantization replaces this
     matrix. norm: it is a norm's. expert: the index of the one whose tensor it is. experts: it holds
     all experts', as in gpt-oss:
 
@@ -356,6 +356,47 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     return {f"{part}.{name}": weight for name, weight in table.items()}
 
 
+Part = tuple[slice, ...]  # of an axis of a tensor: what lies in these slices, side by side
+WHOLE_AXIS: Part = (slice(None),)
+
+
+def part_of(weight: Weight, shard) -> tuple[Part, ...]:
+    """What a rank reads of the file's tensor: of its rows and of its columns, or of all experts'
+    [X, K, N]. shard: the rank's tp.Shard."""
+    whole, shares = shard.whole, shard.shares
+
+    def behind(n: int, share: slice) -> slice:
+        return slice(n + share.start, n + share.stop)
+
+    def part(axis: str | None) -> Part:
+        if axis is None:
+            return WHOLE_AXIS
+        if axis == "qkv":  # Phi's files: q, k and v
+            q, kv = (n * whole.head_dim for n in (whole.n_head, whole.n_kv_head))
+            return shares["q"], behind(q, shares["kv"]), behind(q + kv, shares["kv"])
+        if axis == "gate_up":  # Phi's: gate, then up
+            return shares["ffn"], behind(whole.ffn_dim, shares["ffn"])
+        if axis == "pairs":  # gpt-oss's: they take turns
+            return (slice(2 * shares["expert"].start, 2 * shares["expert"].stop),)
+        return (shares[axis],)
+
+    rows, columns = part(weight.rows), part(weight.columns)
+    if weight.experts:
+        return (WHOLE_AXIS, columns, rows) if len(weight.shape) == 3 else (WHOLE_AXIS, rows)
+    return rows, columns
+
+
+def take(tensor: Tensor, parts: tuple[Part, ...]) -> Tensor:
+    """The parts of a tensor along its axes. Of one slice an axis it is a view: of a tensor in a
+    file, what lies beside it is not read."""
+    for axis, part in enumerate(parts[: tensor.dim()]):
+        if part != WHOLE_AXIS:
+            before = (slice(None),) * axis
+            found = [tensor[*before, own] for own in part]
+            tensor = found[0] if len(found) == 1 else torch.cat(found, axis)
+    return tensor
+
+
 def count_parameters(config: Config) -> int:
     return sum(math.prod(weight.shape) for weight in hf_weights(config).values())
 
@@ -369,14 +410,10 @@ def open_shard(path: Path):
 
 
 def read_tensor(
-    files: dict[str, Place],
-    name: str,
-    shapes: list[tuple],
-    dtypes: str = FLOATS,
-    part: tuple[slice | Tensor, ...] = (),
+    files: dict[str, Place], name: str, shapes: list[tuple], dtypes: str = FLOATS
 ) -> Tensor:
-    """The tensor, or tp.Shard's part of it, in the host's memory. ValueError if it is missing, or
-    has another type or shape than one of these.
+    """The tensor as a view of its file: what is used of it is read then. ValueError if it is
+    missing, or has another type or shape than one of these.
 
     Its name is removed from `files`: a name that is still there at the end has no place in the
     model."""
@@ -394,10 +431,7 @@ def read_tensor(
         raise ValueError(
             f"{path}: {name} is {dtype} {list(shape)}, want {dtypes} {list(shapes[0])}"
         )
-    if part and isinstance(part[0], slice):
-        return found[part[: len(shape)]]
-    tensor = shard.get_tensor(stored)
-    return tensor[part[0]] if part else tensor  # rows of what Phi's files hold as one
+    return shard.get_tensor(stored)
 
 
 def load_model(
@@ -434,7 +468,9 @@ def load_model(
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
         whole, weight = checkpoint.weights[name], table[name]  # of all ranks, and of this one
-        tensor = read_tensor(files, name, [whole.shape], part=shard.part(whole) if shard else ())
+        tensor = read_tensor(files, name, [whole.shape])
+        if shard:
+            tensor = take(tensor, part_of(whole, shard))
         if weight.norm:
             tensor = tensor.float() + model.config.norm_offset
         view = weight.of(parameters[weight.ours])

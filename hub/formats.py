@@ -1,43 +1,70 @@
 """
-Quantized checkpoints: the Hub's formats, and how they are read and written.
+Quantized checkpoints: the Hub's formats, and how they are read. write.py writes two of them.
 
-    quant_method         what is read                                                            what is written
-    gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic           4 and 8 bits
+    quant_method         what is read
+    gptq                 4 and 8 bits, both formats of zero points, act-order, dynamic
     awq                  4 bits, version gemm
-    compressed-tensors   pack-, int-, float- and naive-quantized: 4 and 8 bits, FP8 e4m3,        pack-quantized
+    compressed-tensors   pack-, int-, float- and naive-quantized: 4 and 8 bits, FP8 e4m3,
                          mxfp4- and nvfp4-pack-quantized
     fp8                  e4m3 with a scale a block or a tensor
     mxfp4                gpt-oss's experts
 
-A weight is (code - zero) * scale; FP8's codes are numbers by themselves, and have no zero. A group
-of G weights of one row, along K, shares scale and zero. The layouts of the files are in the
+A weight is (decode(q) - zero) * scale: see quantize.py. The layouts of the files are in the
 docstrings of the functions in READERS. They follow the packages that define them: gptqmodel 7.7,
 autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
-A new format is a function in RULES, which makes schemes of its settings, and one in READERS, if its
-layout is new. Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
+A format of your own is a function in RULES, which makes schemes of config.json's
+quantization_config, and one in READERS, if its layout is new. Of int8 codes with a scale a row,
+quant_method "rows8", these lines at the end of this file are all:
+
+    def rows8_rules(settings: dict) -> Rules:
+        return [(EVERY, Scheme("rows8", CODES["int8"]))]
+
+    def read_rows8(matrix: Matrix):
+        # The file has weight int8 [N, K] and scale [N].
+        N, K = matrix.N, matrix.K
+        q = matrix.read("weight", (N, K), "I8").view(torch.uint8) + 128
+        return pack(q, 8), matrix.read("scale", (N,))[:, None], None
+
+    RULES["rows8"] = rows8_rules
+    READERS["rows8"] = read_rows8
+
+A reader knows nothing of ranks: it writes the shapes of whole tensors, in which N and K are Axis,
+and read() gives it the rank's part of them. Reading whole matrices and slicing the layers would
+make each rank put all of AWQ's and int8's codes into our order: measured on a CPU, a rank of four
+then takes MEASURED times as long.
+
+Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
 
-import json
 import math
 import re
-import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hub.checkpoint import FLOATS, INDEX, Checkpoint, Weight, hf_weights, load_model, read_tensor
-from hub.vet import GIB, MOST_TOKENIZER, first_matches, free_memory, is_inside, reading
-from model import Experts, KVCache, Transformer
+from hub.checkpoint import (
+    FLOATS,
+    WHOLE_AXIS,
+    Checkpoint,
+    Part,
+    Weight,
+    hf_weights,
+    load_model,
+    part_of,
+    read_tensor,
+    take,
+)
+from hub.vet import free_memory, reading
+from model import KVCache, Transformer
 from quantize import (
     CODES,
     E4M3,
@@ -47,10 +74,13 @@ from quantize import (
     Codes,
     QuantizedExperts,
     QuantizedLinear,
+    alike,
     default_group,
     group_of,
+    join_experts,
+    merge,
     pack,
-    parameter,
+    plain_layer,
     replace_layers,
     round_head,
     round_model,
@@ -58,19 +88,9 @@ from quantize import (
     unpack,
 )
 
-AWQ_ORDER = [
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-]  # where AWQ puts the first, the second ... of the eight codes of a word
+# Where AWQ puts the first, the second ... of the eight codes of a word.
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
-SHARD_BYTES = 4 * GIB
-ALL = slice(None)
 
 
 def check_quantize(
@@ -80,9 +100,8 @@ def check_quantize(
     read_settings()'s."""
     if not quantize:
         return
-    if (
-        settings and settings.get("quant_method") != "mxfp4"
-    ):  # of gpt-oss what has no codes is rounded
+    # Of gpt-oss what has no codes is rounded.
+    if settings and settings.get("quant_method") != "mxfp4":
         raise ValueError(
             f"quantize={quantize}: {checkpoint.directory} is quantized already; leave the option "
             f"out"
@@ -110,9 +129,9 @@ def load(
     group = default_group(quantize, group_size)
     if settings:
         group = shared_inputs(settings, group)
-    shard = (
-        split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size) if split else None
-    )
+    shard = None
+    if split:
+        shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
     reader = QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
     if quantize or quantize_head:
@@ -141,17 +160,6 @@ def vet_numbers(tensor: Tensor, subject: str) -> None:
     broken = tensor.isnan() if tensor.dtype == torch.float8_e4m3fn else ~tensor.isfinite()
     if broken.any():
         raise ValueError(f"{subject} NaN or infinite values; take a checkpoint that is whole")
-
-
-def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear | Experts:
-    """A linear layer of a weight [N, K], Experts of [X, N, K]."""
-    with torch.device("meta"):
-        if weight.dim() == 3:
-            layer = Experts(*weight.shape, bias=False)
-        else:
-            layer = nn.Linear(*weight.T.shape, bias=False)
-    layer.weight, layer.bias = parameter(weight), parameter(bias)
-    return layer
 
 
 def unpack_quantized(
@@ -195,52 +203,12 @@ class SeparateLinears(nn.ModuleList):
         return torch.cat([linear(x) for linear in self], dim=-1)
 
 
-def alike(linears: list[nn.Module]) -> bool:
-    """Whether all are quantized, with the same codes and as many groups."""
-    kinds = {
-        isinstance(linear, QuantizedLinear) and (linear.codes, linear.scales.shape[-1])
-        for linear in linears
-    }
-    return len(kinds) == 1 and False not in kinds
-
-
 def fuse(linears: list[nn.Module]) -> nn.Module:
     """One layer of q, k and v, or of gate and up, where all are quantized with the same codes and
     groups."""
     if alike(linears) and all(linear.groups().equal(linears[0].groups()) for linear in linears):
         return QuantizedLinear(*merge(linears, torch.cat), linears[0].g_idx)
     return SeparateLinears(linears)
-
-
-def join_experts(linears: Iterable[nn.Module]) -> QuantizedExperts:
-    """ValueError for layers that differ in their codes or their number of groups."""
-    linears = [*linears]
-    if not alike(linears):
-        raise ValueError("the experts of a layer are quantized in several ways; want one for all")
-    g_idx = None
-    if any(linear.g_idx is not None for linear in linears):
-        g_idx = torch.stack([linear.groups() for linear in linears])
-    return QuantizedExperts(*merge(linears, torch.stack), g_idx)
-
-
-def merge(linears: list[QuantizedLinear], join: Callable) -> tuple:
-    """What QuantizedLinear takes, but for g_idx, of several with the same codes and as many groups.
-    join: torch.cat or torch.stack."""
-    zeros = bias = None
-    if any(linear.zeros is not None for linear in linears):
-        zeros = join([zeros_of(linear) for linear in linears])
-    if linears[0].bias is not None:
-        bias = join([linear.bias for linear in linears])
-    qweight = join([linear.qweight for linear in linears])
-    scales = join([linear.scales for linear in linears])
-    return qweight, scales, zeros, linears[0].codes, bias
-
-
-def zeros_of(layer: QuantizedLinear) -> Tensor:
-    """The zero points [N, C], int16, if the layer has none of its own, too."""
-    if layer.zeros is None:
-        return torch.full_like(layer.scales, layer.codes.zero, dtype=torch.int16)
-    return layer.zeros
 
 
 # What config.json says
@@ -262,15 +230,14 @@ class Scheme:
     act_order: bool = False  # the file must say which group an input belongs to
 
 
-# The first rule whose pattern matches the beginning of a layer's name says how the layer is held.
-# None: unquantized.
+# The first rule whose pattern, a regular expression, matches the beginning of a layer's name says
+# how the layer is held. None: unquantized.
 Rules = list[tuple[str, Scheme | None]]
 EVERY = ""
-TENSOR = (
-    sys.maxsize,
-    sys.maxsize,
-)  # rows and inputs of a block that is the whole matrix, whatever its size
-OTHERS = {  # parts of names -> what people call these formats
+# Rows and inputs of a block that is the whole matrix, whatever its size.
+TENSOR = sys.maxsize, sys.maxsize
+# Parts of names -> what people call these formats.
+OTHERS = {
     "mxfp4": "MXFP4",
     "mxfp6": "MXFP6",
     "mxfp8": "MXFP8",
@@ -294,7 +261,7 @@ def wanted(settings: dict, key: str, values: list, default=None):
         raise ValueError(
             f"quantization_config: {key} {found!r}{known} is not supported, want one of {values}"
         )
-    return values[values.index(found)]  # which is 4 where the file has 4.0
+    return values[values.index(found)]  # 4 where the file has 4.0
 
 
 def wanted_group(settings: dict) -> int:
@@ -378,7 +345,8 @@ def mxfp4_rules(settings: dict) -> Rules:
     ]
 
 
-COMPRESSED = {  # compressed-tensors' formats -> the types that they hold -> the layout
+# compressed-tensors' formats -> the types that they hold -> the layout.
+COMPRESSED = {
     "pack-quantized": {"int": "packed"},
     "int-quantized": {"int": "int"},
     "float-quantized": {"int": "int", "float": "fp8"},
@@ -461,7 +429,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none. ValueError for a format
     that is not read.
 
-    quant_method; rules; name, such as "int4", and bits: of the most exact scheme; activations:
+    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact scheme; activations:
     whether these or the KV cache are to be quantized, too."""
     settings = (
         checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
@@ -470,7 +438,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
         return {}
     with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
         method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
-        rules = RULES[method](settings)
+        rules = [(re.compile(pattern), scheme) for pattern, scheme in RULES[method](settings)]
         codes = [scheme.codes for _, scheme in rules if scheme]
         if not codes:
             return {}
@@ -505,6 +473,21 @@ def shared_inputs(settings: dict, group: int = 1) -> int:
 def stem(name: str) -> str:
     """The name of the module whose weight this is."""
     return name.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The outputs or the inputs of a matrix in the files, and the part of them that is read: this
+    rank's."""
+
+    size: int
+    part: Part = WHOLE_AXIS
+
+    def packed(self, per: int) -> "Axis":
+        """As elements of a tensor, each of which holds `per` of these."""
+        ends = (own.indices(self.size)[:2] for own in self.part)
+        part = tuple(slice(start // per, -(-stop // per)) for start, stop in ends)
+        return Axis(-(-self.size // per), part)
 
 
 @dataclass
@@ -561,11 +544,10 @@ class QuantizedReader:
             for name, weight in self.table.items()
             if weight.quantized or weight.ours == "head.weight"
         ]
-        rules = self.settings["rules"]
-        first = first_matches([pattern for pattern, _ in rules], [stem(name) for name in matrices])
         found = {}
-        for name, i in zip(matrices, first):
-            scheme = None if i is None else rules[i][1]
+        for name in matrices:
+            matching = (scheme for rule, scheme in self.settings["rules"] if rule.match(stem(name)))
+            scheme = next(matching, None)
             if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
                 scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
                 if name in self.files and not scales & self.files.keys():
@@ -574,51 +556,51 @@ class QuantizedReader:
         return found
 
     def read(
-        self, name: str, shapes: list[tuple], dtypes: str = FLOATS, part: tuple[slice, ...] = ()
+        self,
+        name: str,
+        shape: tuple[int | Axis, ...],
+        dtypes: str = FLOATS,
+        other_shapes: tuple[tuple[int, ...], ...] = (),
     ) -> Tensor:
-        """The tensor, on the device, of one of the shapes. ValueError for NaN and infinite
-        numbers."""
-        tensor = read_tensor(self.files, name, shapes, dtypes, part).to(self.device)
+        """The rank's part of a tensor, on the device. ValueError for NaN and infinite numbers."""
+        axes = [axis if isinstance(axis, Axis) else Axis(axis) for axis in shape]
+        sizes = tuple(axis.size for axis in axes)
+        tensor = read_tensor(self.files, name, [sizes, *other_shapes], dtypes)
+        tensor = take(tensor, tuple(axis.part for axis in axes)).to(self.device)
         if tensor.is_floating_point():
             vet_numbers(tensor, f"the tensor {name} has")
         return tensor
 
+    def axes(self, weight: Weight) -> list[Axis]:
+        """Of the tensor that a file has of an unquantized weight."""
+        parts = part_of(weight, self.shard) if self.shard else [WHOLE_AXIS] * len(weight.shape)
+        return [Axis(*axis) for axis in zip(weight.shape, parts)]
+
     def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
-        weight, bias = self.table[name], None
-        N, K = weight.shape
-        part = self.shard.part(weight) if self.shard else (ALL, ALL)
-        module = stem(name)
+        weight, bias, module = self.table[name], None, stem(name)
+        N, K = self.axes(weight)
         if f"{module}.bias" in self.table:
-            bias = self.read(f"{module}.bias", [(N,)], part=part[:1]).to(self.dtype)
+            bias = self.read(f"{module}.bias", (N,)).to(self.dtype)
         if scheme is None:
-            return plain_layer(self.read(name, [(N, K)], part=part).to(self.dtype), bias)
+            return plain_layer(self.read(name, (N, K)).to(self.dtype), bias)
         codes = scheme.codes
         if scheme.rows > 1 or codes == NVFP4:
-            G = min(scheme.group, group_of(K, -1))  # a file's block may be larger than the matrix
+            G = min(scheme.group, group_of(K.size, -1))  # a file's block may exceed the matrix
         else:
-            G = group_of(K, scheme.group)
-        if scheme.layout in GPTQ_AND_AWQ and N * codes.bits % 32:
+            G = group_of(K.size, scheme.group)
+        if scheme.layout in GPTQ_AND_AWQ and N.size * codes.bits % 32:
             raise ValueError(
-                f"the layer {module} has {N} rows; want a multiple of {32 // codes.bits}"
+                f"the layer {module} has {N.size} rows; want a multiple of {32 // codes.bits}"
             )
-        rows, columns = part
-        scattered = isinstance(
-            rows, Tensor
-        )  # of what Phi's files hold as one: taken once all are read
-        layer = Layer(
-            self, module, N, K, -(-K // G), G, ALL if scattered else rows, columns, scheme
-        )
-        found = READERS[scheme.layout](layer)
-        if scattered:
-            found = [tensor if tensor is None else tensor[rows] for tensor in found]
-        qweight, scales, zeros = found
+        matrix = Matrix(self, module, N, K, G, scheme)
+        qweight, scales, zeros = READERS[scheme.layout](matrix)
         vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
         if codes.zero:  # fp16 where that holds them
             half, scales = scales.half(), scales.float()
             if half.float().equal(scales):
                 scales = half
-        kept, g_idx = layer.groups()
+        kept, g_idx = matrix.groups()
         if zeros is not None:
             zeros = None if (zeros == codes.zero).all() else zeros[:, kept]
         return QuantizedLinear(
@@ -629,14 +611,11 @@ class QuantizedReader:
         """gpt-oss's: `name`_blocks uint8 [X, N, C, 16], in a byte an even input's code and then an
         odd one's, and `name`_scales uint8 [X, N, C]. Rows of gate and up take turns. bias: what
         load_model() reads later."""
-        X, K, N = weight.shape
-        C = K // group_of(K, 32)
-        part = ()
-        if self.shard:
-            _, columns, rows = self.shard.part(weight)
-            part = ALL, rows, packed(columns, 32)
-        blocks = self.read(f"{name}_blocks", [(X, N, C, 16)], "U8", part)
-        scales = self.read(f"{name}_scales", [(X, N, C)], "U8", part)
+        X, K, N = self.axes(weight)
+        group_of(K.size, 32)
+        C = K.packed(32)
+        blocks = self.read(f"{name}_blocks", (X, N, C, 16), "U8")
+        scales = self.read(f"{name}_scales", (X, N, C), "U8")
         vet_numbers(MXFP4.decode_scales(scales), f"the scales of {name} have")
         if weight.rows == "pairs":
             blocks, scales = (
@@ -645,325 +624,160 @@ class QuantizedReader:
         return QuantizedExperts(blocks.flatten(2).view(torch.int32), scales, None, MXFP4, bias)
 
 
-def packed(codes: slice, per: int) -> slice:
-    """Where these codes are, `per` side by side in an element."""
-    return codes if codes == ALL else slice(codes.start // per, -(-codes.stop // per))
-
-
 @dataclass(frozen=True)
-class Layer:
-    """One of Hugging Face's matrices in the files: its module's name, its shape, the rank's part of
-    it, and how it is held."""
+class Matrix:
+    """One of Hugging Face's matrices in the files: its module's name, its outputs N and inputs K,
+    the inputs of a group, and how it is held."""
 
     reader: QuantizedReader
     name: str
-    N: int
-    K: int
-    C: int
-    G: int  # inputs of a group
-    rows: slice
-    columns: slice
+    N: Axis
+    K: Axis
+    G: int
     scheme: Scheme
+
+    @property
+    def C(self) -> int:
+        """Groups of a whole row; the last one may be smaller."""
+        return -(-self.K.size // self.G)
 
     @property
     def bits(self) -> int:
         return self.scheme.codes.bits
 
-    def read(self, kind: str, axes: str, dtypes: str = FLOATS) -> Tensor:
-        """The rank's part of a tensor. axes: its shape, such as "C N/w"; /w: in words of codes, or
-        bytes of them."""
-        per = (8 if dtypes == "U8" else 32) // self.bits
-        known = {
-            "N": (self.N, self.rows),
-            "K": (self.K, self.columns),
-            "C": (self.C, ALL),
-            "N/w": (-(-self.N // per), packed(self.rows, per)),
-            "K/w": (self.K // per, packed(self.columns, per)),
-        }
-        shape, part = zip(*[known[axis] for axis in axes.split()])
-        return self.reader.read(f"{self.name}.{kind}", [shape], dtypes, part)
+    def read(self, kind: str, shape: tuple[int | Axis, ...], dtypes: str = FLOATS) -> Tensor:
+        return self.reader.read(f"{self.name}.{kind}", shape, dtypes)
 
     def read_scales(self, kind: str, dtypes: str = FLOATS) -> Tensor:
-        """One number for each block of `rows` rows and G inputs -> [N, C] with the rank's rows.
+        """One number for each block of `rows` rows and G inputs -> [N, C].
 
         A tensor's one number may be [] or [1]; a number a row may be [N]."""
-        rows = min(self.scheme.rows, self.N)
-        shape = -(-self.N // rows), self.C
-        shapes = [shape, (math.prod(shape),)]
-        if shape == (1, 1):
-            shapes.append(())
-        scales = self.reader.read(f"{self.name}.{kind}", shapes, dtypes).view(shape)
-        return scales.repeat_interleave(rows, 0)[: self.N][self.rows]
+        rows = min(self.scheme.rows, self.N.size)
+        shape = -(-self.N.size // rows), self.C
+        others = ((math.prod(shape),), ()) if shape == (1, 1) else ((math.prod(shape),),)
+        scales = self.reader.read(f"{self.name}.{kind}", shape, dtypes, others).view(shape)
+        return take(scales.repeat_interleave(rows, 0)[: self.N.size], (self.N.part,))
 
     def groups(self) -> tuple[Tensor | slice, Tensor | None]:
         """-> which groups' scales are kept, and the inputs' groups g_idx [K]: None where groups are
         side by side.
 
-        A block may end early, at K or where a rank's columns begin or end. Then it becomes several
-        groups of one size: K = 256, G = 128, and a rank with columns 64 to 255 has groups of 64,
-        with the scales 0, 1, 1. ValueError for a g_idx that does not name each group K / C times."""
-        K, C = self.K, self.C
-        consecutive = groups = torch.arange(K, device=self.reader.device) // self.G
+        A block may end early, at K or where a rank's inputs begin or end. Then it becomes several
+        groups of one size: K = 256, G = 128, and a rank with inputs 64 to 255 has groups of 64,
+        with the scales 0, 1, 1. ValueError for a g_idx that does not name each group G times."""
+        K, own = self.K.size, (self.K.part,)
+        consecutive = groups = torch.arange(K) // self.G
         kind = "g_idx" if self.scheme.layout.startswith("gptq") else "weight_g_idx"
         name = f"{self.name}.{kind}"
         if name in self.reader.files or self.scheme.act_order:
-            groups = self.reader.read(name, [(K,)], "I32").long()
+            groups = read_tensor(self.reader.files, name, [(K,)], "I32").long()
             if not groups.sort().values.equal(consecutive):
                 raise ValueError(
-                    f"{name}: want each of {C} groups {K // C} times; config.json is of another "
-                    f"model"
+                    f"{name}: want each of {self.C} groups {K // self.C} times; config.json is of "
+                    "another model"
                 )
-        own = groups[self.columns]
-        if not own.equal(consecutive[self.columns]):
-            return ALL, own
-        step = len(own)
-        if C > 1:
-            step = math.gcd(self.G, self.columns.start or 0, step)
-        return own[::step], None
+        groups = take(groups, own)
+        if not groups.equal(take(consecutive, own)):
+            return slice(None), groups.to(self.reader.device)
+        _, sizes = groups.unique_consecutive(return_counts=True)
+        return groups[:: math.gcd(*sizes.tolist())], None
 
 
-# A reader gives a layer's qweight, the bytes of pack()'s [N, K * bits / 32], scales [N, C], and
-# zeros [N, C] or None, with the rank's rows, and of qweight its columns.
+# A reader gives a matrix's qweight, the bytes of pack()'s [N, K * bits / 32], scales [N, C], and
+# zeros [N, C] or None.
 
 
-def read_gptq(layer: Layer):
+def read_gptq(matrix: Matrix):
     """qweight int32 [K * bits / 32, N], words along K; qzeros [C, N * bits / 32], words along N;
     scales [C, N]."""
-    qweight = layer.read("qweight", "K/w N", "I32").T
-    zeros = layer.read("qzeros", "C N/w", "I32")
-    if layer.scheme.layout == "gptq":
+    N, K, C, bits = matrix.N, matrix.K, matrix.C, matrix.bits
+    qweight = matrix.read("qweight", (K.packed(32 // bits), N), "I32").T
+    zeros = matrix.read("qzeros", (C, N.packed(32 // bits)), "I32")
+    if matrix.scheme.layout == "gptq":
         # The first version stores zero - 1, taken from whole words: a zero of 0 borrows from its
         # neighbour. Added to whole words, the borrow comes back.
-        zeros = zeros + {4: 0x11111111, 8: 0x01010101}[layer.bits]
-    return qweight, layer.read("scales", "C N").T, unpack(zeros, layer.bits).T
+        zeros = zeros + {4: 0x11111111, 8: 0x01010101}[bits]
+    return qweight, matrix.read("scales", (C, N)).T, unpack(zeros, bits).T
 
 
-def read_awq(layer: Layer):
+def read_awq(matrix: Matrix):
     """The gemm version: qweight int32 [K, N / 8] and qzeros [C, N / 8], words along N; scales [C,
     N]."""
+    N, K, C = matrix.N, matrix.K, matrix.C
 
-    def codes(kind: str, axes: str) -> Tensor:
-        words = layer.read(kind, axes, "I32")
+    def in_order(words: Tensor) -> Tensor:
+        """[any, N / 8] -> [N, any]"""
         return unpack(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).T
 
-    return (
-        pack(codes("qweight", "K N/w"), 4),
-        layer.read("scales", "C N").T,
-        codes("qzeros", "C N/w"),
-    )
+    q = in_order(matrix.read("qweight", (K, N.packed(8)), "I32"))
+    zeros = in_order(matrix.read("qzeros", (C, N.packed(8)), "I32"))
+    return pack(q, 4), matrix.read("scales", (C, N)).T, zeros
 
 
-def read_packed(layer: Layer):
+def read_packed(matrix: Matrix):
     """weight_packed int32 [N, K * bits / 32], words along K; weight_zero_point [N * bits / 32, C],
     words along N; weight_scale [N, C]; weight_shape, which is [N, K]. Codes and zero points are
     stored plus 2 ** (bits - 1)."""
-    shape = layer.reader.read(f"{layer.name}.weight_shape", [(2,)], "I64 I32").tolist()
-    if shape != [layer.N, layer.K]:
+    N, K, C, per = matrix.N, matrix.K, matrix.C, 32 // matrix.bits
+    shape = matrix.read("weight_shape", (2,), "I64 I32").tolist()
+    if shape != [N.size, K.size]:
         raise ValueError(
-            f"{layer.name}.weight_shape says {shape}, want {[layer.N, layer.K]}: config.json is of "
+            f"{matrix.name}.weight_shape says {shape}, want {[N.size, K.size]}: config.json is of "
             "another model"
         )
-    qweight, zeros = layer.read("weight_packed", "N K/w", "I32"), None
-    if layer.scheme.zeros:
-        words = layer.read("weight_zero_point", "N/w C", "I32")
-        zeros = unpack(words.T, layer.bits).T[: len(qweight)]
-    return qweight, layer.read_scales("weight_scale"), zeros
+    qweight, zeros = matrix.read("weight_packed", (N, K.packed(per)), "I32"), None
+    if matrix.scheme.zeros:
+        words = matrix.read("weight_zero_point", (N.packed(per), C), "I32")
+        zeros = unpack(words.T, matrix.bits).T[: len(qweight)]
+    return qweight, matrix.read_scales("weight_scale"), zeros
 
 
-def read_int(layer: Layer):
+def read_int(matrix: Matrix):
     """weight int8 [N, K], weight_zero_point int8 and weight_scale, as read_scales() says."""
-    bits, middle, zeros = layer.bits, layer.scheme.codes.zero, None
-    codes = layer.read("weight", "N K", "I8").view(torch.uint8) + middle
-    if (codes > 2**bits - 1).any():
+    bits, middle, zeros = matrix.bits, matrix.scheme.codes.zero, None
+    q = matrix.read("weight", (matrix.N, matrix.K), "I8").view(torch.uint8) + middle
+    if (q > 2**bits - 1).any():
         raise ValueError(
-            f"the tensor {layer.name}.weight has numbers of more than {bits} bits; config.json is "
-            f"of "
-            "another model"
+            f"the tensor {matrix.name}.weight has numbers of more than {bits} bits; config.json is "
+            f"of another model"
         )
-    if layer.scheme.zeros:
-        zeros = layer.read_scales("weight_zero_point", "I8").to(torch.int16) + middle
-    return pack(codes, bits), layer.read_scales("weight_scale"), zeros
+    if matrix.scheme.zeros:
+        zeros = matrix.read_scales("weight_zero_point", "I8").to(torch.int16) + middle
+    return pack(q, bits), matrix.read_scales("weight_scale"), zeros
 
 
-def read_fp8(layer: Layer):
+def read_fp8(matrix: Matrix):
     """weight float8_e4m3fn [N, K]; weight_scale or, of fp8, weight_scale_inv, which multiplies too.
     See read_scales()."""
-    inverse = f"{layer.name}.weight_scale_inv" in layer.reader.files
-    scales = layer.read_scales("weight_scale_inv" if inverse else "weight_scale")
-    return layer.read("weight", "N K", "F8_E4M3"), scales.float(), None
+    inverse = f"{matrix.name}.weight_scale_inv" in matrix.reader.files
+    scales = matrix.read_scales("weight_scale_inv" if inverse else "weight_scale")
+    return matrix.read("weight", (matrix.N, matrix.K), "F8_E4M3"), scales.float(), None
 
 
-def read_mxfp4(layer: Layer):
+def read_mxfp4(matrix: Matrix):
     """weight_packed uint8 [N, K / 2], in a byte an even input's code and then an odd one's;
     weight_scale uint8 [N, C], e8m0."""
-    return layer.read("weight_packed", "N K/w", "U8"), layer.read_scales("weight_scale", "U8"), None
+    qweight = matrix.read("weight_packed", (matrix.N, matrix.K.packed(2)), "U8")
+    return qweight, matrix.read_scales("weight_scale", "U8"), None
 
 
-def read_nvfp4(layer: Layer):
+def read_nvfp4(matrix: Matrix):
     """As read_mxfp4(), but weight_scale is float8_e4m3fn, and is divided by the one number
     weight_global_scale."""
-    scales = layer.read_scales("weight_scale", "F8_E4M3").float()
-    whole = layer.reader.read(f"{layer.name}.weight_global_scale", [(1,), ()]).float()
-    return layer.read("weight_packed", "N K/w", "U8"), scales / whole, None
+    qweight = matrix.read("weight_packed", (matrix.N, matrix.K.packed(2)), "U8")
+    scales = matrix.read_scales("weight_scale", "F8_E4M3").float()
+    name = f"{matrix.name}.weight_global_scale"
+    whole = matrix.reader.read(name, (1,), other_shapes=((),)).float()
+    return qweight, scales / whole, None
 
 
-READERS = dict(
-    gptq=read_gptq,
-    gptq_v2=read_gptq,
-    awq=read_awq,
-    packed=read_packed,
-    int=read_int,
-    fp8=read_fp8,
-    mxfp4=read_mxfp4,
-    nvfp4=read_nvfp4,
-)
-
-
-# Writing a checkpoint
-
-
-def gptq_config(bits: int, group_size: int, sym: bool, act_order: bool, head: bool) -> dict:
-    """quantization_config of a GPTQ checkpoint.
-
-    gptqmodel 7.7 reads other programs' asymmetric weights as gptq_v2 alone. Symmetric ones stay
-    gptq, which older programs read too."""
-    return dict(
-        bits=bits,
-        group_size=group_size,
-        sym=sym,
-        desc_act=act_order,
-        lm_head=head,
-        quant_method="gptq",
-        checkpoint_format="gptq" if sym else "gptq_v2",
-    )
-
-
-def compressed_tensors_config(
-    bits: int, group_size: int, sym: bool, act_order: bool, head: bool
-) -> dict:
-    """quantization_config of a compressed-tensors checkpoint, pack-quantized. ValueError for
-    act-order, whose g_idx the package no longer reads."""
-    if act_order:
-        raise ValueError(
-            "--act-order: compressed-tensors reads it no more; leave it out, or take --format gptq"
-        )
-    strategy = "channel" if group_size == -1 else "group"
-    weights = dict(
-        num_bits=bits,
-        type="int",
-        symmetric=sym,
-        dynamic=False,
-        strategy=strategy,
-        group_size=group_size,
-    )
-    groups = dict(group_0=dict(targets=["Linear"], weights=weights))
-    return dict(
-        quant_method="compressed-tensors",
-        format="pack-quantized",
-        quantization_status="compressed",
-        ignore=[] if head else ["lm_head"],
-        config_groups=groups,
-    )
-
-
-CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
-
-
-def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
-    """The tensors of some rows of a layer, as read_gptq() describes them."""
-    stored = zeros_of(layer)[rows] - int(config["checkpoint_format"] == "gptq")
-    return dict(
-        qweight=layer.qweight[rows].T,
-        qzeros=pack(stored.T, layer.codes.bits),
-        scales=layer.scales[rows].T,
-        g_idx=layer.groups().int(),
-    )
-
-
-def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
-    """The tensors of some rows of a layer, as read_packed() describes them."""
-    qweight = layer.qweight[rows]
-    tensors = dict(
-        weight_packed=qweight,
-        weight_scale=layer.scales[rows],
-        weight_shape=torch.tensor([len(qweight), layer.in_features]),
-    )
-    if layer.zeros is not None:
-        tensors["weight_zero_point"] = pack(layer.zeros[rows].T, layer.codes.bits).T
-    return tensors
-
-
-TENSORS = {"gptq": gptq_tensors, "compressed-tensors": packed_tensors}
-
-
-def quantized_tensors(
-    model: Transformer, source: Checkpoint, config: dict
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint: quantized layers as config says, the others as source has
-    them."""
-    files = source.files()
-    for name, weight in source.weights.items():
-        layer = model.get_submodule(weight.ours.rpartition(".")[0])
-        if len(weight.shape) == 1 or not isinstance(layer, QuantizedLinear):
-            yield name, read_tensor(files, name, [weight.shape])
-            continue
-        if weight.expert is not None:
-            layer = layer.expert(weight.expert)
-        rows = slice(weight.row, weight.row + weight.shape[0])
-        for kind, tensor in TENSORS[config["quant_method"]](layer, rows, config).items():
-            yield f"{stem(name)}.{kind}", tensor
-
-
-def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-    """Writes safetensors files of at most SHARD_BYTES, and an index if there are several. The host
-    holds what is not quantized, and the codes of one file at a time."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    held = dict(tensors)
-    sizes = {
-        name: tensor.to("meta") for name, tensor in held.items()
-    }  # what shares memory is not split otherwise
-    split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
-    for file, names in split.filename_to_tensors.items():
-        path = directory / file
-        with reading(path):  # a full disk raises an exception of its own
-            save_file(
-                {name: held[name].contiguous().cpu() for name in names},
-                path,
-                metadata={"format": "pt"},
-            )
-            path.chmod(0o644)  # safetensors lets its owner alone read it
-    if split.is_sharded:
-        write_json(
-            directory / INDEX, dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
-        )
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def write_checkpoint(
-    model: Transformer, source: Checkpoint, directory: Path, quantization_config: dict
-) -> None:
-    write_shards(quantized_tensors(model, source, quantization_config), directory)
-    for path in source.directory.iterdir():  # the tokenizer's files, the chat template and the like
-        copied = (
-            path.suffix in (".json", ".model", ".jinja", ".txt") and ".index" not in path.suffixes
-        )
-        # Nothing that a link takes from elsewhere, nor what is no such file by its size.
-        if copied and path.is_file() and is_inside(path) and path.stat().st_size <= MOST_TOKENIZER:
-            shutil.copyfile(path, directory / path.name)
-    routers = [stem(name) for name, weight in source.weights.items() if "router" in weight.ours]
-    if "ignore" in quantization_config:  # to other readers they are linear layers like others
-        quantization_config = quantization_config | dict(
-            ignore=quantization_config["ignore"] + routers
-        )
-    hf = source.hf | dict(quantization_config=quantization_config)
-    if "text_config" in hf:  # of a model that also sees: what is written is its text part
-        hf = {
-            key: value
-            for key, value in hf.items()
-            if key not in ("text_config", "vision_config", "architectures")
-        }
-    write_json(directory / "config.json", hf)
+READERS = {
+    "gptq": read_gptq,
+    "gptq_v2": read_gptq,
+    "awq": read_awq,
+    "packed": read_packed,
+    "int": read_int,
+    "fp8": read_fp8,
+    "mxfp4": read_mxfp4,
+    "nvfp4": read_nvfp4,
+}

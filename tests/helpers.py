@@ -39,6 +39,7 @@ from quantize import QuantizedLinear, round_model
 from generate import Sampling
 from speculative import SLACK, Speculator
 from hub.tokenizer import Tokenizer
+from hub.write import CONFIGS, write_checkpoint
 from tp import Team
 
 ROOT = Path(__file__).parents[1]
@@ -451,8 +452,8 @@ def write(
     else:
         round_model(model, *how, head)
     out.mkdir()
-    config = formats.CONFIGS[form](bits, group_size, sym, act_order, head) | config
-    formats.write_checkpoint(model, source, out, config)
+    config = CONFIGS[form](bits, group_size, sym, act_order, head) | config
+    write_checkpoint(model, source, out, config)
     return model
 
 

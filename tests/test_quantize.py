@@ -16,12 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hub import formats
 import quantize
+from hub import write as hub_write
 from gptq import find_best_scales, gptq, gptq_model
+from hub.checkpoint import hf_weights
+from hub.families import config_from_hf
 from helpers import (
     CPU,
     F32,
+    FAMILIES,
+    GOLDEN,
     ROOT,
     TINY,
     absent,
@@ -38,7 +42,19 @@ from helpers import (
     tiny,
     write,
 )
-from quantize import INT4, INT8, Codes, QuantizedLinear, group_of, pack, round_to_nearest
+from model import Transformer
+from quantize import (
+    INT4,
+    INT8,
+    Codes,
+    QuantizedLinear,
+    group_of,
+    pack,
+    round_model,
+    round_to_nearest,
+)
+from quantized_golden import recipe
+from tp import ROW_PARALLEL
 
 K = "model.layers.1.self_attn.k_proj.weight"
 
@@ -326,8 +342,8 @@ def test_shards_are_small_and_load_as_one_file_does(tmp_path, monkeypatch):
     (source / "model.safetensors").unlink()
     (source / "gone.json").symlink_to(tmp_path / "nowhere")
     with monkeypatch.context() as small:
-        small.setattr(formats, "SHARD_BYTES", 20_000)
-        formats.write_shards(iter(weights.items()), source)
+        small.setattr(hub_write, "SHARD_BYTES", 20_000)
+        hub_write.write_shards(iter(weights.items()), source)
     files = sorted(source.glob("*.safetensors"))
     assert (
         len(files) > 2
@@ -387,7 +403,9 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
         (partial(os.truncate, "/none", 0), 2),
     ],
 )
-@pytest.mark.parametrize("module, where", [(formats, "save_file"), (quantize, "round_to_nearest")])
+@pytest.mark.parametrize(
+    "module, where", [(hub_write, "save_file"), (quantize, "round_to_nearest")]
+)
 def test_an_interrupted_run_leaves_nothing(
     tmp_path, monkeypatch, call, command, end, code, module, where
 ):
@@ -400,7 +418,7 @@ def test_an_interrupted_run_leaves_nothing(
         return plain(*args, **more)
 
     monkeypatch.setattr(module, where, end_later)
-    monkeypatch.setattr(formats, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(hub_write, "SHARD_BYTES", 20_000)
     assert (call("quantize.py", command)[0], len(calls), names(tmp_path)) == (code, 2, ["in"])
 
 
@@ -432,3 +450,41 @@ def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, command):
 def test_a_disk_without_room_is_said(monkeypatch, command):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Namespace(free=1000))
     assert "are free there" in refusal(command)
+
+
+def test_the_layers_to_quantize_and_to_sum_over_ranks_are_those_of_the_table_of_weights():
+    for family in FAMILIES:
+        config = config_from_hf(read_json(GOLDEN / family / "config.json"))
+        with torch.device("meta"):
+            model = Transformer(config)
+        matrices = {
+            weight.ours.removesuffix(".weight"): weight.columns
+            for weight in hf_weights(config).values()
+            if weight.quantized
+        }
+        assert {*quantize.find_layers(model, head=False)} == {*matrices}
+        assert {name for name in matrices if name.endswith(ROW_PARALLEL)} == {
+            name for name, columns in matrices.items() if columns
+        }
+        head = [] if config.tied else ["head"]
+        assert quantize.find_layers(model, head=True)[len(matrices) :] == head
+
+
+@torch.no_grad()
+def test_the_recipe_for_a_kind_of_codes_works(monkeypatch):
+    """The lines of Codes' docstring: what they make decodes, by fast/cpu.py too."""
+    import fast
+
+    monkeypatch.setattr(quantize, "CODES", dict(quantize.CODES))
+    monkeypatch.setattr(quantize, "INT2", None, raising=False)
+    exec(recipe(Codes.__doc__, "INT2"), vars(quantize))
+    exact, model = tiny(), tiny()
+    round_model(model, "int2")
+    layers = quantized_layers(model)
+    assert {layer.codes for layer in layers.values()} == {quantize.INT2}
+    assert layers["layers.0.attn.wo"].qweight.numel() * 16 == exact.layers[0].attn.wo.weight.numel()
+    tokens = torch.arange(20, 40)
+    found, four = logits_of(model, tokens), load_checkpoint(TINY, quantize="int4")
+    want = logits_of(exact, tokens)
+    assert error(logits_of(four, tokens), want) < error(found, want) < 1
+    assert error(read(fast.optimize(model).decoder, tokens[None])[0], found) < 1e-5

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import generate
 import tp_worker
-from hub.checkpoint import hf_weights
+from hub.checkpoint import hf_weights, part_of, take
 from hub.families import config_from_hf
 from helpers import (
     CPU,
@@ -51,7 +51,7 @@ from helpers import (
     write,
 )
 from model import Config
-from test_formats import unfold
+from quantized_golden import unfold
 from tp import Shard, Team, draft_splitter, join
 
 TINY, DRAFT, EAGLE = str(TINY), str(DRAFT), str(EAGLE)  # as cases.json has them
@@ -272,8 +272,8 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
         for shard in parts:
-            part = seen[shard.part(weight)[: seen.dim()]]
-            part += 1
+            part = take(torch.arange(seen.numel()).view(seen.shape), part_of(weight, shard))
+            seen.view(-1)[part.flatten()] += 1
             assert name == "lm_head.weight" or part.shape == hf_weights(shard.config)[name].shape, (
                 name
             )

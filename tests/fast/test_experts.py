@@ -11,11 +11,10 @@ from torch import nn
 
 from fast import experts
 from fast.experts import FusedMoE
-from hub.formats import join_experts, plain_layer
 from gemv_on_cpu import gemv_on_cpu
 from helpers import error
 from model import Config, LayerConfig, MoE, MoEConfig
-from quantize import QuantizedExperts, replace_layers
+from quantize import QuantizedExperts, join_experts, plain_layer, replace_layers
 from test_packed import random_weight
 
 BF16 = torch.bfloat16

@@ -1,0 +1,51 @@
+"""Quantized checkpoints that other packages made: see makers/make_quantized_golden.py."""
+
+import inspect
+import json
+import textwrap
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from helpers import ROOT, change_tensors, put
+
+FILE = ROOT / "tests" / "quantized_golden.safetensors"
+with safe_open(FILE, framework="pt") as file:
+    CONFIGS = {setting: json.loads(config) for setting, config in sorted(file.metadata().items())}
+
+
+def unfold(
+    setting: str, directory: Path, settings: dict = {}, **tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Writes a setting's checkpoint -> its tokens [T] and logits [T, V].
+
+    settings: other keys of quantization_config; tensors: other tensors, None for one that is to be
+    missing."""
+    directory.mkdir(exist_ok=True)
+    held, config = load_file(FILE), dict(CONFIGS[setting])
+    own = {
+        name.partition("/")[2]: tensor
+        for name, tensor in held.items()
+        if name in config["shared"] or name.startswith(setting + "/")
+    }
+    golden = own.pop("golden tokens"), own.pop("golden logits")
+    config["quantization_config"] = config["quantization_config"] | settings
+    put(directory / "config.json", config)
+    save_file(own, directory / "model.safetensors")
+    change_tensors(directory, **tensors)
+    return golden
+
+
+def recipe(docstring: str, word: str) -> str:
+    """The lines of code in a docstring in which the word stands: an indented block."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    blocks = [[]]
+    for line in lines:
+        if line.startswith("    ") or not line:
+            blocks[-1].append(line)
+        else:
+            blocks.append([])
+    [block] = [block for block in ("\n".join(lines) for lines in blocks) if word in block]
+    return textwrap.dedent(block)
