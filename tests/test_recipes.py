@@ -20,8 +20,6 @@ PLACE = re.compile(r"^# (?P<file>[\w/]+\.py), (?:(?P<side>above|below): (?P<line
 SOURCES = [
     "README.md",
     "model.py",
-    "quantize.py",
-    "hub/formats.py",
     "drafts/__init__.py",
     "drafts/policies.py",
 ]
