@@ -222,7 +222,7 @@ MISTAKES = [
     ("--stop ''", "stop='': an empty text"),
     ("--draft-tokens 4", "draft_tokens and draft_quantize go with draft"),
     ("--draft prompt-lookup --draft-quantize int8", "no weights"),
-    (f"--draft {DRAFT} --draft-tokens 40", "draft_tokens='40': want 1 to 32, auto, hf or bass"),
+    (f"--draft {DRAFT} --draft-tokens 40", "draft_tokens='40': want 1 to 32, hf or bass"),
     (f"--draft {DRAFT} --num-samples 99999", "or no draft, help"),
     ("--draft ''", "draft='': want a checkpoint"),
     ("--time-budget 1e-6", "the first token took"),
