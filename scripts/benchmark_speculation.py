@@ -25,7 +25,7 @@ from drafts import make_draft, open_draft
 from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_weights
 from drafts.policies import make_policy
 from generate import Engine, generate
-from hub.checkpoint import Checkpoint, hf_weights
+from hub.checkpoint import Checkpoint, hf_weights, part_of, take
 from hub.formats import load
 from hub.vet import open_checkpoint
 from llm import TINY
@@ -163,10 +163,7 @@ def part_for(shard: Shard, whole: Transformer) -> Transformer:
     ours, theirs = dict(model.named_parameters()), dict(whole.named_parameters())
     places = table(model.config)
     for name, place in table(whole.config).items():
-        rows, columns = shard.part(place)
-        tensor = place.of(theirs[place.ours])[rows]
-        if tensor.dim() > 1:
-            tensor = tensor[:, columns]
+        tensor = take(place.of(theirs[place.ours]), part_of(place, shard))
         places[name].of(ours[place.ours]).copy_(tensor)
     return model
 
