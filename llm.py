@@ -323,6 +323,8 @@ def make_completions(
 def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """A text, or a chat's last message, and the tokens of all."""
     with vet.reading("a prompt"):
+        # Raises for half of a character: a command line that is not UTF-8.
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
         if isinstance(prompt, str):
             return prompt, tokenizer.encode_text(prompt)
         if not isinstance(prompt, list):

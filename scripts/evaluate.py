@@ -369,6 +369,8 @@ def main() -> None:
         is_file(args.text, MOST_TEXT, inside=False)
         with reading(args.text):
             text = args.text.read_bytes().decode()  # line ends as they are: bytes count
+            if not text:
+                raise ValueError("it is empty; want a text")
     group = "" if args.group_size is None else f"-g{args.group_size}"
     rounded = f":{args.quantize}{group}" if args.quantize else ""
     head = f":head-{args.quantize_head}" if args.quantize_head else ""

@@ -264,9 +264,7 @@ def unrolled_loss(
     for j in range(drafted):
         x = torch.cat((head.embed(tokens[:, 1 + j : 1 + j + T]), states), dim=-1)
         mask = torch.cat([causal] + [own] * j, dim=1)[None, None]
-        states = layer(
-            x, None, *table(j + torch.arange(T, device=device)[None], len(x)), mask, None
-        )
+        states = layer(x, None, *table(j + torch.arange(T, device=device)[None]), mask, None)
         logprobs = head.head(head.norm(states)).log_softmax(-1)
         loss = loss - 0.8**j * (targets[:, 1 + j : 1 + j + T] * logprobs).sum(-1).mean()
     return loss

@@ -3,7 +3,6 @@ Rounding and GPTQ, against what is written here from the definitions, and the co
 quantized checkpoints.
 """
 
-import fcntl
 import os
 import shutil
 import signal
@@ -420,19 +419,6 @@ def test_an_interrupted_run_leaves_nothing(
     monkeypatch.setattr(module, where, end_later)
     monkeypatch.setattr(hub_write, "SHARD_BYTES", 20_000)
     assert (call("quantize.py", command)[0], len(calls), names(tmp_path)) == (code, 2, ["in"])
-
-
-def test_what_a_killed_run_left_is_removed_and_what_another_makes_or_a_user_has_is_kept(
-    tmp_path, command
-):
-    for name in ("killed", "running", "user"):
-        (tmp_path / f"out.partial-{name}").mkdir()
-    (tmp_path / "out.partial-killed" / "lock").write_text("")
-    with open(tmp_path / "out.partial-running" / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        command()
-    assert names(tmp_path) == ["in", "out", "out.partial-running", "out.partial-user"]
-    assert not (tmp_path / "out" / "lock").exists()
 
 
 def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, command):

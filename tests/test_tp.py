@@ -42,7 +42,6 @@ from helpers import (
     make_endless,
     put,
     python,
-    read_json,
     refusal,
     same_but_for_ties,
     told,

@@ -14,7 +14,7 @@ from fast.decoder import FusedAttention
 from fast.linear import add_norm, linear
 from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
-from model import CACHES, Attention, Config, KVCache, LayerConfig, RopeTable
+from model import CACHES, Attention, Config, LayerConfig, RopeTable
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for
@@ -161,7 +161,7 @@ def test_attention(device, case):
         )
         attn = Attention(config, config.layers[0]).to(dtype)
     int8 = kind if kind in CACHES else None
-    attn.cache = KVCache((B + 1, K, L, E), device, dtype, int8 or "16-bit")
+    attn.cache = CACHES[int8 or "16-bit"]((B + 1, K, L, E), device, dtype)
     table = RopeTable(rope, E, L, L, device)
     everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
     attn.cache.write(randn(B + 1, L, K, E), randn(B + 1, L, K, E), *everywhere)

@@ -7,7 +7,6 @@ real client asks. See test_tokenizer.py.
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product

@@ -235,7 +235,7 @@ def test_a_text_of_no_token_but_the_first_is_refused(tmp_path):
     {
         "--text missing.txt": "missing.txt",
         f"--text {TINY}/model.safetensors": "utf-8",
-        "--text /dev/null": "regular file",
+        "--text /dev/null": "/dev/null empty",
         "--context 600": "600 512",
         "--context 8 --stride 9": "--stride 9 8",
         "--stride 0": "--stride",
