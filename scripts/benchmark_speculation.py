@@ -44,6 +44,7 @@ OPENINGS = [f"{start}, {hero}" for hero in HEROES for start in STARTS]
 # Widening
 
 
+@torch.no_grad()
 def widen(
     tiny: Transformer, config: Config, device: torch.device, dtype: torch.dtype
 ) -> Transformer:
@@ -84,6 +85,7 @@ def widen(
     return wide
 
 
+@torch.no_grad()
 def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
     """The bundled head for target, the bundled model widened to config's shape: it costs what an
     EAGLE-3 head of that shape does, and has tiny's function. Of its 32,000 rows of output tiny's

@@ -2,6 +2,7 @@
 fast/ is broken."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -89,7 +90,9 @@ def test_compiled_and_on_two_ranks_the_text_is_the_same(done):
         + "\n"
     )
     compiled, ranks = done["compiled"], done["ranks"]
-    assert (compiled.returncode, compiled.stdout, compiled.stderr) == (0, text, "")
+    # A PyTorch that was built for CUDA says so where there is no GPU, in a line of its own logger.
+    said = [line for line in compiled.stderr.splitlines() if not re.match(r"W\d{4} ", line)]
+    assert (compiled.returncode, compiled.stdout, said) == (0, text, [])
     assert (ranks.returncode, ranks.stdout) == (0, text), ranks.stderr
     assert not told(ranks) and "fast/" not in ranks.stderr
 
