@@ -123,7 +123,7 @@ def test_what_fast_knows_is_a_field(kind):
 
 def with_field(values, name: str, value, **changes):
     """The same values in a dataclass that has one more field, as after a change of model.py or
-    sampling.py."""
+    generate.py."""
     kind = make_dataclass(
         type(values).__name__,
         [(name, object, field(default=None))],
