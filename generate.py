@@ -198,14 +198,13 @@ class Engine:
     """A model with a KV cache of batch_size rows of max_seq_len tokens, and the steps that fill it.
 
     features, cache: see Transformer.setup(). spare: more slots, for drafted tokens that go beyond a
-    text's end; self.max_seq_len counts them.
+    text's end. self.limit is a text's most tokens, self.max_seq_len counts the spare slots, too.
 
     self.model reads prompts: model(tokens, positions, slots, last). self.forward decodes and
     verifies: forward(tokens [B, T], positions [B, T], slots) -> logits [B, T, V]. Eager, both are
     the model; compiled, forward is the model as a CUDA graph of torch.compile.
 
-    fast/engine.py's FastEngine overrides compile(), set_sampling(), twin(), slots(), columns() and
-    capture()."""
+    fast/engine.py's FastEngine overrides what kernels change."""
 
     captures = False  # whether a step runs as one CUDA graph: see capture()
 
@@ -221,13 +220,13 @@ class Engine:
         spare: int = 0,
     ):
         self.model = self.forward = model
-        self.max_seq_len = max_seq_len + spare
+        self.limit, self.max_seq_len = max_seq_len, max_seq_len + spare
         self.batch_size = batch_size
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that
         # slots() leaves out. SDPA's masks want a multiple of 8.
-        spare = round_up(self.max_seq_len + 15 + 8, 8) - max_seq_len
-        model.setup(max_seq_len, batch_size, features, cache, spare)
+        behind = round_up(self.max_seq_len + 15 + 8, 8) - max_seq_len
+        model.setup(max_seq_len, batch_size, features, cache, behind)
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.compiled = compile
@@ -236,7 +235,8 @@ class Engine:
         self.set_sampling(sampling)
 
     def compile(self) -> None:
-        """Every switch of the compiler."""
+        """The compiler's switches; they hold for the whole process. fast/decoder.py has two more,
+        for kernels."""
         # A seed draws the same with and without --compile, if all rows are in use.
         torch._inductor.config.fallback_random = True
         torch._inductor.config.size_asserts = False  # a tenth of checkpoints/tiny's step on a CPU
@@ -260,7 +260,8 @@ class Engine:
 
     def set_sampling(self, sampling: Sampling) -> None:
         """For the steps from now on. It compiles nothing: plain PyTorch samples beside the compiled
-        code, and kernels read the values on the device."""
+        code, and kernels read the values on the device. But where kernels know a value no longer,
+        such as a field of your own, the forward is compiled, once, for the sampling beside it."""
         self.sampling = sampling
 
     def twin(self, function: Callable) -> Callable:
@@ -286,6 +287,7 @@ class Engine:
             torch._dynamo.maybe_mark_dynamic(slots, 0)
         return slots
 
+    @torch.no_grad()
     def prefill(
         self, prompts: list[list[int]], start: int = 0, samples: int = 1
     ) -> tuple[Tensor, Tensor]:
@@ -316,6 +318,7 @@ class Engine:
         self.end = self.length + new_tokens - 1
         return chosen, logprobs
 
+    @torch.no_grad()
     def step(self) -> tuple[Tensor, Tensor] | None:
         """Launches the next token of each row: what decode_one_token() returns, None at the end.
         Compiled, the next step overwrites it; captured, it is in the host's memory once the GPU is
@@ -347,6 +350,9 @@ class Engine:
         self.begin([[0, 0]] * prompts, 4, 0, 1)
         while self.step():
             pass
+
+    def warm_up_prompts(self, prompts: int) -> None:
+        """Compiles what so many prompts need that are longer: here nothing."""
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -430,7 +430,7 @@ class LLM:
     @takes(CallOptions)
     def __call__(self, prompts: str | list, **options) -> Completion | list[Completion]:
         """Completes a text, a chat's messages (a list of {"role": ..., "content": ...}), or a list
-        of these as one batch. options: the constructor's, from max_new_tokens on.
+        of these as one batch. options: those of CallOptions.
 
         Returns a list if given a list or if num_samples > 1: in the order of the prompts, then of
         the samples or, with a time budget, by rank_completions()."""
@@ -537,7 +537,7 @@ class LLM:
         else:
             self.advice = self._check_memory(rows, length)
         begun = time.perf_counter()
-        with vet.memory_advice(self.advice):
+        with vet.memory_advice(self.advice), self._loaded_again():
             if self.options.compile:
                 with nullcontext() if self.options.quiet else self.progress():
                     runner = self._make_engine(rows, length)
@@ -551,6 +551,16 @@ class LLM:
                     )
                 self._make_engine(rows, length)
         self.room = length
+
+    @contextmanager
+    def _loaded_again(self) -> Iterator[None]:
+        """Where compiling ends early, by Ctrl-C or for want of memory, kernels may be in the model
+        already: the next call loads it again."""
+        try:
+            yield
+        except BaseException:
+            self.model = self.draft_model = self.engine = self.speculator = None
+            raise
 
     def _free_cache(self, rows: int, length: int) -> None:
         """Frees the old one, before one of so many rows and tokens is made."""

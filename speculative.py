@@ -114,6 +114,9 @@ class Drafter:
         """New texts: prompts after `start` tokens of the texts before, and one more token, from the
         target's prefill. Each prompt has `samples` rows."""
 
+    def warm_up_prompts(self, prompts: int):
+        """As Engine.warm_up_prompts()."""
+
     def catch_up(self, text: Tensor, last: Tensor, n_slots: int):
         """Reads what is unread."""
 
@@ -177,13 +180,13 @@ class DraftModel(Drafter):
     drafts/eagle.py's EagleDraft replaces read_prompts(), read(), start(), forward() and follow(), as
     its slots hold other things, and readable() and choose(), as its vocabulary differs.
 
-    engine: its generate.Engine."""
+    engine: its generate.Engine, with SLACK spare slots. max_seq_len: as Drafter has it."""
 
     OFFSET = 0  # slot t is read with the text's token at t + OFFSET
     READ_TOKENS = 1024  # at a time, over all rows
 
-    def __init__(self, engine, vocab_size: int):
-        super().__init__(vocab_size, engine.max_seq_len)
+    def __init__(self, engine, vocab_size: int, max_seq_len: int):
+        super().__init__(vocab_size, max_seq_len)
         self.engine = engine
         self.max_token = engine.model.config.vocab_size - 1
         # What new texts begin with, until catch_up() reads it, if anything is drafted.
@@ -195,6 +198,9 @@ class DraftModel(Drafter):
 
     def set_sampling(self, sampling):
         self.engine.set_sampling(sampling)
+
+    def warm_up_prompts(self, prompts):
+        self.engine.warm_up_prompts(prompts)
 
     def begin(self, prompts, start, samples):
         if start:
@@ -259,8 +265,8 @@ class DraftModel(Drafter):
         """Reads the text's last two tokens, see above -> the last one's slot [B, 1], and the logits
         after it."""
         # Where k tokens do not fit behind last, propose() says that none counts. The clamp keeps
-        # that row in the cache.
-        at = (last - 1).clamp(max=self.max_seq_len - k - 2)[:, None]
+        # that row in the cache, in slots behind max_seq_len.
+        at = (last - 1).clamp(max=self.engine.max_seq_len - k - 2)[:, None]
         at = at + torch.arange(2, device=last.device)
         return at[:, -1:], self.forward(text.gather(1, at), at, slots)
 
@@ -447,6 +453,7 @@ class Speculator:
         target = self.target
         self.captures = target.captures and self.draft.captures
         # They run over texts of two tokens, none of which is done.
+        self.last.fill_(1)
         self.ends.fill_(target.max_seq_len)
         self.host_last = [1]
         self.step_of = {}
@@ -479,6 +486,8 @@ class Speculator:
         made. alone: as Engine.warm_up() has it."""
         self.begin([[0, 0]] * prompts, 1, 0, 1)
         self.draft.catch_up(self.text, self.last, self.n_slots())
+        self.target.warm_up_prompts(prompts)
+        self.draft.warm_up_prompts(prompts)
 
     def measure(self, step: Callable) -> float:
         """Seconds: the best of a few runs over texts of two tokens."""
@@ -493,7 +502,8 @@ class Speculator:
         return min(times)
 
     def set_sampling(self, sampling: Sampling):
-        """For the steps from now on. Graphs stay: they read the values on the device."""
+        """For the steps from now on. Graphs stay, as they read the values on the device, unless
+        kernels do not know a value."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
         if self.captures != (self.target.captures and self.draft.captures):

@@ -82,8 +82,8 @@ def settings(each: Field) -> dict:
     text = said["help"]
     if "default:" not in text:
         text += f" (default: {name_of(default, each.name)})"
-    if each.type is bool:
-        return dict(action="store_true", help=text)
+    if each.type in (bool, bool | None):
+        return dict(action="store_true", default=default, help=text)
     found = dict(
         default=default, choices=said.get("choices"), metavar=said.get("metavar"), help=text
     )

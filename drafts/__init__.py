@@ -71,13 +71,15 @@ def make_draft(
     target: Engine, model: Transformer | None, make_engine: Callable, name: str = "prompt-lookup"
 ) -> Drafter:
     """For the engine of the target. model: of open_draft()'s checkpoint, which
-    make_engine(model, max_seq_len) runs; without one, name says which draft it is."""
-    slots = target.max_seq_len
-    if isinstance(model, Head):
-        # It reads its own last hidden state: see EagleDraft.
-        engine = make_engine(model, slots, features=(model.config.n_layer,))
-        return EagleDraft(engine, target)
-    vocab_size = target.model.config.vocab_size
+    make_engine(model, max_seq_len, spare=) runs; without one, name says which draft it is."""
+    slots, vocab_size = target.max_seq_len, target.model.config.vocab_size
+    spare = slots - target.limit
     if model is None:
         return NAMED[name](vocab_size, slots)
-    return DraftModel(make_engine(model, min(slots, model.config.context)), vocab_size)
+    if isinstance(model, Head):
+        # It reads its own last hidden state: see EagleDraft.
+        places = (model.config.n_layer,)
+        return EagleDraft(make_engine(model, target.limit, spare=spare, features=places), target)
+    context = model.config.context
+    engine = make_engine(model, min(target.limit, context), spare=spare)
+    return DraftModel(engine, vocab_size, min(slots, context))

@@ -323,7 +323,7 @@ class EagleDraft(DraftModel):
 
     def __init__(self, engine, target):
         self.head = head = engine.model
-        super().__init__(engine, target.model.config.vocab_size)
+        super().__init__(engine, target.model.config.vocab_size, engine.max_seq_len)
         self.features = target.model.features
         # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be
         # made.

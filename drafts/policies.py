@@ -31,6 +31,10 @@ class Changing(Policy):
     """A policy whose k changes."""
 
     k: int = 1
+    longest: int = DRAFT_LENGTHS[-1]  # that there is a step for
+
+    def begin(self, seconds, lengths):
+        self.longest = lengths[-1]
 
     def lengths(self, few):
         found = COMPILED_LENGTHS if few else DRAFT_LENGTHS
@@ -46,7 +50,8 @@ class Heuristic(Changing):
     k: int = 5
 
     def update(self, accepted, k, seconds):
-        self.k = self.k + 2 if max(accepted) == k else max(1, self.k - 1)
+        change = 2 if max(accepted) == k else -1
+        self.k = min(max(1, self.k + change), self.longest)
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Bass(Changing):
 
     def update(self, accepted, k, seconds):
         if max(accepted) == k:
-            self.k, self.decreased = min(self.k + 2, DRAFT_LENGTHS[-1]), 0
+            self.k, self.decreased = min(self.k + 2, self.longest), 0
         else:
             shorter = self.k - ceil(self.k / 10) - self.decreased
             self.k, self.decreased = max(1, shorter, *accepted), 1

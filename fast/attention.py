@@ -642,7 +642,8 @@ def attend_to(
     return row_max, row_sum, acc
 
 
-@jit
+# Not specialized on the number of tokens: a prompt of another length compiles nothing.
+@jit(do_not_specialize=["T", "position_stride"])
 def prefill_kernel(
     q,
     positions,

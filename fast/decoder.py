@@ -418,27 +418,37 @@ class FusedDecoder(nn.Module):
             x = x if self.scale == 1 else x * self.scale
             self.model.keep(place, x.unflatten(0, shape), rows, positions)
 
-    @contextmanager
-    def warm_up(self, rows: int, choose: Callable, settings: Tensor) -> Iterator[None]:
-        """While the body compiles prefill, two threads run a step of so many rows, the forward and
-        the choice: Triton compiles its kernels while Dynamo and Inductor are busy with the layers.
-        With full caches Llama-2-7B was ready in 3.6 s on an H200, without it in 5.2 s (2026-11-23).
+    @torch.no_grad()
+    def try_prompts(self, most: int) -> None:
+        """Compiles the kernels that prompts of up to so many rows have, beside what any prompt
+        has."""
+        for module in self.model.layers.modules():
+            if isinstance(module, PackedLinear | FusedMoE):
+                module.try_prompts(most, self.model.embed.weight.dtype)
 
-        Two steps that ran at once, on two streams, may leave a count that a later step would
-        mistake for its own: in the end all semaphores are 0."""
+    def step(self, rows: int, choose: Callable, settings: Tensor) -> list[Callable]:
+        """The forward of so many rows, and the choice: each compiles its kernels."""
         weight, vocab_size = self.model.embed.weight, self.model.config.vocab_size
         zeros = torch.zeros(rows, 1, dtype=torch.long, device=weight.device)
         logits = torch.zeros(rows, vocab_size, dtype=weight.dtype, device=weight.device)
+        return [partial(self, zeros, zeros), partial(choose, logits, settings)]
+
+    @contextmanager
+    def beside(self, functions: list[Callable]) -> Iterator[None]:
+        """While the body compiles prefill, threads run these functions: Triton compiles its kernels
+        while Dynamo and Inductor are busy with the layers. With full caches Llama-2-7B was ready in
+        3.6 s on an H200, without it in 5.2 s (2026-11-23).
+
+        Functions that ran at once, on several streams, may leave a count that a later step would
+        mistake for its own: in the end all semaphores are 0."""
+        device = self.model.embed.weight.device
 
         @torch.no_grad()
-        def run(function: Callable, *inputs: Tensor) -> None:
-            with torch.cuda.device(weight.device):  # a thread starts with the first GPU
-                function(*inputs)
+        def run(function: Callable) -> None:
+            with torch.cuda.device(device):  # a thread starts with the first GPU
+                function()
 
-        threads = [
-            Thread(target=run, args=[self, zeros, zeros]),
-            Thread(target=run, args=[choose, logits, settings]),
-        ]
+        threads = [Thread(target=run, args=[function]) for function in functions]
         for thread in threads:
             thread.start()
         try:

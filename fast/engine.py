@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fast import optimize, read_bandwidth
-from generate import Engine, Sampling, choose, decode_one_token
+from generate import PREFILL_TOKENS, Engine, Sampling, choose, decode_one_token
 
 __all__ = ["FastEngine", "optimize", "read_bandwidth"]
 
@@ -54,11 +54,8 @@ class FastEngine(Engine):
         """The function of that name in fast/sampling.py, while kernels sample."""
         return getattr(self.fast, function.__name__) if self.captures else function
 
-    def columns(self) -> int:
-        return 2 if self.kernels else super().columns()
-
     def slots(self, n: int) -> Tensor:
-        """None with kernels: they find the slots in use by themselves, also those that are in the
+        """Empty with kernels: they find the slots in use by themselves, also those that are in the
         model for prefill."""
         return self.model.slots[:0] if self.kernels else super().slots(n)
 
@@ -86,12 +83,18 @@ class FastEngine(Engine):
 
     @torch.no_grad()
     def warm_up(self, prompts: int, alone: bool = True) -> None:
-        """alone: kernels are compiled beside prefill, see FusedDecoder.warm_up(). Ranks that
-        compile and run at once would exchange their sums out of order."""
-        beside = nullcontext()
+        """alone: kernels are compiled beside prefill, see FusedDecoder.beside(). Ranks that compile
+        and run at once would exchange their sums out of order."""
+        beside = []
+        if self.kernels:
+            beside.append(partial(self.warm_up_prompts, prompts))
         if self.captures and alone:
-            beside = self.decoder.warm_up(self.batch_size, self.twin(choose), self.sampling)
-        with beside:
+            beside += self.decoder.step(self.batch_size, self.twin(choose), self.sampling)
+        with self.decoder.beside(beside) if beside else nullcontext():
             self.begin([[0, 0]] * prompts, 4, 0, 1)
         while self.step():
             pass
+
+    def warm_up_prompts(self, prompts: int) -> None:
+        if self.kernels:
+            self.decoder.try_prompts(min(prompts * self.max_seq_len, PREFILL_TOKENS))

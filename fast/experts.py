@@ -85,7 +85,7 @@ def choose_experts(
     return chosen | tl.max((mine & inside).to(tl.int32), 0)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def route_kernel(
     x,
     norm,
@@ -338,6 +338,7 @@ def expert_linear(
     semaphores: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    prompt: bool = False,
 ) -> Tensor:
     """The products of the active experts.
 
@@ -345,7 +346,8 @@ def expert_linear(
     that is 0. f is SiLU for 1, GELU by tanh for 2, and 3 is MoEConfig.clamp's (experts.limit and
     alpha). Else x [A, M, K], which was multiplied by the weights -> [M, N], the sum over the
     experts, plus the residual [M, N]. bias [X, N]. semaphores: int32 zeros, one for each tile,
-    which are zeros again afterwards."""
+    which are zeros again afterwards. prompt: with the sizes for ROWS rows, however many there are,
+    so that a prompt of another length compiles nothing."""
     if not x.is_cuda:
         return plain_expert_linear(x, experts, w, bias, residual)
     M, gate = x.shape[-2], w.gated
@@ -353,8 +355,9 @@ def expert_linear(
     x = x.contiguous()
     if M == 1 and takes_gemv(w, x.device, experts):
         return gemv(x, w, bias=bias, residual=residual, experts=experts)
-    choice = rule(w.bits, M)
-    sizes = sizes_for(choice, M, w)
+    rows = ROWS if prompt else M
+    choice = rule(w.bits, rows)
+    sizes = sizes_for(choice, rows, w)
     columns = w.N // 2 if gate else w.N
     tiles, tiles_m = triton.cdiv(w.N, sizes.block_n), triton.cdiv(M, sizes.block_m)
     if gate:
@@ -465,7 +468,12 @@ class FusedMoE(nn.Module):
         return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, 1)
 
     def partial(
-        self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        prompt: bool = False,
     ) -> Tensor:
         """decode() of this rank's part of the experts."""
         moe, of = self.moe, self.moe.moe
@@ -473,8 +481,8 @@ class FusedMoE(nn.Module):
         x, weights, active = route(x, norm, eps, *router, of.n_chosen, of.normalize, self.semaphore)
         experts = Experts(active, weights, *map(float, of.clamp or (0, 0)))
         up, down = self.weight(moe.w_gate_up, self.number), self.weight(moe.w_down, 0)
-        y = expert_linear(x, experts, up, self.semaphores, moe.w_gate_up.bias)
-        return expert_linear(y, experts, down, self.semaphores, moe.w_down.bias, residual)
+        y = expert_linear(x, experts, up, self.semaphores, moe.w_gate_up.bias, None, prompt)
+        return expert_linear(y, experts, down, self.semaphores, moe.w_down.bias, residual, prompt)
 
     def weight(self, experts: nn.Module, gate: int) -> Packed | Plain:
         if isinstance(experts, PackedExperts):
@@ -490,7 +498,14 @@ class FusedMoE(nn.Module):
         """forward() of this rank's part of the experts. Short prompts read their experts alone."""
         if x.shape[:-1].numel() > ROWS:
             return self.moe(x)
-        return self.partial(x.flatten(0, -2), None, 0.0, None).view_as(x)
+        return self.partial(x.flatten(0, -2), None, 0.0, None, prompt=True).view_as(x)
+
+    def try_prompts(self, most: int, dtype: torch.dtype) -> None:
+        """As PackedLinear's."""
+        router = self.moe.router.weight
+        for fewer, rows in ((0, ROWS), (ROWS, ROWS + 1)):
+            if fewer < most:
+                self.prefill(torch.zeros(rows, router.shape[1], dtype=dtype, device=router.device))
 
 
 # torch.compile does not look inside of a mixture: one code serves short prompts and long ones, and

@@ -387,12 +387,18 @@ def packed_gemm(
 
 
 def gemm(
-    x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None, choice: dict
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    choice: dict,
+    rows: int,
 ) -> Tensor:
     """residual + x @ w.T + bias in one launch, what is None left out. All of one 16-bit type.
 
     x [M, K] with inputs in the codes' order, bias [N], residual [M, N] -> [M, N]. packed.gated:
-    silu(gate) * up [M, N / 2], without bias and residual. choice: the sizes named in tuning.py."""
+    silu(gate) * up [M, N / 2], without bias and residual. choice: the sizes named in tuning.py, for
+    so many rows, M or more."""
     M, block, parts = len(x), packed.block, packed.parts
     block_n, block_m = choice["block_n"], choice["block_m"]
     splits, warps = choice["splits"], choice["warps"]
@@ -401,7 +407,7 @@ def gemm(
     scaled = not packed.per_channel and (
         parts > 1 or block_m > MIN_BLOCK_M or bool(choice["scaled"])
     )
-    block_m = min(block_m, max(8, triton.next_power_of_2(M)))
+    block_m = min(block_m, max(8, triton.next_power_of_2(rows)))
     tiles_m, tiles_n = triton.cdiv(M, block_m), triton.cdiv(len(packed.qweight) * 16, block_n)
     # Slices fill the GPU where tiles are few: 64 rows of x and int4 weights [8192, 28672] took an
     # H200 190 us with one, 81 with four.

@@ -21,7 +21,7 @@ from torch import Tensor, library, nn
 from fast.common import constexpr, jit, tl, triton
 from fast.layout import KINDS, MAX_ROWS, Packed, in_row_blocks, new_semaphores, pack
 from fast.linear import library_linear, rms_norm
-from fast.packed_few import few, takes_few
+from fast.packed_few import MOST_ROWS, few, takes_few
 from fast.packed_gemv import gemv, takes_gemv
 from fast.tuning import kernel_for
 from fast.twins import plain_packed_linear
@@ -30,6 +30,11 @@ from quantize import unpack as codes_of
 
 if triton:
     from fast.packed_gemm import gemm, scale_of
+
+# A prompt's products have the kernels for so many rows or, beyond, cuBLAS: few kernels, so that
+# warm_up() can compile them all. With those of its own number a prompt of another length compiled
+# anew, 1 to 3 s (H100); the host takes longer to launch a short prompt than the GPU to run it.
+PROMPT_ROWS = 256, MAX_ROWS
 
 # Codes that are repacked at once, which takes 8 bytes each. A whole layer's made the peak of
 # Llama-2-7B in int4 19% larger than its weights and caches (H200).
@@ -162,12 +167,16 @@ def packed_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     eps: float = 1e-5,
+    prompt: bool = False,
 ) -> Tensor:
     """x [M, K] -> residual [M, N] + rms_norm(x, norm)[:, perm] @ w.T + bias [N], what is None left
-    out. w.gated: see linear(); then there is no bias and no residual."""
+    out. w.gated: see linear(); then there is no bias and no residual. prompt: see PROMPT_ROWS."""
     if not x.is_cuda:
         return plain_packed_linear(x, w, norm, bias, residual, eps)
-    choice = choice_for(w, len(x), x.device)
+    rows = len(x)
+    if prompt and rows > MOST_ROWS:  # fewer are rows of the output head
+        rows = next((most for most in PROMPT_ROWS if rows <= most), rows)
+    choice = choice_for(w, rows, x.device)
     x = x.contiguous()
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
@@ -182,7 +191,7 @@ def packed_linear(
         return few(x, w, None, bias, residual, eps)
     if choice["kernel"] == "library":
         return library_linear(x, dequantize(w, x.dtype), bias, residual, w.gated)
-    return gemm(x, w, bias, residual, choice)
+    return gemm(x, w, bias, residual, choice, rows)
 
 
 # torch.compile does not look inside of a product, and an operator of its own takes tensors and
@@ -200,17 +209,18 @@ def packed_product(
     norm: Tensor | None = None,
     residual: Tensor | None = None,
     eps: float = 1e-5,
+    prompt: bool = False,
 ) -> Tensor:
     """packed_linear() of the layer that has this qweight: x [M, K] -> [M, columns]."""
     if not columns:  # of a rank
         return x.new_empty(len(x), 0)
     layer = LAYERS[qweight.data_ptr()]
-    return packed_linear(x, layer.packed, norm, layer.bias, residual, eps)
+    return packed_linear(x, layer.packed, norm, layer.bias, residual, eps, prompt)
 
 
 @packed_product.register_fake
-def _(x, qweight, columns, norm=None, residual=None, eps=1e-5):
-    return x.new_empty(len(x), columns)
+def _(x, qweight, columns, norm=None, residual=None, eps=1e-5, prompt=False):
+    return x.new_empty(x.shape[0], columns)  # len() would compile for each number of rows anew
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
@@ -281,12 +291,19 @@ class PackedLinear(nn.Module):
         residual: Tensor | None = None,
         gated: int = 0,
         eps: float = 1e-5,
+        prompt: bool = False,
     ) -> Tensor:
         """packed_linear() with these weights: x [M, K] -> [M, N], gated [M, N / 2]. gated: as the
         layer is, which fused_linear()'s other functions must be told."""
         columns = self.N // 2 if self.gated else self.N
-        return packed_product(x, self.qweight, columns, norm, residual, eps)
+        return packed_product(x, self.qweight, columns, norm, residual, eps, prompt)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]; gated: [..., N / 2]"""
-        return self.fused(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        """Prefill: x [..., K] -> [..., N]; gated: [..., N / 2]"""
+        return self.fused(x.flatten(0, -2), prompt=True).unflatten(0, x.shape[:-1])
+
+    def try_prompts(self, most: int, dtype: torch.dtype) -> None:
+        """Compiles the kernels that prompts of up to so many rows have."""
+        for fewer, rows in zip((0, *PROMPT_ROWS), (*PROMPT_ROWS, MAX_ROWS + 1)):
+            if fewer < most:
+                self(torch.zeros(rows, self.K, dtype=dtype, device=self.qweight.device))

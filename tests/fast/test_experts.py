@@ -125,7 +125,7 @@ def test_gemv_of_experts_on_a_cpu(case, tmp_path, monkeypatch):
     """With GELU there is room for an expert more than were chosen, as where logits are NaN: gemv()
     must not take it. It takes the first one, whose weight is 0."""
 
-    def on_cpu(x, chosen, w, semaphores, bias=None, residual=None):
+    def on_cpu(x, chosen, w, semaphores, bias=None, residual=None, prompt=False):
         if w.gated == 2:
             chosen.active.data = nn.functional.pad(chosen.active, (0, 1), value=10**9)
         return gemv_on_cpu(tmp_path, x, w, None, bias, residual, chosen)

@@ -12,7 +12,7 @@ from torch import library, nn
 from torch._dynamo.utils import counters
 
 from drafts.eagle import Head, HeadConfig
-from fast import optimize, use_kernels
+from fast import nvrtc, optimize, use_kernels
 from fast.engine import FastEngine
 from fast.cpu import ONEDNN, CpuLinear, compiled_product, linear, row_decoder
 from fast.decoder import (
@@ -40,6 +40,7 @@ from helpers import (
     rope_of,
     run,
     same_but_for_ties,
+    speculator,
     tiny,
 )
 from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
@@ -418,6 +419,67 @@ def test_one_graph_for_all_prompts_lengths_conversations_and_settings():
         assert len(list(generate(engine, rows, 12, start))) == 12
     assert counters["stats"]["unique_graphs"] == 1  # a layer's, for prefill
     assert engine.graph is captured is not None
+
+
+@pytest.mark.parametrize("quantize", [None, "int4", "int8"])
+def test_prompts_of_all_lengths_share_a_layers_code(quantize):
+    counters.clear()
+    model = load_checkpoint(TINY, quantize=quantize)
+    model.setup(80, 1)
+    install_kernels(model)
+    layer = torch.compile(model.layers[0], backend="eager", dynamic=True, fullgraph=True)
+    cos, sin = (torch.zeros(1, 80, 1, model.config.head_dim) for _ in range(2))
+    for T in (2, 6, 16, 77):
+        positions = torch.arange(T)[None]
+        mask = torch.ones(1, 1, T, 80, dtype=torch.bool)
+        x = torch.randn(1, T, model.config.dim)
+        with torch.no_grad():
+            layer(x, positions, cos[:, :T], sin[:, :T], mask, model.rows[:1])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(
+    "directory, quantize",
+    [
+        (TINY, None),
+        (TINY, "int4"),
+        (TINY, "int8"),
+        (GOLDEN / "gemma3", None),
+        (GOLDEN / "mixtral", None),
+        (GOLDEN / "gpt-oss", None),
+    ],
+)
+def test_after_warm_up_no_prompt_compiles_anything(directory, quantize, draft, monkeypatch):
+    """Whatever its length: no graph of torch.compile, no kernel of Triton's or NVRTC's."""
+    from triton.runtime.jit import JITFunction
+
+    compiled = []
+
+    def told(function: Callable) -> Callable:
+        def tell(*args, **options):
+            compiled.append((length, rows == rows[:1], getattr(args[0], "__name__", "")))
+            return function(*args, **options)
+
+        return tell
+
+    where = dict(device=torch.device("cuda"), dtype=torch.bfloat16, quantize=quantize)
+    model = load_checkpoint(directory, **where)
+    if draft:
+        smaller = load_checkpoint(directory, **where)
+        runner = speculator(model, 800, smaller, "2", rows=3, mode="fast")
+    else:
+        runner = FastEngine(model, 800, 3, Sampling(0.8, 50))
+    runner.warm_up(1)
+    runner.warm_up(3)
+    counters.clear()
+    monkeypatch.setattr(JITFunction, "_do_compile", told(JITFunction._do_compile))
+    monkeypatch.setattr("fast.nvrtc.compile_cuda", told(nvrtc.compile_cuda))
+    for length in (1, 2, 5, 16, 17, 31, 64, 65, 100, 250, 257, 300, 512, 513, 700):
+        for rows in ([[3] * length], [[3] * length, [5], [6] * (length // 2 + 1)]):
+            run(runner, rows, 3)
+    assert not compiled and not counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.gpu
