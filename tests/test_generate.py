@@ -60,6 +60,13 @@ def test_greedy_ragged_batch_equals_transformers(family, mode, device):
     assert is_golden(ENGINES[mode](tiny(device, GOLDEN / family), 64, 3, GREEDY), GOLDEN / family)
 
 
+def test_an_engine_used_by_hand_keeps_no_gradients():
+    engine = Engine(tiny(), 20, 2)
+    results = [*engine.begin([[1, 2], [3]], 5, 0, 1), *engine.step()]
+    caches = [layer.attn.cache.k for layer in engine.model.layers]
+    assert not any(tensor.requires_grad for tensor in results + caches)
+
+
 SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), GREEDY
 
 

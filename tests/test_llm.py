@@ -225,6 +225,21 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
     assert "at every step, for lack of memory" in capsys.readouterr().err
 
 
+def test_an_interrupted_compilation_is_repeated(chatty, monkeypatch):
+    """With kernels in it, a model cannot be given kernels again: it is loaded anew."""
+    llm, begun = LLM(chatty, **GREEDY, compile=True), []
+
+    def interrupt(self, *_):
+        begun.append(self.model)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(LLM, "_make_engine", interrupt)
+        llm("One day")
+    assert llm("One day").text == LLM(chatty, **GREEDY)("One day").text
+    assert begun[0] is not llm.model
+
+
 def test_it_works_where_a_notebook_runs_it(chatty, llm):
     """In a running event loop, with streams that are no files. The pieces of a stream are the text
     before a stop."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import make_dataclass
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from functools import partial
 from importlib import import_module
@@ -23,6 +24,8 @@ import torch
 
 import generate
 import quantize
+
+from cli.options import Parser
 from cli.output import format_report, show, speculation
 from helpers import (
     DRAFT,
@@ -41,6 +44,7 @@ from helpers import (
     tiny,
     with_json,
 )
+from llm import of_generation
 from scripts import train_tiny
 
 COMMANDS = [
@@ -176,6 +180,15 @@ def test_a_trace_that_cannot_be_written_in_the_end_leaves_the_text(cli, tmp_path
     code, out, err = cli(f"--profile {tmp_path}/trace.json {SHORT}")
     assert code == 2 and json.loads(out)["samples"] and list(tmp_path.iterdir()) == []
     assert f"--profile {tmp_path}/trace.json: cannot be written: " in err.splitlines()[-1]
+
+
+def test_a_field_that_is_true_or_false_is_a_switch():
+    """None, the default, of a sampler's own field is the checkpoint's."""
+    Own = make_dataclass("Own", [("flat", bool | None, of_generation(None, "even"))])
+    parser = Parser("")
+    parser.add_options(Own, "flat")
+    found = [parser.parse_known_args(line)[0].flat for line in ([], ["--flat"])]
+    assert found == [None, True]
 
 
 def test_quantize_ends_with_the_sizes_and_the_next_command(call, tmp_path):
