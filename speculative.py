@@ -147,9 +147,8 @@ def lookup(text: Tensor, last: Tensor, k: int):
     7."""
     L = text.shape[1]
     at = torch.arange(L, device=text.device)
-    same = (
-        at < last[:, None]
-    )  # [B, L]; after n rounds, whether the text's last n tokens end at this place, too
+    # [B, L]; after n rounds, whether the text's last n tokens end at this place, too.
+    same = at < last[:, None]
     best = torch.full_like(last, -1)
     for n in range(NGRAM):
         token = text.gather(1, (last - n).clamp(min=0)[:, None])  # [B, 1]

@@ -198,10 +198,8 @@ class Chart:
     title: str
     subtitle: str
     setting: str  # the caption goes on with when the lines were measured
-    accent: tuple[str, str] = (
-        "engine",
-        "llama-fast",
-    )  # the bars whose line has this value are in the accent color
+    # The bars whose line has this value are in the accent color.
+    accent: tuple[str, str] = ("engine", "llama-fast")
     mark: tuple[float, str] | None = None  # a dashed line at a value, and its name
 
 

@@ -121,12 +121,10 @@ def score(
     nats, choices = 0.0, []
     for at in range(0, W, B):
         batch = rows[at : at + B]
-        for w, row, logits in zip(
-            range(at, W), batch, model(batch[:, :-1], positions)
-        ):  # row [T + 1], logits [T, V]
-            begin = max(
-                T - stride if w else 0, first - 1 - w * stride
-            )  # earlier windows scored what is before
+        # row [T + 1], logits [T, V]
+        for w, row, logits in zip(range(at, W), batch, model(batch[:, :-1], positions)):
+            # Earlier windows scored what is before.
+            begin = max(T - stride if w else 0, first - 1 - w * stride)
             end = min(T, N - 1 - w * stride)
             choices.append(logits[begin:end].argmax(-1).cpu())
             losses = F.cross_entropy(
@@ -333,6 +331,7 @@ def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
     unpack_quantized(llm.model, quiet=True)
     speed_up(llm)
     begun = time.perf_counter()
+    # It gives rank 0 alone a result.
     found = simple_evaluate(
         Harness(llm),
         tasks=names,
@@ -340,7 +339,7 @@ def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
         num_fewshot=args.few_shot,
         limit=args.limit,
         log_samples=False,
-    ) or dict(results={})  # it gives rank 0 alone a result
+    ) or dict(results={})
     llm.model = llm.engine = llm.speculator = None
     tasks = {
         name: {
@@ -361,9 +360,8 @@ def evaluate_tasks(spec: dict, llm: LLM, args: Namespace) -> dict:
 def main() -> None:
     args = parse_args()
     if world_size() == 1:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a comparison then shows what it has
+        # A comparison then shows what it has.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     text = None
     if args.text:
         is_file(args.text, MOST_TEXT, inside=False)

@@ -86,11 +86,8 @@ FILES = {
 BOS, EOS = 1, 2
 TEXT = 244  # tokens of each text that a head learns from
 TEMPERATURES = 0.2, 0.2, 0.6, 1.0  # of these texts, in turns
-PLACES = (
-    2,
-    4,
-    5,
-)  # of the target's hidden states: before layers 2 and 4 of its five, and behind the last
+# Of the target's hidden states: before layers 2 and 4 of its five, and behind the last.
+PLACES = 2, 4, 5
 DRAFT_VOCAB = 1024  # tokens that a head may draft
 DRAFTED = 5  # tokens that it learns to draft one after the other
 HEAD, MEASURED, NEW_TOKENS = "tiny-eagle", 5, 200

@@ -16,9 +16,8 @@ for 2 to 8 with int4 or int8; choices for these are of what it does not take.
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback
+# PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import functools
@@ -159,9 +158,8 @@ def fits(choice: dict, format: str, rows: int) -> bool:
         return False
     if format == "int4" and rows <= 64:
         return True
-    return choice["scaled"] == (
-        format != "int8"
-    )  # int8's one scale a row is the sum's; small groups always scale w
+    # Of int8 the one scale a row is the sum's; small groups always scale w.
+    return choice["scaled"] == (format != "int8")
 
 
 def alike(rows: int) -> range:
@@ -452,10 +450,11 @@ def compile_kernel(
     tuner = small_tuner(what, format, device)
     tuner.take(name, rows, choice)
     x = torch.zeros(rows, tuner.shapes[name][1], device=device, dtype=torch.bfloat16)
+    # Triton launches there.
     with (
         torch.cuda.device(device),
         suppress(common.triton.runtime.errors.OutOfResources),
-    ):  # Triton launches there
+    ):
         tuner.run(tuner.layers[0], name, x, x.new_zeros(rows, 256))
 
 
@@ -466,13 +465,14 @@ def compile_all(units: list[tuple[str, str]], rows: list[int], device: torch.dev
         (min(max(8, common.triton.next_power_of_2(M)), 256), M % 16 == 0): M
         for M in sorted(rows, reverse=True)
     }.values()
+    # The code of packed_gemm has slices or has none.
     tasks = [
         (what, format, device, name, M, choice)
         for (what, format), M in product(units, rows)
         for name, shape in shapes_of(what, format).items()
         for choice in candidates(format, M, *shape)
         if choice.get("slices", 1) <= 2
-    ]  # packed_gemm's code has slices or has none
+    ]
     workers = min(os.cpu_count(), 32)  # each takes some of the GPU's memory
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(

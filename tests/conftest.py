@@ -16,8 +16,8 @@ os.environ |= dict(
     # a thread that spins takes the core from what runs beside it, ten times as long
     OMP_WAIT_POLICY="passive",
     TORCHINDUCTOR_COMPILE_THREADS="1",  # no process that imports PyTorch beside each that compiles
-    TORCHINDUCTOR_VEC_ISA_OK="1",
-)  # Inductor compiles four programs to find out, 7 s
+    TORCHINDUCTOR_VEC_ISA_OK="1",  # else Inductor compiles four programs to find out, 7 s
+)
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they share the cores
     os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // int(workers)))
 import torch  # noqa: E402

@@ -374,9 +374,8 @@ def described(directory: Path, config: dict, settings: dict) -> Tokenizer:
     return open_tokenizer(directory)
 
 
-BOS, EOS, EOT, IM_END = range(
-    256, 260
-)  # of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2
+# Of tokenizer.json; the bundled tokenizer.model has <s> 1 and </s> 2.
+BOS, EOS, EOT, IM_END = range(256, 260)
 
 
 def with_json(

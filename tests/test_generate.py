@@ -251,9 +251,8 @@ def test_a_stop_text_across_tokens_and_a_part_of_a_character_are_never_shown(
     completion, seen = completion_of([*tokenizer.encode_text(text)[1:], 2], tokenizer, stops)
     assert completion.text == seen[-1] == expected and completion.finish_reason == "stop"
     assert all(expected.startswith(shown) for shown in seen)
-    assert tokenizer.decode(completion.tokens).startswith(
-        expected
-    )  # the tokens include the stop text
+    # The tokens include the stop text.
+    assert tokenizer.decode(completion.tokens).startswith(expected)
 
 
 def test_importing_generate_imports_no_library_ahead_of_its_use():

@@ -104,9 +104,8 @@ LOGITS_CASES = {
     "qwen3_moe, fused": dict(checkpoint="qwen3_moe", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
 }
-SELF = dict(
-    draft=TINY, policy="3", split_draft=True
-)  # which the ranks share as they share the target
+# Which the ranks share as they share the target.
+SELF = dict(draft=TINY, policy="3", split_draft=True)
 HEAD = dict(draft=EAGLE, policy="3")  # which is always shared
 TOKENS_CASES = {
     "plain": {},
@@ -142,9 +141,8 @@ WIDE = dict(
     vocab_size=2048,
     max_position_embeddings=256,
 )
-PAIRED = [
-    name for name in GPU_TOKENS if "wide" not in name
-]  # which the bundled model's heads are too few for
+# Which the bundled model's heads are too few for.
+PAIRED = [name for name in GPU_TOKENS if "wide" not in name]
 GPU_CASES = {
     name: ("tokens", dict(checkpoint=TINY, dtype="bfloat16", mode="fast", new=48) | case)
     for name, case in GPU_TOKENS.items()
@@ -206,9 +204,8 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
-    make(
-        directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72)
-    )  # 36 rows of the head a rank: no multiple of 8
+    # 36 rows of the head a rank: no multiple of 8.
+    make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
     write(directory / "qwen3_moe", directory / "experts-gptq", 4, 32, False, act_order=True)
@@ -282,12 +279,10 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         q, kv, ffn = (shard.shares[name] for name in ("q", "kv", "ffn"))
         n, k = shard.config.n_head, shard.config.n_kv_head
         looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
-        assert n % k == 0 and looked_at == [
-            kv.start + h // (n // k) * E for h in range(n)
-        ]  # as attention takes it
-        assert not any(
-            end % unit for end in (q.start, q.stop, ffn.start, ffn.stop)
-        )  # of o and of down: between groups
+        # As attention takes it.
+        assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]
+        # Of o and of down: between groups.
+        assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
         assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
     rows = [shard.config.ffn_dim for shard in parts]
     assert max(rows) - min(rows) <= max(unit, 32)
@@ -421,9 +416,8 @@ def test_only_rank_0_prints_json(commands, one_rank):
     assert (both["world_size"], one["world_size"]) == (2, 1)
     found, expected = ([sample["tokens"] for sample in result["samples"]] for result in (both, one))
     assert found == expected
-    assert (
-        0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6
-    )  # a rank's: the kv head is whole
+    # A rank's: the kv head is whole.
+    assert 0.5 < both["weights_bytes"] / one["weights_bytes"] < 0.6
 
 
 def test_a_chat_answers_as_one_rank_does_and_ends_with_its_input(commands, one_rank):
@@ -535,9 +529,8 @@ def on_gpus(tmp_path_factory) -> Callable:
             torch.manual_seed(0)
             make(directory / "wide", **WIDE)
             make(directory / "experts", "gpt_oss", **WIDE | EXPERTS)
-            write(
-                Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"]
-            )  # a rank has parts of its groups
+            # A rank has parts of its groups.
+            write(Path(TINY), directory / "gptq-4-32-act", *GPTQ["gptq-4-32-act"])
             for group, ranks in groups.items():
                 chosen = {
                     name: case
@@ -558,9 +551,8 @@ def rounded(out: Tensor, terms: Tensor, one_shot: bool) -> bool:
         torch.finfo(out.dtype).eps,
     )
     sums = 0 if one_shot else len(terms) - 1
-    bound = (
-        eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7
-    )  # the last: the least steps of fp16
+    # The last: the least steps of fp16.
+    bound = eps / 2 * exact.abs() + (eps / 2 * sums + 1e-6) * size + 1e-7
     return bool(((out.double() - exact).abs() <= bound).all())
 
 

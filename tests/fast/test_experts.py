@@ -20,6 +20,7 @@ from test_packed import random_weight
 BF16 = torch.bfloat16
 # D, F, X, n, kind of codes, inputs of a group, what else there is: "clamp" for gpt-oss's gate, with
 # biases
+# More experts than a warp has lanes.
 CASES = [
     (72, 24, 5, 5, "16-bit", 0, "all"),
     (192, 64, 8, 2, "int4", 64, "clamp bias"),
@@ -31,7 +32,7 @@ CASES = [
     (288, 96, 32, 4, "mxfp4", 32, "clamp bias"),
     (64, 32, 8, 2, "mxfp4", 32, ""),
     (32, 16, 40, 34, "int8", -1, ""),
-]  # more experts than a warp has lanes
+]
 LARGE = [
     (2048, 768, 16, 4, "16-bit", 0, ""),
     (2880, 2880, 6, 2, "mxfp4", 32, "clamp bias"),

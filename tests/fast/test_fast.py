@@ -264,9 +264,8 @@ def test_where_no_half_can_be_replaced_none_is(model, capsys):
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
 
 
-PRECISION = dict(
-    cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2)
-)  # the type, and how far the two may differ
+# The type, and how far the two may differ.
+PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))
 
 
 @torch.no_grad()

@@ -17,9 +17,8 @@ def test_a_captured_steps_results_are_the_hosts_while_the_next_step_runs():
         return x.long(), x.t() / 4, x[0, :1].int()
 
     launch, held = CapturedStep(step, step()), None
-    others = [
-        torch.full((3,), 7, device="cuda", dtype=torch.int32) for _ in range(99)
-    ]  # in memory that is free
+    # In memory that is free.
+    others = [torch.full((3,), 7, device="cuda", dtype=torch.int32) for _ in range(99)]
     for n in range(2, 40):
         launched = to_host(launch())
         if held:  # of the launch before

@@ -80,9 +80,8 @@ class Weight(NamedTuple):
     @property
     def layer(self) -> QuantizedLinear:
         codes = CODES[self.kind]
-        words = pack_codes(
-            F.pad(self.codes, (0, -self.codes.shape[1] % 8)), codes.bits
-        )  # K may end inside a word
+        # K may end inside a word.
+        words = pack_codes(F.pad(self.codes, (0, -self.codes.shape[1] % 8)), codes.bits)
         return QuantizedLinear(words, self.scales, self.zeros, codes, self.bias, self.g_idx)
 
     @property

@@ -55,9 +55,8 @@ def test_a_line_says_what_was_measured(benchmark):
     assert (line["weights_bytes"], line["batch"], line["steps_per_s"]["runs"]) == (weights, 2, 3)
     assert line["tokens_per_s"] == pytest.approx(2e3 / line["ms_per_token"])
     keys = line["gb_per_s"] * 1e9 * line["ms_per_token"] / 1e3 - weights  # in use, of the cache's
-    assert keys / line["cache_bytes"] == pytest.approx(
-        (20 + 9 + 6) / 64
-    )  # 41 tokens and the engine's slack
+    # 41 tokens and the engine's slack.
+    assert keys / line["cache_bytes"] == pytest.approx((20 + 9 + 6) / 64)
     eager = line["against"]["eager"]
     assert eager["ratio"] == pytest.approx(line["steps_per_s"]["median"] / eager["steps_per_s"])
     assert line["share_of_read"] is line["peak_memory_bytes"] is None  # no GPU

@@ -13,9 +13,8 @@ from scripts import chart
 RESULTS = ROOT / "assets" / "results.jsonl"
 LINES = chart.read(RESULTS)
 OURS = [line for line in LINES if line["engine"] == "llama-fast"]
-OPTIONS = dict(
-    ranks=1, quantize=None, group_size=None, batch=1, context=0, kernels=True
-)  # in BENCHMARKS.md's order
+# In BENCHMARKS.md's order.
+OPTIONS = dict(ranks=1, quantize=None, group_size=None, batch=1, context=0, kernels=True)
 
 
 def figures(line: dict) -> list[str]:
