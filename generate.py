@@ -271,8 +271,9 @@ class Engine:
 
     def columns(self) -> int:
         """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a
-        single column. On a GPU, in plain PyTorch, cuDNN's attention makes a plan of 1.8 MiB for
-        each shape, which PyTorch keeps."""
+        single column. On a GPU Triton would compile once more for numbers that 16 does not divide
+        and, in plain PyTorch, cuDNN's attention makes a plan of 1.8 MiB for each shape, which
+        PyTorch keeps."""
         return 16 if self.device.type == "cuda" else 2
 
     def slots(self, n: int) -> Tensor:
