@@ -32,6 +32,7 @@ from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
 from hub.tokenizer import Tokenizer
 from model import CACHES
+from quantize import DEFAULT_GROUP
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
 
@@ -122,7 +123,8 @@ class Options(CallOptions):
     )
     group_size: int | None = of_quantization(
         None,
-        "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 32",
+        "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 "
+        + DEFAULT_GROUP,
         -1,
     )
     quantize_head: str | None = of_quantization(

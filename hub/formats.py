@@ -68,6 +68,7 @@ from hub.vet import free_memory, reading
 from model import KVCache, Transformer
 from quantize import (
     CODES,
+    DEFAULT_GROUP,
     E4M3,
     INT4,
     MXFP4,
@@ -94,6 +95,19 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
 
 
+def find_group(
+    weights: dict[str, Weight], quantize: str | None, group_size: int | None, say: bool = False
+) -> int:
+    """The group size of --quantize and --group-size, for a model with hf_weights(). say: a line on
+    stderr where it is chosen here."""
+    if group_size is not None:
+        return group_size
+    group = default_group(quantize, (of.shape[1] for of in weights.values() if of.quantized))
+    if say and group > 1:
+        print(f"quantize={quantize}: groups of {group}, {DEFAULT_GROUP}", file=sys.stderr)
+    return group
+
+
 def check_quantize(
     checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None
 ) -> None:
@@ -107,9 +121,10 @@ def check_quantize(
             f"quantize={quantize}: {checkpoint.directory} is quantized already; leave the option "
             f"out"
         )
+    group = find_group(checkpoint.weights, quantize, group_size)
     for weight in checkpoint.weights.values():
         if weight.quantized:
-            group_of(weight.shape[1], default_group(quantize, group_size))
+            group_of(weight.shape[1], group)
 
 
 def load(
@@ -127,7 +142,7 @@ def load(
     quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split:
     tp.splitter()'s, for this rank's part."""
     settings = read_settings(checkpoint)
-    group = default_group(quantize, group_size)
+    group_size = group = find_group(checkpoint.weights, quantize, group_size, say=progress)
     if settings:
         group = shared_inputs(settings, group)
     shard = None
