@@ -3,6 +3,8 @@
 import asyncio
 import io
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -131,23 +133,23 @@ def test_one_call_runs_at_a_time_and_other_threads_wait(llm):
     assert "another call ended this stream" in refusal(list, unread)
 
 
-def test_streams_in_threads_give_their_text_or_say_that_they_were_ended(llm):
-    prompts = ["One day", "Tom and Sue went to the park", "A", "Once upon a time there was a dog"]
-    texts = {prompt: llm(prompt, max_new_tokens=40).text for prompt in prompts}
+def test_a_call_waits_for_a_streams_step_and_then_ends_it(llm, monkeypatch):
+    expected, stream = llm("One day").text, llm.stream("Tom and Sue", max_new_tokens=50)
+    next(stream)
+    in_step, step = threading.Event(), llm.engine.step
 
-    def read(prompt: str) -> bool:
-        pieces = []
-        try:
-            for piece in llm.stream(prompt, max_new_tokens=40):
-                pieces.append(piece)
-        except ValueError as error:
-            assert "another call ended this stream" in str(error)
-        text = "".join(pieces)
-        assert texts[prompt].startswith(text)
-        return text == texts[prompt]
+    def slow_step():
+        if not in_step.is_set():
+            in_step.set()
+            time.sleep(0.3)
+        return step()
 
-    with ThreadPoolExecutor(4) as pool:
-        assert any(pool.map(read, prompts * 3))
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    with ThreadPoolExecutor(1) as pool:
+        piece = pool.submit(next, stream)
+        assert in_step.wait(60) and not piece.done()
+        assert llm("One day").text == expected and piece.result()
+    assert "another call ended this stream" in refusal(list, stream)
 
 
 def test_a_completion_shows_what_it_holds(llm):
