@@ -24,7 +24,7 @@ from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
 from gptq import gptq_model
 from hub.checkpoint import Checkpoint, load_model
-from hub.formats import check_finite, find_group
+from hub.formats import check_finite, find_group, say_group
 from hub.tokenizer import Tokenizer
 from hub.vet import (
     GIB,
@@ -102,7 +102,7 @@ def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
     return torch.tensor(tokens[: wanted // length * length]).view(-1, length)
 
 
-def check_shapes(source: Checkpoint, args):
+def check_shapes(source: Checkpoint, args, group: int):
     """ValueError for weights that the formats cannot hold."""
     if source.hf.get("quantization_config"):
         raise ValueError(
@@ -125,7 +125,7 @@ def check_shapes(source: Checkpoint, args):
             )
     for weight in source.weights.values():  # after what no other group size cures
         if weight.quantized:
-            group_of(weight.shape[1], args.group_size)
+            group_of(weight.shape[1], group)
 
 
 def check_place(source: Checkpoint, out: Path, bits: int):
@@ -160,11 +160,10 @@ def main():
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
-    args.group_size = find_group(source.weights, args.quantize, args.group_size, say=True)
+    group = find_group(source.weights, args.quantize, args.group_size)
     bits = CODES[args.quantize].bits
-    how = bits, args.group_size, args.sym, args.act_order, args.head
-    quantization_config = CONFIGS[args.format](*how)
-    check_shapes(source, args)
+    quantization_config = CONFIGS[args.format](bits, group, args.sym, args.act_order, args.head)
+    check_shapes(source, args, group)
     check_memory([(source.config, None)], 0, 0, device, dtype)
     check_place(source, args.out, bits)
     tokens = read_calibration(args, tokenizer, source.config.context) if args.gptq else None
@@ -172,7 +171,9 @@ def main():
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
             check_finite(model)
-            how = args.quantize, args.group_size, args.sym
+            if args.group_size is None:
+                say_group(args.quantize, group)
+            how = args.quantize, group, args.sym
             if args.gptq:
                 gptq_model(model, *how, tokens.to(device), args.act_order, args.head, progress=True)
             else:
