@@ -2,7 +2,7 @@
 GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that are chosen column by column, for the inputs
 that a calibration text gives. The columns that are not quantized yet make up for each error.
 
-    python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
+    python quantize.py --checkpoint DIR --gptq --act-order --calibration TEXT --out DIR-gptq
 
 Shapes: as in quantize.py.
 """

@@ -13,6 +13,7 @@ import gc
 import inspect
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
 from hub.tokenizer import Tokenizer
 from model import CACHES
+from quantize import DEFAULT_GROUP
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
 
@@ -121,7 +123,8 @@ class Options(CallOptions):
     )
     group_size: int | None = of_quantization(
         None,
-        "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 32",
+        "weights that share a scale: a multiple of 32, or -1: a row; default: int8 -1, int4 "
+        + DEFAULT_GROUP,
         -1,
     )
     quantize_head: str | None = of_quantization(
@@ -203,7 +206,7 @@ def takes(kind: type) -> Callable:
 # Completions
 
 
-@dataclass
+@dataclass(repr=False)
 class Completion:
     """One row of the batch: the tokens that follow its prompt, their text so far, and why they
     ended."""
@@ -231,6 +234,11 @@ class Completion:
         self.before = self.prompt_tokens[-8:]
         self.pending = []  # tokens that are not in the text yet
         self.writes = "text"  # or "thoughts" or "header": what tokens are added to
+
+    def __repr__(self) -> str:
+        """Without fields that are empty."""
+        shown = [each.name for each in fields(self) if each.repr and getattr(self, each.name)]
+        return f"Completion({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def add(self, token: int, logprob: float, seconds: float):
         if logprob != logprob:  # NaN
@@ -383,9 +391,11 @@ class LLM:
     sampling within these limits compile nothing again. Compiled, a step costs what max_batch_size
     rows cost, and draws random numbers for as many.
 
-    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large. One
-    call at a time: another one ends a stream() that goes on. Under torchrun each rank makes the
-    same calls."""
+    ValueError for a mistake: a value out of its limits, a prompt or a batch that is too large.
+
+    One call runs at a time, and other threads' calls wait for it. A stream() is not waited for: a
+    call ends it, and who reads on gets a ValueError. Under torchrun each rank makes the same
+    calls."""
 
     @takes(Options)
     def __init__(self, checkpoint: str = TINY, *, load: bool = True, **options):
@@ -413,7 +423,9 @@ class LLM:
             for checkpoint in (self.checkpoint, self.draft_checkpoint)
             if checkpoint
         ]
-        self.model = self.draft_model = self.engine = self.speculator = self._running = None
+        self.model = self.draft_model = self.engine = self.speculator = None
+        self._running = None  # the steps of the last call, which may be a stream that goes on
+        self._lock = threading.Lock()  # a call holds it, or a stream while it makes a step
         # Room: tokens of a prompt and its completion.
         self.load_s, self.compile_s, self.room = 0.0, 0.0, 0
         self.progress = say_compiling
@@ -438,24 +450,48 @@ class LLM:
         if not isinstance(prompts, (str, list, tuple)):
             kind = type(prompts).__name__
             raise ValueError(f"a {kind} is no prompt: want a text, messages, or a list of these")
-        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict))
+        single = is_single(prompts)
         prompts = [prompts] if single else prompts
         completions = make_completions(prompts, options, self.tokenizer, self.context)
-        for _ in self._steps(completions, options):
-            pass
+        with self._lock:
+            for _ in self._steps(completions, options):
+                pass
         if options.time_budget:
             completions = rank_completions(completions, options.num_samples)
         return completions[0] if single and options.num_samples == 1 else completions
 
     @takes(CallOptions)
     def stream(self, prompt: str | list[dict], **options) -> Iterator[str]:
-        """The completion of one prompt, piece by piece, as it is generated. Another call ends
-        it."""
+        """The completion of one prompt, piece by piece, as it is generated. Another call ends it:
+        ValueError for who reads on."""
         options = self._options(options)
         if options.num_samples > 1:
             raise ValueError(f"num_samples={options.num_samples}: a stream is of one sample")
+        if not is_single(prompt):
+            raise ValueError(
+                f"stream() of a {type(prompt).__name__}: a stream is of one prompt, a text or a "
+                "chat's messages; for several call the LLM itself, or make a stream of each"
+            )
         completions = make_completions([prompt], options, self.tokenizer, self.context)
-        return pieces(completions[0], self._steps(completions, options))
+        with self._lock:
+            steps = self._steps(completions, options)
+        return pieces(completions[0], self._taken(steps, completions[0]))
+
+    def _taken(self, steps: Iterator[None], completion: Completion) -> Iterator[None]:
+        """A stream's steps, as it takes them, one under the lock at a time: who leaves a stream holds
+        up nobody."""
+        ended = object()
+        while True:
+            with self._lock:
+                is_left = self._running is not steps
+                if is_left and not completion.finish_reason:
+                    raise ValueError(
+                        "another call ended this stream: read a stream to its end first, or load "
+                        "a second LLM"
+                    )
+                if is_left or next(steps, ended) is ended:
+                    return
+            yield
 
     def _options(self, given: dict) -> Options:
         """The constructor's options with those of a call in their place. None: as if it were not
@@ -609,6 +645,7 @@ class LLM:
         """What complete() yields for a call, once room for it is made."""
         if self._running:
             self._running.close()  # a stream that goes on ends here
+            self._running = None
         rows, most = len(completions), self.options.max_batch_size
         if most and rows > most:
             raise ValueError(
@@ -662,6 +699,13 @@ class LLM:
             raise ValueError(
                 f"time_budget={budget}: the first token took {seconds:.3f} s; allow more"
             )
+
+
+def is_single(prompts) -> bool:
+    """Whether it is a text or a chat's messages, and no list of these."""
+    if isinstance(prompts, list | tuple):
+        return len(prompts) > 0 and isinstance(prompts[0], dict)
+    return isinstance(prompts, str)
 
 
 def say_compiling():

@@ -3,9 +3,10 @@ Quantization to int8 and int4: the plain quantized layer, and rounding. GPTQ is 
 reads quantized checkpoints is hub/formats.py, what writes them hub/write.py; the command that makes
 them:
 
-    python quantize.py --checkpoint DIR --bits 4 --group-size 128 --out DIR-int4               # round to nearest
-    python quantize.py --checkpoint DIR --bits 4 --gptq --act-order --calibration TEXT --out DIR-gptq
-    python quantize.py --checkpoint DIR --bits 8 --sym --format compressed-tensors --out DIR-w8a16
+    python quantize.py --checkpoint DIR --quantize int4 --out DIR-int4      # round to nearest
+    python quantize.py --checkpoint DIR --gptq --act-order --calibration TEXT --out DIR-gptq
+    python quantize.py --checkpoint DIR --quantize int8 --sym --out DIR-w8a16 \\
+        --format compressed-tensors
 
 A weight is (decode(q) - zero) * scale, where q is its code: a small whole number. `codes`, a Codes
 such as INT4, says what codes stand for. A group of G weights of one row, along K, shares scale and
@@ -264,6 +265,10 @@ def say_once(message: str):
 # Which layers, which groups
 
 
+SIZES = 128, 64, 32
+DEFAULT_GROUP = "the largest of 128, 64 and 32 that divides the inputs of each layer"
+
+
 def find_layers(model: Transformer, head: bool) -> list[str]:
     """The names in the model of the layers that quantization replaces: all linear ones and experts,
     but routers; the head only if asked for and not tied."""
@@ -286,12 +291,24 @@ def group_of(K: int, group_size: int) -> int:
             f"a layer has {K} inputs; want a multiple of 32: this model cannot be quantized here"
         )
     if not isinstance(G, int) or G < 32 or G % 32 or K % G:
-        sizes = [size for size in (32, 64, 128, -1) if K % size == 0]
+        sizes = [size for size in (*SIZES, -1) if K % size == 0]
         raise ValueError(
             f"group size {group_size} does not divide the {K} inputs of a layer; want one of "
             f"{sizes}"
         )
     return G
+
+
+def default_group(quantize: str | None, columns: Iterable[int]) -> int:
+    """The group size where none is given: for int8 -1, a scale a row; for int4 the largest of SIZES
+    that divides all these numbers, the inputs of each layer; 1 where nothing is quantized."""
+    if not quantize:
+        return 1
+    if CODES[quantize].bits == 8:
+        return -1
+    columns = {*columns}
+    fit = [size for size in SIZES if all(K % size == 0 for K in columns)]
+    return max(fit, default=min(SIZES))  # which group_of() then refuses
 
 
 # Rounding
@@ -344,15 +361,6 @@ def rounded(layer: nn.Linear | Experts, codes: Codes, *how) -> QuantizedLinear:
     return kind(pack(q, codes.bits), scales, zeros, codes, layer.bias)
 
 
-def default_group(quantize: str | None, group_size: int | None) -> int:
-    """The group size of --quantize: -1 for a scale a row, 1 where nothing is quantized."""
-    if group_size is not None:
-        return group_size
-    if not quantize:
-        return 1
-    return -1 if CODES[quantize].bits == 8 else 32
-
-
 @torch.no_grad()
 def round_model(
     model: Transformer,
@@ -367,12 +375,14 @@ def round_model(
     or "int4".
 
     group_size, sym: None for those of --quantize. shard: the tp.Shard whose part of the model this
-    is."""
+    is; group_size is then the whole model's."""
     from tqdm import tqdm
 
-    group_size = default_group(quantize, group_size)
-    sym = quantize == "int8" if sym is None else sym
     names = find_layers(model, head)
+    if group_size is None:
+        columns = (model.get_submodule(name).weight.shape[-1] for name in names)
+        group_size = default_group(quantize, columns)
+    sym = quantize == "int8" if sym is None else sym
     for name in tqdm(names, "quantizing", unit="layer", disable=None if progress else True):
         widest = partial(shard.widest, name) if shard and group_size == -1 else None
         layer = model.get_submodule(name)
@@ -390,7 +400,7 @@ def round_head(model: Transformer, quantize: str):
             f"quantize_head={quantize}: this checkpoint's head is quantized already; leave the "
             f"option out"
         )
-    group = default_group(quantize, None)
+    group = -1 if quantize == "int8" else 32
     model.set_submodule(name, rounded(head, CODES[quantize], group, quantize == "int8"))
 
 

@@ -25,7 +25,7 @@ GROUPS = {
     "model": None,
     "speed": None,
     "quantization": "e.g. --compile --quantize int4 --group-size 128",
-    "speculation": "e.g. --draft checkpoints/tiny-draft --draft-tokens 4",
+    "speculation": "e.g. --draft checkpoints/tiny-eagle --draft-tokens 4",
     "prompt": 'e.g. -p "One day" -p "Tom and Sue", or echo "One day" | python generate.py',
     "generation": "e.g. --temperature 0.7 --top-p 0.9 --seed 1",
     "output": None,

@@ -4,7 +4,7 @@ Round a checkpoint's weights to 8 or 4 bits, and write it as a new one.
     python quantize.py --checkpoint DIR --out DIR-int4
     python quantize.py --checkpoint DIR --out DIR-gptq \\
         --gptq --act-order --calibration TEXT
-    python quantize.py --checkpoint DIR --out DIR-w8a16 --bits 8 --sym \\
+    python quantize.py --checkpoint DIR --out DIR-w8a16 --quantize int8 --sym \\
         --format compressed-tensors
 """
 
@@ -24,7 +24,7 @@ from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
 from gptq import gptq_model
 from hub.checkpoint import Checkpoint, load_model
-from hub.formats import check_finite
+from hub.formats import check_finite, find_group, say_group
 from hub.tokenizer import Tokenizer
 from hub.vet import (
     GIB,
@@ -35,8 +35,8 @@ from hub.vet import (
     open_checkpoint,
     read_text,
 )
-from llm import Options
-from quantize import group_of, round_model
+from llm import INTS, Options
+from quantize import CODES, DEFAULT_GROUP, SIZES, group_of, round_model
 from hub.write import CONFIGS, write_checkpoint
 
 
@@ -46,12 +46,18 @@ def parse_args() -> Namespace:
     switch = partial(add, action="store_true")
     add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
     add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
-    add("--bits", type=int, choices=(8, 4), default=4, help="of a weight (default: 4)")
+    add(
+        *("--quantize", "--bits"),
+        type=lambda text: {"4": "int4", "8": "int8"}.get(text, text),
+        choices=INTS,
+        default="int4",
+        help="of a weight; --bits 4 and 8 say the same (default: int4)",
+    )
     add(
         "--group-size",
         type=int,
-        choices=(32, 64, 128, -1),
-        help="weights that share a scale; -1: a row (default: 128 for 4 bits, -1 for 8)",
+        choices=(*SIZES, -1),
+        help=f"weights that share a scale; -1: a row (default: int8 -1; int4 {DEFAULT_GROUP})",
     )
     add("--format", choices=CONFIGS, default="gptq", help="of the files (default: gptq)")
     switch("--gptq", help="better codes, from the inputs that --calibration gives (default: off)")
@@ -80,7 +86,6 @@ def parse_args() -> Namespace:
     if not args.gptq and (args.act_order or args.calibration_tokens):
         raise ValueError("--act-order and --calibration-tokens go with --gptq")
     args.calibration_tokens = args.calibration_tokens or 131072
-    args.group_size = args.group_size or (128 if args.bits == 4 else -1)
     return args
 
 
@@ -97,7 +102,7 @@ def read_calibration(args, tokenizer: Tokenizer, context: int) -> Tensor:
     return torch.tensor(tokens[: wanted // length * length]).view(-1, length)
 
 
-def check_shapes(source: Checkpoint, args):
+def check_shapes(source: Checkpoint, args, group: int):
     """ValueError for weights that the formats cannot hold."""
     if source.hf.get("quantization_config"):
         raise ValueError(
@@ -120,7 +125,7 @@ def check_shapes(source: Checkpoint, args):
             )
     for weight in source.weights.values():  # after what no other group size cures
         if weight.quantized:
-            group_of(weight.shape[1], args.group_size)
+            group_of(weight.shape[1], group)
 
 
 def check_place(source: Checkpoint, out: Path, bits: int):
@@ -152,20 +157,23 @@ def size_of(checkpoint: Checkpoint) -> str:
 
 def main():
     args = parse_args()
-    how = args.bits, args.group_size, args.sym, args.act_order, args.head
-    quantization_config = CONFIGS[args.format](*how)
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
     source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
-    check_shapes(source, args)
+    group = find_group(source.weights, args.quantize, args.group_size)
+    bits = CODES[args.quantize].bits
+    quantization_config = CONFIGS[args.format](bits, group, args.sym, args.act_order, args.head)
+    check_shapes(source, args, group)
     check_memory([(source.config, None)], 0, 0, device, dtype)
-    check_place(source, args.out, args.bits)
+    check_place(source, args.out, bits)
     tokens = read_calibration(args, tokenizer, source.config.context) if args.gptq else None
     with written_whole(args.out) as made:
         with memory_advice(f"out of memory on {device}: fewer --calibration-tokens need less"):
             model = load_model(source, device, dtype, progress=True)
             check_finite(model)
-            how = f"int{args.bits}", args.group_size, args.sym
+            if args.group_size is None:
+                say_group(args.quantize, group)
+            how = args.quantize, group, args.sym
             if args.gptq:
                 gptq_model(model, *how, tokens.to(device), args.act_order, args.head, progress=True)
             else:

@@ -68,6 +68,7 @@ from hub.vet import free_memory, reading
 from model import KVCache, Transformer
 from quantize import (
     CODES,
+    DEFAULT_GROUP,
     E4M3,
     INT4,
     MXFP4,
@@ -94,6 +95,19 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
 
 
+def find_group(weights: dict[str, Weight], quantize: str | None, group_size: int | None) -> int:
+    """The group size of --quantize and --group-size, for a model with these hf_weights()."""
+    if group_size is not None:
+        return group_size
+    return default_group(quantize, (of.shape[1] for of in weights.values() if of.quantized))
+
+
+def say_group(quantize: str, group: int) -> None:
+    """For one that find_group() has chosen; a scale a row needs no word."""
+    if group != -1:
+        print(f"quantize={quantize}: groups of {group}, {DEFAULT_GROUP}", file=sys.stderr)
+
+
 def check_quantize(
     checkpoint: Checkpoint, settings: dict, quantize: str | None, group_size: int | None
 ) -> None:
@@ -107,9 +121,10 @@ def check_quantize(
             f"quantize={quantize}: {checkpoint.directory} is quantized already; leave the option "
             f"out"
         )
+    group = find_group(checkpoint.weights, quantize, group_size)
     for weight in checkpoint.weights.values():
         if weight.quantized:
-            group_of(weight.shape[1], default_group(quantize, group_size))
+            group_of(weight.shape[1], group)
 
 
 def load(
@@ -127,9 +142,8 @@ def load(
     quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split:
     tp.splitter()'s, for this rank's part."""
     settings = read_settings(checkpoint)
-    group = default_group(quantize, group_size)
-    if settings:
-        group = shared_inputs(settings, group)
+    rounded = find_group(checkpoint.weights, quantize, group_size)
+    group = shared_inputs(settings, rounded) if settings else rounded
     shard = None
     if split:
         shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
@@ -138,7 +152,9 @@ def load(
     if quantize or quantize_head:
         check_finite(model)
     if quantize:
-        round_model(model, quantize, group_size, shard=shard)
+        if progress and group_size is None:
+            say_group(quantize, rounded)
+        round_model(model, quantize, rounded, shard=shard)
     if shard:
         shard.parallelize(model)
     if quantize_head:

@@ -101,9 +101,7 @@ def words(*parts: str | None, between: str = ", ") -> str:
 
 
 def quantized(line: dict) -> str | None:
-    return (
-        f"groups of {line['group_size'] or 32}" if line["quantize"] == "int4" else line["quantize"]
-    )
+    return f"groups of {line['group_size']}" if line["quantize"] == "int4" else line["quantize"]
 
 
 def precision(line: dict) -> int:

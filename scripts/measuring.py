@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from generate import Engine, Sampling
-from hub.checkpoint import Checkpoint
-from hub.formats import check_quantize, load, read_settings
+from hub.checkpoint import Checkpoint, hf_weights
+from hub.formats import check_quantize, find_group, load, read_settings
 from llm import find_engine, import_fast
 from model import Config, Transformer
-from quantize import default_group, round_head, round_model
+from quantize import round_head, round_model
 from tp import Shard, Team, all_reduce, splitter
 
 
 @dataclass
 class Setup:
-    """args: benchmark.py's."""
+    """args: benchmark.py's. group_size: of the weights that were rounded last."""
 
     args: Namespace
     device: torch.device
     dtype: torch.dtype
     team: Team
+    group_size: int | None = None
 
     @property
     def cuda(self) -> bool:
@@ -57,21 +58,29 @@ class Setup:
     def load(self, checkpoint: Checkpoint) -> Transformer:
         """This rank's part, rounded as the options say."""
         args = self.args
-        rounded = args.quantize, args.group_size, args.quantize_head
+        rounded = args.quantize, self.group(checkpoint.config), args.quantize_head
         return load(checkpoint, self.device, self.dtype, *rounded, split=splitter(self.team))
+
+    def group(self, config: Config) -> int | None:
+        """That of the options, or the default for a whole model of this config."""
+        args = self.args
+        if args.quantize:
+            self.group_size = find_group(hf_weights(config), args.quantize, args.group_size)
+        return self.group_size
 
     def shard(self, config: Config) -> Shard | None:
         """This rank's part of a shape; None: all of it."""
         split = splitter(self.team)
         if not split:
             return None
-        return split(config, default_group(self.args.quantize, self.args.group_size))
+        return split(config, self.group(config) or 1)
 
     def finish(self, model: Transformer, shard: Shard | None) -> Transformer:
         """A shape's model, of this rank's sizes: rounded and shared as load() does it."""
         args = self.args
         if args.quantize:
-            round_model(model, args.quantize, args.group_size, shard=shard)
+            whole = shard.whole if shard else model.config
+            round_model(model, args.quantize, self.group(whole), shard=shard)
         if shard:
             shard.parallelize(model)
         if args.quantize_head:
@@ -82,13 +91,15 @@ class Setup:
         """What each JSON line says of how it was measured."""
         args = self.args
         own = "batch", "new_tokens", "temperature", "top_k", "top_p", "seed"
-        rounding = "quantize", "group_size", "quantize_head", "kv_cache"
+        rounding = "quantize", "quantize_head", "kv_cache"
         kernels = not (args.no_compile or args.no_kernels) and import_fast() is not None
         git = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
         return dict(
             what=what,
             dtype=str(self.dtype).removeprefix("torch."),
+            # Of int8 None is a scale a row.
+            group_size=self.group_size if args.quantize == "int4" else args.group_size,
             **{name: getattr(args, name) for name in (*rounding, *own)},
             compile=not args.no_compile,
             kernels=kernels,

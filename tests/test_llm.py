@@ -3,6 +3,9 @@
 import asyncio
 import io
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -90,16 +93,71 @@ def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
     )
 
 
-def test_a_stream_that_is_left_leaves_nothing_behind_and_another_call_ends_it(llm):
+def test_another_call_ends_a_stream_which_says_so(llm):
+    """Nothing is left behind, and one that was read to its end is none that was ended."""
     expected = llm("One day").text
     stream = llm.stream("Tom and Sue", max_new_tokens=50)
     next(stream)
     other = llm.stream("One day")
     begin = next(other)
-    assert list(stream) == [] and begin + "".join(other) == expected
+    assert "another call ended this stream" in refusal(list, stream)
+    assert begin + "".join(other) == expected
+    whole = llm.stream("One day")
+    text = ""
+    while text != expected:
+        text += next(whole)
+    unread = llm.stream("Tom and Sue")
+    assert llm("One day").text == expected and list(whole) == []
+    assert "another call ended this stream" in refusal(list, unread)
+
+
+@pytest.mark.parametrize("prompts", [["One day", "Tom and Sue"], ("One day",), [MESSAGES]])
+def test_a_stream_is_of_one_sample_of_one_prompt(llm, prompts):
+    assert "a stream is of one prompt, a text or a chat's messages" in refusal(llm.stream, prompts)
     assert "num_samples=2: a stream is of one sample" in refusal(
         llm.stream, "One day", num_samples=2
     )
+
+
+def test_one_call_runs_at_a_time_and_other_threads_wait(llm):
+    """A stream is waited for while it makes a step, and no longer: one that nobody reads stops
+    nobody."""
+    prompts = ["One day", "Tom and Sue went to the park", "A", "Once upon a time there was a dog"]
+    options = dict(max_new_tokens=40)
+    expected = tokens_of([llm(prompt, **options) for prompt in prompts])
+    unread = llm.stream("Sue", **options)
+    next(unread)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(partial(llm, **options), prompts * 3))
+    assert tokens_of(found) == expected * 3
+    assert "another call ended this stream" in refusal(list, unread)
+
+
+def test_a_call_waits_for_a_streams_step_and_then_ends_it(llm, monkeypatch):
+    expected, stream = llm("One day").text, llm.stream("Tom and Sue", max_new_tokens=50)
+    next(stream)
+    in_step, step = threading.Event(), llm.engine.step
+
+    def slow_step():
+        if not in_step.is_set():
+            in_step.set()
+            time.sleep(0.3)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    with ThreadPoolExecutor(1) as pool:
+        piece = pool.submit(next, stream)
+        assert in_step.wait(60) and not piece.done()
+        assert llm("One day").text == expected and piece.result()
+    assert "another call ended this stream" in refusal(list, stream)
+
+
+def test_a_completion_shows_what_it_holds(llm):
+    shown = repr(llm("One day", max_new_tokens=2))
+    assert shown.startswith("Completion(prompt='One day', prompt_tokens=[1, 366, 317], limit=2, ")
+    assert "tokens=[2015, 261], text=', a'" in shown and "finish_reason='length'" in shown
+    for empty in ("=[]", "=''", "=None", "=()", "thoughts", "tokenizer"):
+        assert empty not in shown
 
 
 def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(chatty):
@@ -135,6 +193,7 @@ def test_a_mistake_in_a_call_is_a_value_error_that_names_it(llm, prompts, option
     "options, said",
     [
         (dict(max_batch_size=0), "max_batch_size=0"),
+        (dict(compil=True), "compil: no such option, did you mean compile?"),
         (dict(group_size=32), "group_size=32 goes with quantize"),
         (dict(kv_cache="int4"), "kv_cache"),
         (dict(quantize="int4", group_size=7), "7"),

@@ -268,7 +268,7 @@ def test_rounding_while_loading_stays_near_the_exact_weights():
     exact = logits_of(tiny())
     int8, int4, int4_coarse = (
         error(logits_of(load_checkpoint(TINY, CPU, F32, *how)), exact)
-        for how in (("int8",), ("int4",), ("int4", 128))
+        for how in (("int8",), ("int4", 32), ("int4", 128))
     )
     assert 0 < int8 < 0.02 < int4 < int4_coarse < 0.3
 
@@ -298,6 +298,36 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path):
     assert "model.embed_tokens.weight has NaN" in refusal(
         load_checkpoint, tmp_path / "in", quantize_head="int8"
     )
+
+
+@pytest.mark.parametrize("dim, ffn, group", [(256, 384, 128), (192, 256, 64), (128, 224, 32)])
+@pytest.mark.parametrize("word, codes", [("--quantize", "int4"), ("--bits", "4")])
+def test_both_commands_round_alike_in_the_largest_groups_that_fit(
+    tmp_path, capsys, monkeypatch, dim, ffn, group, word, codes
+):
+    """The group is the largest of 128, 64 and 32 that divides the inputs of each layer, and is
+    said."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    make(source, hidden_size=dim, intermediate_size=ffn, head_dim=64)
+    argv = ["quantize.py", "--checkpoint", source, "--out", out, word, codes, "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [*map(str, argv)])
+    quantize.main()
+    assert f"groups of {group}, the largest of 128, 64 and 32" in capsys.readouterr().err
+    written = load_checkpoint(out)
+    assert read_json(out / "config.json")["quantization_config"]["group_size"] == group
+    rounded = load_checkpoint(source, quantize="int4", progress=True)
+    assert f"groups of {group}, the largest of 128, 64 and 32" in capsys.readouterr().err
+    torch.testing.assert_close(written.state_dict(), rounded.state_dict(), rtol=0, atol=0)
+    model = load_checkpoint(source)
+    round_model(model, "int4")
+    torch.testing.assert_close(written.state_dict(), model.state_dict(), rtol=0, atol=0)
+    for layer in quantized_layers(written).values():
+        assert layer.in_features == group * layer.scales.shape[1]
+
+
+def test_inputs_that_no_group_divides_are_refused(tmp_path):
+    make(tmp_path, intermediate_size=80)
+    assert "80 inputs; want a multiple of 32" in refusal(load_checkpoint, tmp_path, quantize="int4")
 
 
 def test_the_command_writes_a_checkpoint_by_gptq(tmp_path, command):

@@ -105,6 +105,14 @@ def test_llama_cpp_takes_turns(call, monkeypatch, tmp_path, options, converter, 
     assert module.llama_model_quantize.call_args[0][2].ftype is module.LLAMA_FTYPE_MOSTLY_Q4_0
 
 
+@pytest.mark.parametrize(
+    "rounding, group", [("int4", 128), ("int4 --group-size 32", 32), ("int8", None)]
+)
+def test_a_line_says_which_groups_were_rounded(benchmark, rounding, group):
+    [found] = benchmark(f"--runs 1 --new-tokens 3 --no-compile --quantize {rounding}")
+    assert found["group_size"] == group
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_of_experts_those_that_were_chosen_are_counted(benchmark, rows):
     """One row chooses 2 of 4; three rows choose others too."""
