@@ -17,10 +17,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from hub.checkpoint import MOST_JSON, Checkpoint, is_file, read_json, reading
 from hub.families import value_of
 
+SETTINGS = "tokenizer_config.json"
+SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"  # read where SETTINGS has no list
 MOST_TOKENIZER = 2**28  # bytes of a tokenizer's file
 MARKS = range(0x102000, 0x10FFFE)  # the last of Unicode's private characters
 # They end a turn, whether or not generation_config.json lists them.
@@ -81,21 +84,21 @@ class Tokenizer:
         directory = checkpoint.directory
         self.vocab_size = checkpoint.config.vocab_size
         self.template_options = {}  # variables of the template, such as enable_thinking
-        settings = read_json(directory / "tokenizer_config.json")
-        with reading(directory / "tokenizer_config.json"):
-            self.special_tokens = read_special(settings)
+        settings = read_json(directory / SETTINGS)
+        with reading(directory / SETTINGS):
             self.template = read_template(directory, settings)
             # None: tokenizer.json's post-processor decides.
             self.add_bos = value_of(settings, "add_bos_token", bool, None)
-            added = read_added(settings)
+        tokens = read_tokens(directory, settings)
+        end = tokens.named.get("eos_token")
 
         self.bos = checkpoint.hf.get("bos_token_id")
         self.path = directory / "tokenizer.json"
         if is_file(self.path, MOST_TOKENIZER):
             with silenced(self.path):
-                self.backend = TokenizerJson(self.path)
-                if bos := self.special_tokens.get("bos_token"):
-                    self.bos = self.backend.id(bos)
+                self.backend = TokenizerJson(self.path, tokens)
+                if bos := tokens.named.get("bos_token"):
+                    self.bos = self.backend.id(bos.content)
         else:
             self.path = directory / "tokenizer.model"
             if not is_file(self.path, MOST_TOKENIZER):
@@ -103,13 +106,14 @@ class Tokenizer:
                     f"{directory}: neither tokenizer.json nor tokenizer.model is there"
                 )
             with silenced(self.path):
-                self.backend = SentencePiece(self.path, added)
+                self.backend = SentencePiece(self.path, tokens)
             self.add_bos = True
+        self.special_tokens = {key: token.content for key, token in tokens.named.items() if token}
 
         ids = [self.backend.id(text) for text in CHAT_ENDS]
         with reading(directory / "tokenizer_config.json"):
-            if end := self.special_tokens.get("eos_token"):
-                ids.append(self.backend.id(end))
+            if end:
+                ids.append(self.backend.id(end.content))
                 self.check("eos_token_id", ids[-1:])
             if self.add_bos:
                 self.check("bos_token_id", [self.bos])
@@ -222,26 +226,79 @@ def read_ends(settings: dict) -> list[int | None]:
     return ids if isinstance(ids, list) else [ids]
 
 
-def read_special(settings: dict) -> dict[str, str]:
-    """bos_token, eos_token and the like, which chat templates insert."""
-    special = {}
-    for key, text in settings.items():
-        if isinstance(text, dict):
-            text = value_of(text, "content", str, None) if key.endswith("_token") else None
-        if key.endswith("_token") and isinstance(text, str):
-            special[key] = text
-    return special
+class Tokens(NamedTuple):
+    """What the files beside the vocabulary say of its tokens; each is a tokenizers.AddedToken."""
+
+    named: dict  # bos_token and the like, which templates insert; None: there is none
+    others: list  # special tokens without a name
+    added: dict  # by their numbers
+
+    def beside(self, there: Iterable) -> list:
+        """All tokens that are to be added, those that are there already first. A token that has a
+        name is special, whatever else is said of it."""
+        found = {token.content: token for token in there}
+        found |= {token.content: token for _, token in sorted(self.added.items())}
+        for token in filter(None, self.named.values()):
+            found.setdefault(token.content, token).special = True
+        for token in self.others:
+            found.setdefault(token.content, token)
+        return [token for text, token in found.items() if text]
 
 
-def read_added(settings: dict) -> dict[str, int]:
-    """The text of each token that is added to those of tokenizer.model."""
-    added = {}
-    for i, token in value_of(settings, "added_tokens_decoder", dict, {}).items():
-        text = value_of(token, "content", str)
-        if not text:
-            raise ValueError("added_tokens_decoder: a token without content")
-        added[text] = int(i)
-    return added
+def read_tokens(directory: Path, settings: dict) -> Tokens:
+    with reading(directory / SETTINGS):
+        tokens = read_special(settings)
+        for i, said in value_of(settings, "added_tokens_decoder", dict, {}).items():
+            tokens.added[int(i)] = token = added_token(said)
+            if not token.content:
+                raise ValueError("added_tokens_decoder: a token without content")
+    if settings.get("added_tokens_decoder") is not None:
+        return tokens
+    found = read_json(directory / SPECIAL)
+    with reading(directory / SPECIAL):
+        more = read_special(found)
+        tokens = Tokens(tokens.named | more.named, tokens.others + more.others, {})
+    found = read_json(directory / ADDED)
+    with reading(directory / ADDED):
+        special = {token.content for token in tokens.beside([])}
+        for text in found:
+            token = added_token(text, special=text in special)
+            tokens.added[value_of(found, text, int)] = token
+    return tokens
+
+
+def read_special(settings: dict) -> Tokens:
+    """A special token is a text, or an object with a content; those without a name are a list."""
+    named = {
+        key: said
+        for key, said in settings.items()
+        if key.endswith("_token") and isinstance(said, str | dict | None)  # not add_bos_token
+    }
+    others = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(settings.get(key), dict):
+            named |= settings[key]
+        else:
+            others += value_of(settings, key, list, [])
+    return Tokens(
+        {
+            key: None if said is None else added_token(said, special=True)
+            for key, said in named.items()
+        },
+        [added_token(said, special=True) for said in others],
+        {},
+    )
+
+
+def added_token(said: str | dict, **flags):
+    from tokenizers import AddedToken
+
+    if isinstance(said, str):
+        return AddedToken(said, **flags)
+    text = value_of(said, "content", str)
+    names = "single_word", "lstrip", "rstrip", "normalized", "special"
+    said = {name: value_of(said, name, bool) for name in names if name in said}
+    return AddedToken(text, **(said | flags))
 
 
 def read_template(directory: Path, settings: dict) -> str | None:
@@ -259,12 +316,13 @@ def read_template(directory: Path, settings: dict) -> str | None:
 class TokenizerJson:
     """tokenizer.json, through the tokenizers library."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, tokens: Tokens):
         from tokenizers import Tokenizer
 
         self.tokenizer = tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.add_tokens(tokens.beside(tokenizer.get_added_tokens_decoder().values()))
         added = tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.id = tokenizer.token_to_id
@@ -285,31 +343,63 @@ class SentencePiece:
     """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its
     callers."""
 
-    def __init__(self, path: Path, added: dict[str, int]):
+    def __init__(self, path: Path, tokens: Tokens):
         from sentencepiece import SentencePieceProcessor
+        from tokenizers import AddedToken
 
         self.processor = processor = SentencePieceProcessor(model_file=str(path))
         self.size = processor.vocab_size()
+        own = dict(
+            bos_token=processor.bos_id(), eos_token=processor.eos_id(), unk_token=processor.unk_id()
+        )
+        for key, i in own.items():
+            if i >= 0:
+                tokens.named.setdefault(key, AddedToken(processor.id_to_piece(i), special=True))
+
         control = filter(processor.is_control, range(self.size))
-        self.special = {processor.id_to_piece(i): i for i in control}
-        self.special |= added
+        control = [AddedToken(processor.id_to_piece(i), special=True) for i in control]
+        numbers = {token.content: i for i, token in tokens.added.items()}
+        self.added = {}  # the number of each text that is a token, wherever it is written
+        self.special = {}
+        patterns = {}
+        for token in tokens.beside(control):
+            text = token.content
+            i = processor.piece_to_id(text)
+            if processor.id_to_piece(i) != text:
+                i = numbers.get(text, max([self.size - 1, *self.added.values()]) + 1)
+            self.added[text] = i
+            patterns[text] = pattern_of(token)
+            if token.special:
+                self.special[text] = i
+        self.texts = {i: text for text, i in self.added.items()}
+        longest_first = sorted(patterns, key=len, reverse=True)
+        self.pattern = re.compile("|".join(patterns[text] for text in longest_first) or "(?!)")
 
     def id(self, text: str) -> int | None:
-        found = self.special.get(text, self.processor.piece_to_id(text))
+        found = self.added.get(text, self.processor.piece_to_id(text))
         return None if found == self.processor.unk_id() else found
 
     def token(self, i: int) -> str | None:
-        return self.processor.id_to_piece(i) if i < self.size else None
+        return self.texts.get(i) or (self.processor.id_to_piece(i) if i < self.size else None)
 
     def encode(self, text: str, post_process: bool = False, plain: bool = False) -> list[int]:
-        special = {} if plain else self.special
-        ids = []
-        for part in re.split(f"({any_of(special)})", text):
-            if part in special:
-                ids.append(special[part])
-            else:
-                ids += self.processor.encode(part)
-        return ids
+        if plain:
+            return self.processor.encode(text)
+        ids, at = [], 0
+        for found in self.pattern.finditer(text):
+            ids += self.processor.encode(text[at : found.start()])
+            ids.append(self.added[found[found.lastindex]])
+            at = found.end()
+        return ids + self.processor.encode(text[at:])
 
     def decode(self, ids: list[int]) -> str:
-        return self.processor.decode([i for i in ids if i < self.size])
+        special = {*self.special.values()}
+        return self.processor.decode([i for i in ids if i < self.size and i not in special])
+
+
+def pattern_of(token) -> str:
+    """A regular expression that finds an AddedToken, its text as a group."""
+    pattern = f"({re.escape(token.content)})"
+    if token.single_word:
+        pattern = rf"(?<!\w){pattern}(?!\w)"
+    return r"\s*" * token.lstrip + pattern + r"\s*" * token.rstrip

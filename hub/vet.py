@@ -44,6 +44,8 @@ HUB_FILES = [
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     WHOLE,
     INDEX,

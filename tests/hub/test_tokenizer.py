@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import tokenizers as hf
+from huggingface_hub.utils import filter_repo_objects
 
 from helpers import (
     BOS,
@@ -68,6 +69,125 @@ def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_found(tmp_path
     assert with_model(tmp_path, dict(vocab_size=2050), added_tokens_decoder=added).backend.encode(
         "<|a|>b"
     ) == [2049]
+
+
+X, Y = "<|x|>", "<|y|>"  # of which tokenizer.json knows nothing
+TYPED = [220, 27, 91, 87, 91, 29, 220, 27, 91, 88, 91, 29, 220]  # " <|x|> <|y|> ", letter by letter
+UNNAMED = dict(bos_token_id=None, eos_token_id=None)
+BESIDE = [  # files, special tokens, tokens of that text, what "a <|x|> <|y|> b" decodes to
+    (
+        dict(special_tokens_map=dict(bos_token=dict(content="<s>", lstrip=False), eos_token=X)),
+        dict(bos_token="<s>", eos_token=X),
+        [220, 260, *TYPED[6:]],
+        "a  <|y|> b",
+    ),
+    (
+        dict(
+            tokenizer_config=dict(bos_token="</s>", pad_token="</s>"),
+            special_tokens_map=dict(bos_token="<s>", pad_token=None),
+        ),
+        dict(bos_token="<s>"),
+        TYPED,
+        "a <|x|> <|y|> b",
+    ),
+    (
+        dict(
+            tokenizer_config=dict(bos_token="</s>", added_tokens_decoder={}),
+            special_tokens_map=dict(bos_token="<s>", eos_token="<s>"),
+            added_tokens={X: 260},
+        ),
+        dict(bos_token="</s>"),
+        TYPED,
+        "a <|x|> <|y|> b",
+    ),
+    (dict(added_tokens={Y: 261, X: 260}), {}, [220, 260, 220, 261, 220], "a <|x|> <|y|> b"),
+    (
+        dict(added_tokens={X: 260, Y: 261}, special_tokens_map=dict(eos_token=X)),
+        dict(eos_token=X),
+        [220, 260, 220, 261, 220],
+        "a  <|y|> b",
+    ),
+    (
+        dict(added_tokens={X: 260, Y: 261}, tokenizer_config=dict(additional_special_tokens=[Y])),
+        {},
+        [220, 260, 220, 261, 220],
+        "a <|x|>  b",
+    ),
+    (
+        dict(
+            tokenizer_config=dict(
+                added_tokens_decoder={
+                    "261": dict(content=Y, lstrip=True, rstrip=True, special=False),
+                    "260": dict(content=X, special=True),
+                }
+            )
+        ),
+        {},
+        [220, 260, 261],
+        "a <|y|>b",
+    ),
+    (
+        dict(tokenizer_config=dict(pad_token=X, extra_special_tokens=dict(image_token=Y))),
+        dict(pad_token=X, image_token=Y),
+        [220, 260, 220, 261, 220],
+        "a   b",
+    ),
+    (
+        dict(
+            tokenizer_config=dict(
+                extra_special_tokens=[Y],
+                eos_token=dict(__type="AddedToken", content=X, lstrip=True),
+            )
+        ),
+        dict(eos_token=X),
+        [260, 220, 261, 220],
+        "a  b",
+    ),
+]
+
+
+@pytest.mark.parametrize("files, special, ids, text", BESIDE)
+def test_files_beside_tokenizer_json_say_which_tokens_there_are_and_what_they_are(
+    tmp_path, files, special, ids, text
+):
+    """The values are of AutoTokenizer in transformers 5.24."""
+    with_json(tmp_path, dict(vocab_size=262) | UNNAMED)
+    for name, content in (dict(tokenizer_config={}) | files).items():
+        put(tmp_path / f"{name}.json", content)
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.special_tokens == special
+    found = tokenizer.encode(f"<s>a {X} {Y} b</s>")
+    assert found == [BOS, 64, *ids, 65, EOS] and tokenizer.decode(found) == text
+    assert (tokenizer.backend.id(X) in tokenizer.stops) == (special.get("eos_token") == X)
+
+
+def test_a_token_that_additional_special_tokens_alone_names_is_special_in_either_file(tmp_path):
+    """In transformers 5.24 it is where tokenizer_config.json names it, and only there."""
+    with_json(tmp_path, dict(vocab_size=261) | UNNAMED)
+    put(tmp_path / "tokenizer_config.json", {})
+    put(tmp_path / "added_tokens.json", {X: 260})
+    put(tmp_path / "special_tokens_map.json", dict(additional_special_tokens=[X]))
+    assert open_tokenizer(tmp_path).decode([64, 260, 65]) == "ab"
+
+
+def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
+    with_json(tmp_path, dict(vocab_size=261) | UNNAMED)
+    put(tmp_path / "tokenizer_config.json", {})
+    put(tmp_path / "added_tokens.json", {X: 260})
+    put(tmp_path / "special_tokens_map.json", dict(eos_token=X))
+
+    def download(name, allow_patterns):
+        wanted = filter_repo_objects(
+            [path.name for path in tmp_path.iterdir()], allow_patterns=allow_patterns
+        )
+        for file in [*wanted]:
+            put(tmp_path / "found" / file, (tmp_path / file).read_bytes())
+        return tmp_path / "found"
+
+    (tmp_path / "found").mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert open_tokenizer("owner/name").special_tokens == dict(eos_token=X)
+    assert open_tokenizer("owner/name").stops == {260, EOT, IM_END}
 
 
 def said(text: str, **more) -> list[dict]:
@@ -250,6 +370,11 @@ tokenizer_config.json {"added_tokens_decoder": []} -> added_tokens_decoder
 tokenizer_config.json {"added_tokens_decoder": {"7": {"content": ""}}} -> added_tokens_decoder
 tokenizer_config.json {"added_tokens_decoder": {"7": {"content": 3}}} -> content
 tokenizer_config.json {"added_tokens_decoder": {"x": {"content": "a"}}} -> 'x'
+tokenizer_config.json {"extra_special_tokens": "<x>"} -> extra_special_tokens
+tokenizer_config.json {"additional_special_tokens": [3]} -> content
+special_tokens_map.json {"eos_token": {"content": []}} -> content
+special_tokens_map.json {"eos_token": {"content": "a", "lstrip": 3}} -> lstrip
+added_tokens.json {"<x>": "7"} -> <x>='7'
 """.strip()  # a file, what is in it in place of its own, if anything, and words that the refusal has
 
 
