@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +25,12 @@ from hub.families import value_of
 
 SETTINGS = "tokenizer_config.json"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"  # read where SETTINGS has no list
+NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 MOST_TOKENIZER = 2**28  # bytes of a tokenizer's file
 MARKS = range(0x102000, 0x10FFFE)  # the last of Unicode's private characters
+# Of tokenizer.model, which is protobuf: normalizer_spec.add_dummy_prefix. What comes once more at
+# the end of a file counts.
+PREFIX_SPACE = b"\x1a\x02\x18"
 # They end a turn, whether or not generation_config.json lists them.
 CHAT_ENDS = "<|eot_id|>", "<|im_end|>"
 # gpt-oss's answers have parts: <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>.
@@ -89,16 +94,16 @@ class Tokenizer:
             self.template = read_template(directory, settings)
             # None: tokenizer.json's post-processor decides.
             self.add_bos = value_of(settings, "add_bos_token", bool, None)
+            legacy = value_of(settings, "legacy", bool, False)
+            prefix_space = value_of(settings, "add_prefix_space", bool, None)
         tokens = read_tokens(directory, settings)
         end = tokens.named.get("eos_token")
 
-        self.bos = checkpoint.hf.get("bos_token_id")
         self.path = directory / "tokenizer.json"
         if is_file(self.path, MOST_TOKENIZER):
             with silenced(self.path):
                 self.backend = TokenizerJson(self.path, tokens)
-                if bos := tokens.named.get("bos_token"):
-                    self.bos = self.backend.id(bos.content)
+            self.bos = checkpoint.hf.get("bos_token_id")
         else:
             self.path = directory / "tokenizer.model"
             if not is_file(self.path, MOST_TOKENIZER):
@@ -106,8 +111,11 @@ class Tokenizer:
                     f"{directory}: neither tokenizer.json nor tokenizer.model is there"
                 )
             with silenced(self.path):
-                self.backend = SentencePiece(self.path, tokens)
-            self.add_bos = True
+                self.backend = SentencePiece(self.path, tokens, legacy, prefix_space)
+            self.add_bos = self.add_bos is not False
+            self.bos = None
+        if bos := tokens.named.get("bos_token"):
+            self.bos = self.backend.id(bos.content)
         self.special_tokens = {key: token.content for key, token in tokens.named.items() if token}
 
         ids = [self.backend.id(text) for text in CHAT_ENDS]
@@ -153,7 +161,7 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """A special token that is written in the text is one. The beginning of sequence is added by
         tokenizer.json's post-processor, unless add_bos_token overrides that; with tokenizer.model
-        alone it is config.json's."""
+        alone it is bos_token, unless add_bos_token is false."""
         ids = self.encode(text, post_process=self.add_bos is None)
         if self.add_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
@@ -238,8 +246,9 @@ class Tokens(NamedTuple):
         name is special, whatever else is said of it."""
         found = {token.content: token for token in there}
         found |= {token.content: token for _, token in sorted(self.added.items())}
-        for token in filter(None, self.named.values()):
-            found.setdefault(token.content, token).special = True
+        for key in [*NAMES, *self.named]:  # what has no number gets one in this order
+            if token := self.named.get(key):
+                found.setdefault(token.content, token).special = True
         for token in self.others:
             found.setdefault(token.content, token)
         return [token for text, token in found.items() if text]
@@ -343,11 +352,18 @@ class SentencePiece:
     """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its
     callers."""
 
-    def __init__(self, path: Path, tokens: Tokens):
+    def __init__(self, path: Path, tokens: Tokens, legacy: bool, prefix_space: bool | None):
+        """legacy: a space comes before each text that follows a token found in the text, too, not
+        only before the first. prefix_space: whether one comes at all; None: as the model says."""
         from sentencepiece import SentencePieceProcessor
         from tokenizers import AddedToken
 
-        self.processor = processor = SentencePieceProcessor(model_file=str(path))
+        model = path.read_bytes()
+        if prefix_space is not None:
+            model += PREFIX_SPACE + bytes([prefix_space])
+        self.processor = processor = SentencePieceProcessor(model_proto=model)
+        self.inner = SentencePieceProcessor(model_proto=model + PREFIX_SPACE + bytes([False]))
+        self.behind = self.processor if legacy else self.inner
         self.size = processor.vocab_size()
         own = dict(
             bos_token=processor.bos_id(), eos_token=processor.eos_id(), unk_token=processor.unk_id()
@@ -385,16 +401,23 @@ class SentencePiece:
     def encode(self, text: str, post_process: bool = False, plain: bool = False) -> list[int]:
         if plain:
             return self.processor.encode(text)
-        ids, at = [], 0
+        ids, at, processor = [], 0, self.processor
         for found in self.pattern.finditer(text):
-            ids += self.processor.encode(text[at : found.start()])
+            ids += processor.encode(text[at : found.start()])
             ids.append(self.added[found[found.lastindex]])
-            at = found.end()
-        return ids + self.processor.encode(text[at:])
+            at, processor = found.end(), self.behind
+        return ids + processor.encode(text[at:])
 
     def decode(self, ids: list[int]) -> str:
-        special = {*self.special.values()}
-        return self.processor.decode([i for i in ids if i < self.size and i not in special])
+        special, text = {*self.special.values()}, ""
+        told = [i for i in ids if i not in special]
+        for added, run in groupby(told, key=self.texts.get):
+            if added is None:
+                processor = self.inner if text else self.processor
+                text += processor.decode([i for i in run if i < self.size])
+            else:
+                text += added * len([*run])
+        return text
 
 
 def pattern_of(token) -> str:

@@ -48,8 +48,12 @@ def templated(tmp_path):
         (with_json, dict(post_process=False), []),
         (with_json, dict(post_process=False, add_bos_token=True), [BOS]),
         (with_model, {}, [1]),
-        (with_model, dict(config=dict(bos_token_id=None)), []),
-        (with_model, dict(config=dict(bos_token_id=5), bos_token="<s>"), [5]),
+        (with_model, dict(add_bos_token=False), []),
+        (with_model, dict(bos_token=None), []),
+        (with_model, dict(bos_token="</s>"), [2]),
+        # LlamaTokenizer reads no config.json.
+        (with_model, dict(config=dict(bos_token_id=None)), [1]),
+        (with_model, dict(config=dict(bos_token_id=5), add_bos_token=True), [1]),
     ],
 )
 def test_a_text_begins_as_the_files_say_and_a_rendered_one_with_its_own(
@@ -159,6 +163,51 @@ def test_files_beside_tokenizer_json_say_which_tokens_there_are_and_what_they_ar
     found = tokenizer.encode(f"<s>a {X} {Y} b</s>")
     assert found == [BOS, 64, *ids, 65, EOS] and tokenizer.decode(found) == text
     assert (tokenizer.backend.id(X) in tokenizer.stops) == (special.get("eos_token") == X)
+
+
+THINK = dict(content="<think>", special=False)
+PLAIN = [2, 2005, 278, 1993, 2048, 1995, 2049, 2013]  # "</s>you <think>a<x> b", no space added
+
+
+@pytest.mark.parametrize(
+    "settings, ids, text",
+    [
+        (dict(add_prefix_space=True), [1, 269, 2000, *PLAIN], "hiyou <think>ab"),
+        (dict(add_prefix_space=True, legacy=None), [1, 269, 2000, *PLAIN], "hiyou <think>ab"),
+        (
+            dict(add_prefix_space=True, legacy=True),
+            [1, 269, 2000, 2, 380, 1993, 2048, 261, 2049, 267],
+            "hi you <think> a b",
+        ),
+        (
+            dict(add_prefix_space=False, legacy=True, add_bos_token=False),
+            [1998, 2000, *PLAIN],
+            "hiyou <think>ab",
+        ),
+        (
+            dict(add_prefix_space=False, bos_token=None),
+            [1998, 2000, *PLAIN],
+            "hiyou <think>ab",
+        ),
+        (
+            dict(add_prefix_space=True, bos_token="<x>"),
+            [2049, 269, 2000, *PLAIN],
+            "hiyou <think>ab",
+        ),
+        # What the model itself says: no space. LlamaTokenizer takes add_prefix_space for true.
+        (dict(legacy=True), [1, 1998, 2000, *PLAIN], "hiyou <think>ab"),
+    ],
+)
+def test_tokenizer_model_alone_is_read_as_llamatokenizer_reads_it(tmp_path, settings, ids, text):
+    """The values are of transformers 5.24, with add_bos_token: true where it is missing here. A
+    token that is not special decodes to itself."""
+    added = {"2048": THINK, "2049": dict(content="<x>", special=True, rstrip=True)}
+    tokenizer = with_model(tmp_path, dict(vocab_size=2050), added_tokens_decoder=added, **settings)
+    assert tokenizer.encode_text("hi</s>you <think>a<x> b") == ids
+    assert tokenizer.decode(ids) == text
+    bos = settings.get("bos_token", "<s>")
+    assert tokenizer.special_tokens.get("bos_token") == bos
+    assert tokenizer.special_tokens["eos_token"] == "</s>"
 
 
 def test_a_token_that_additional_special_tokens_alone_names_is_special_in_either_file(tmp_path):
@@ -339,7 +388,10 @@ def test_an_end_that_is_no_token_is_refused_by_the_file_that_names_it(tmp_path, 
 def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
     assert (
         absent(
-            "bos_token_id=2048 vocab_size", refusal(with_model, tmp_path, dict(bos_token_id=2048))
+            "bos_token_id=2048 vocab_size",
+            refusal(
+                with_json, tmp_path, dict(bos_token_id=2048), add_bos_token=True, bos_token=None
+            ),
         )
         == []
     )
@@ -364,6 +416,8 @@ tokenizer_config.json [] -> object
 tokenizer_config.json {"chat_template": ["x"]} -> name
 tokenizer_config.json {"chat_template": 3} -> chat_template
 tokenizer_config.json {"add_bos_token": "no"} -> ='no'
+tokenizer_config.json {"legacy": 1} -> legacy=1
+tokenizer_config.json {"add_prefix_space": "no"} -> ='no'
 tokenizer_config.json {"bos_token": {"content": []}} -> content
 tokenizer_config.json {"bos_token": "\\ud800"} -> surrogates
 tokenizer_config.json {"added_tokens_decoder": []} -> added_tokens_decoder
