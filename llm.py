@@ -80,6 +80,10 @@ class CallOptions(SamplingOptions):
     num_samples: int = of_generation(1, "of each prompt", 1, 10**5)
     stop: str | list[str] = of_generation([], "end before TEXT; repeat it for more", metavar="TEXT")
     time_budget: float | None = of_generation(None, "seconds; then rank what there is", 1e-9)
+    # The command line has --template-option tools=[...].
+    tools: list[dict] | None = of_prompt(
+        None, "with messages: the tools that the model may call, a JSON schema each", flags=()
+    )
 
     def __post_init__(self):
         check_limits(self)
@@ -93,6 +97,20 @@ class CallOptions(SamplingOptions):
             raise ValueError(f"stop={self.stop!r:.60}: want a text, or a list of texts")
         if "" in texts:
             raise ValueError("stop='': an empty text would end everything at once")
+        check_tools(self.tools)
+
+
+def check_tools(tools):
+    """ValueError unless it is None or a list of JSON schemas."""
+    if tools is None:
+        return
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"tools={tools!r:.60}: want a list of JSON schemas, [{{'type': 'function', "
+            "'function': {'name': ..., 'parameters': ...}}, ...]"
+        )
+    with vet.reading("tools"):
+        json.dumps(tools)
 
 
 @dataclass(kw_only=True)
@@ -158,8 +176,11 @@ class Options(CallOptions):
             raise ValueError(
                 f"template_options={values!r:.60}: want the template's variables and their values"
             )
+        if "messages" in values:
+            raise ValueError("template_options: messages are what a call is given, no option")
         with vet.reading("template_options"):
             json.dumps(values)
+            check_tools(values.get("tools"))
         if self.group_size and not self.quantize:
             raise ValueError(
                 f"group_size={self.group_size} goes with quantize; a quantized checkpoint has its "
@@ -299,7 +320,7 @@ def make_completions(
     where the context, or max_seq_length, has no room for it."""
     if not prompts:
         raise ValueError("no prompt: want a text, messages, or a list of these")
-    texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
+    texts, encoded = zip(*(encode(prompt, options.tools, tokenizer) for prompt in prompts))
     if [] in encoded:
         raise ValueError(
             "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
@@ -320,21 +341,25 @@ def make_completions(
     ]
 
 
-def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def encode(
+    prompt: str | list[dict], tools: list[dict] | None, tokenizer: Tokenizer
+) -> tuple[str, list[int]]:
     """A text, or a chat's last message, and the tokens of all."""
     with vet.reading("a prompt"):
         # Raises for half of a character: a command line that is not UTF-8.
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
         if isinstance(prompt, str):
+            if tools is not None:
+                raise ValueError("tools go with messages; a text is continued as it is")
             return prompt, tokenizer.encode_text(prompt)
         if not isinstance(prompt, list):
             raise ValueError(f"{type(prompt).__name__} is no text, and no list of messages")
         vet.check_messages(prompt)
-        if not tokenizer.template:
+        if not tokenizer.template and not tokenizer.find_template(tools):
             raise ValueError(
                 "this checkpoint has no chat template: give a text, which is continued"
             )
-        return prompt[-1]["content"], tokenizer.encode_chat(prompt)
+        return prompt[-1]["content"], tokenizer.encode_chat(prompt, tools)
 
 
 def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:

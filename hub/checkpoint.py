@@ -74,9 +74,8 @@ def is_inside(path: Path) -> bool:
     """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among
     the blobs beside."""
     home, target = path.parent.resolve(), path.resolve()
-    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(
-        home.parent.parent / "blobs"
-    )
+    caches = [parent.parent for parent in home.parents if parent.name == "snapshots"]
+    in_blobs = any(target.is_relative_to(cache / "blobs") for cache in caches)
     return in_blobs or target.is_relative_to(home)
 
 

@@ -12,7 +12,7 @@ So the template alone begins and ends turns.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -54,7 +54,7 @@ def silenced(path: Path) -> Iterator[None]:
 def render_template(template: str, values: dict) -> str:
     """jinja2's sandbox keeps a template from other code, but not from taking all time and
     memory."""
-    from jinja2 import TemplateError, ext, nodes, sandbox
+    from jinja2 import TemplateError, ext, meta, nodes, sandbox
 
     def raise_exception(message: str):
         raise TemplateError(message)
@@ -78,12 +78,13 @@ def render_template(template: str, values: dict) -> str:
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = datetime.now().strftime
+    if values["tools"] and "tools" not in meta.find_undeclared_variables(env.parse(template)):
+        raise ValueError("it reads no tools: leave them out, or take a model that knows some")
     return env.from_string(template).render(values)
 
 
 class Tokenizer:
-    """Text to tokens and back, the tokens that end a text, and the chat template (None where there
-    is none)."""
+    """Text to tokens and back, the tokens that end a text, and the chat template."""
 
     def __init__(self, checkpoint: Checkpoint):
         directory = checkpoint.directory
@@ -91,7 +92,7 @@ class Tokenizer:
         self.template_options = {}  # variables of the template, such as enable_thinking
         settings = read_json(directory / SETTINGS)
         with reading(directory / SETTINGS):
-            self.template = read_template(directory, settings)
+            self.templates = read_templates(directory, settings)
             # None: tokenizer.json's post-processor decides.
             self.add_bos = value_of(settings, "add_bos_token", bool, None)
             legacy = value_of(settings, "legacy", bool, False)
@@ -171,12 +172,12 @@ class Tokenizer:
         """As encode_text(), but a special token that is written in the text is text."""
         return self.encode_text("") + self.encode_marked(self.mark(text))
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
+    def encode_chat(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """[{"role": ..., "content": ...}, ...] -> tokens, through the chat template.
 
         In transformers a user can end a turn: apply_chat_template() encodes the rendered text as a
         whole, where <|im_end|> is the token, whoever wrote it."""
-        return self.encode_marked(self.render(self.mark(messages)))
+        return self.encode_marked(self.render(messages, tools, self.mark))
 
     def mark(self, value):
         """Messages, or a part of them, with a mark in the place of each reserved text."""
@@ -188,13 +189,32 @@ class Tokenizer:
             return re.sub(any_of(self.reserved), lambda found: self.marks[found[0]], value)
         return value
 
-    def render(self, messages: list[dict]) -> str:
-        """The text that the chat template makes of messages, up to where the answer begins."""
-        values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        mark: Callable = lambda typed: typed,
+    ) -> str:
+        """The text that the chat template makes of messages, up to where the answer begins.
+
+        mark: what becomes of the variables that hold what users type."""
+        values = dict(tools=None, documents=None, add_generation_prompt=True)
+        values |= self.special_tokens | self.template_options | dict(messages=messages)
+        if tools is not None:
+            values["tools"] = tools
+        values |= {key: mark(values[key]) for key in ("messages", "tools", "documents")}
         with reading("the chat template"):
-            return render_template(
-                self.template, self.template_options | values | self.special_tokens
-            )
+            return render_template(self.find_template(values["tools"]), values)
+
+    def find_template(self, tools: list[dict] | None) -> str | None:
+        """Of several templates, which have names, the one for tools where there are some."""
+        for_tools = tools is not None and "tool_use" in self.templates
+        return self.templates.get("tool_use" if for_tools else "default")
+
+    @property
+    def template(self) -> str | None:
+        """The chat template; None: there is none."""
+        return self.find_template(self.template_options.get("tools"))
 
     def encode_marked(self, text: str) -> list[int]:
         """A mark is encoded as the plain text that it stands for."""
@@ -310,16 +330,21 @@ def added_token(said: str | dict, **flags):
     return AddedToken(text, **(said | flags))
 
 
-def read_template(directory: Path, settings: dict) -> str | None:
-    path = directory / "chat_template.jinja"
-    if is_file(path, MOST_JSON):
-        with reading(path.name):
-            return path.read_text(encoding="utf-8")
+def read_templates(directory: Path, settings: dict) -> dict[str, str]:
+    """The chat templates by their names. Files win over those of tokenizer_config.json."""
+    paths = dict(default=directory / "chat_template.jinja")
+    paths |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    found = {}
+    for name, path in paths.items():
+        if is_file(path, MOST_JSON):
+            with reading(path.relative_to(directory)):
+                found[name] = path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
+    if found or template is None:
+        return found
     if isinstance(template, list):
-        named = {value_of(of, "name", str): value_of(of, "template", str) for of in template}
-        return named.get("default")
-    return value_of(settings, "chat_template", str, None)
+        return {value_of(of, "name", str): value_of(of, "template", str) for of in template}
+    return dict(default=value_of(settings, "chat_template", str))
 
 
 class TokenizerJson:

@@ -47,6 +47,7 @@ HUB_FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     WHOLE,
     INDEX,
     "model-*-of-*.safetensors",

@@ -224,19 +224,23 @@ def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
     put(tmp_path / "tokenizer_config.json", {})
     put(tmp_path / "added_tokens.json", {X: 260})
     put(tmp_path / "special_tokens_map.json", dict(eos_token=X))
+    put(tmp_path / "chat_template.jinja", b"a")
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    put(templates / "tool_use.jinja", b"b")
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.j*")]
 
     def download(name, allow_patterns):
-        wanted = filter_repo_objects(
-            [path.name for path in tmp_path.iterdir()], allow_patterns=allow_patterns
-        )
-        for file in [*wanted]:
+        for file in [*filter_repo_objects(files, allow_patterns=allow_patterns)]:
             put(tmp_path / "found" / file, (tmp_path / file).read_bytes())
         return tmp_path / "found"
 
-    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / templates.name).mkdir(parents=True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert open_tokenizer("owner/name").special_tokens == dict(eos_token=X)
-    assert open_tokenizer("owner/name").stops == {260, EOT, IM_END}
+    tokenizer = open_tokenizer("owner/name")
+    assert tokenizer.special_tokens == dict(eos_token=X)
+    assert tokenizer.stops == {260, EOT, IM_END}
+    assert tokenizer.templates == dict(default="a", tool_use="b")
 
 
 def said(text: str, **more) -> list[dict]:
@@ -465,23 +469,35 @@ def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd, part):
 CHAT = said("<b>é</b>")
 
 
+NAMED = '[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]'
+
+
 @pytest.mark.parametrize(
-    "setting, file, text",
+    "setting, files, texts",
     [
+        ("null", {}, (None, None)),
+        ('"a"', {}, ("a", "a")),
+        (NAMED, {}, ("a", "b")),
+        ('[{"name": "tool_use", "template": "b"}]', {}, (None, "b")),
+        ('"a"', {"chat_template.jinja": b"c"}, ("c", "c")),
+        (NAMED, {"chat_template.jinja": b"c"}, ("c", "c")),
         (
-            '[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]',
-            None,
-            "a",
+            NAMED,
+            {"chat_template.jinja": b"c", "additional_chat_templates/tool_use.jinja": b"d"},
+            ("c", "d"),
         ),
-        ('"a"', b"c", "c"),
-        ("null", None, None),
-        ('[{"name": "tool_use", "template": "b"}]', None, None),
+        (NAMED, {"additional_chat_templates/tool_use.jinja": b"d"}, (None, "d")),
     ],
 )
-def test_where_the_chat_template_is_found(tmp_path, setting, file, text):
-    if file:
-        put(tmp_path / "chat_template.jinja", file)
-    assert with_json(tmp_path, chat_template=json.loads(setting)).template == text
+def test_where_the_chat_template_is_found(tmp_path, setting, files, texts):
+    """Without tools and with some, as get_chat_template() of transformers 5.24 finds it."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    for file, content in files.items():
+        put(tmp_path / file, content)
+    tokenizer = with_json(tmp_path, chat_template=json.loads(setting))
+    assert (tokenizer.template, tokenizer.find_template([])) == texts
+    tokenizer.template_options = dict(tools=[])
+    assert tokenizer.template == texts[1]
 
 
 @pytest.mark.parametrize(
@@ -493,6 +509,52 @@ def test_where_the_chat_template_is_found(tmp_path, setting, file, text):
 )  # so do templates know them from transformers
 def test_a_chat_template_renders(templated, template, text):
     assert templated(template).render(CHAT) == text
+
+
+WITH_TOOLS = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ documents | tojson }}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TOOL = dict(type="function", function=dict(name="find", parameters=dict(of="été")))
+TOOL_TEXT = '{"type": "function", "function": {"name": "find", "parameters": {"of": "été"}}}'
+
+
+@pytest.mark.parametrize(
+    "options, tools, text",
+    [
+        ({}, None, "<s>nulluser:Hi;assistant:"),
+        (dict(tools=[TOOL]), None, f"<s>{TOOL_TEXT}nulluser:Hi;assistant:"),
+        ({}, [TOOL], f"<s>{TOOL_TEXT}nulluser:Hi;assistant:"),
+        (dict(tools=[{}]), [TOOL, TOOL], f"<s>{TOOL_TEXT}{TOOL_TEXT}nulluser:Hi;assistant:"),
+        (dict(bos_token="</s>"), None, "</s>nulluser:Hi;assistant:"),
+        (
+            dict(add_generation_prompt=False, documents=[dict(text="a")]),
+            None,
+            '<s>[{"text": "a"}]user:Hi;',
+        ),
+    ],
+)
+def test_of_a_templates_variables_the_users_win(templated, options, tools, text):
+    """As in apply_chat_template() of transformers 5.24; a call's tools before template_options."""
+    tokenizer = templated(WITH_TOOLS)
+    tokenizer.template_options = options
+    assert tokenizer.render(said("Hi"), tools) == text
+
+
+def test_a_special_token_in_a_tool_or_a_document_is_text(templated):
+    tokenizer = templated(WITH_TOOLS)
+    tokenizer.template_options = dict(documents=[{"</s>": "<s>"}])
+    ids = tokenizer.encode_chat(said("Hi"), [dict(name="<|im_end|></s>")])
+    assert [i for i in ids if i >= BOS] == [BOS]
+    text = '{"name": "<|im_end|></s>"}[{"</s>": "<s>"}]user:Hi;assistant:'
+    assert tokenizer.decode(ids) == text
+
+
+def test_tools_of_which_a_template_knows_nothing_are_refused(templated):
+    told = refusal(templated("{# tools #}{{ messages[0].content }}").render, CHAT, [TOOL])
+    assert told.startswith("the chat template: it reads no tools")
+    assert templated("{{ messages[0].tools }}.").render(CHAT, []) == "."
 
 
 FAILING = """
