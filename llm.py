@@ -29,7 +29,7 @@ from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
-from hub.tokenizer import Tokenizer
+from hub.tokenizer import Tokenizer, text_of
 from model import CACHES
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
@@ -359,7 +359,7 @@ def encode(
             raise ValueError(
                 "this checkpoint has no chat template: give a text, which is continued"
             )
-        return prompt[-1]["content"], tokenizer.encode_chat(prompt, tools)
+        return text_of(prompt[-1]), tokenizer.encode_chat(prompt, tools)
 
 
 def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:

@@ -13,9 +13,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +50,13 @@ def silenced(path: Path) -> Iterator[None]:
             os.close(saved)
 
 
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """As transformers has it; jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
 def render_template(template: str, values: dict) -> str:
     """jinja2's sandbox keeps a template from other code, but not from taking all time and
     memory."""
@@ -74,13 +80,30 @@ def render_template(template: str, values: dict) -> str:
     env = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    # Jinja2's own filter escapes for HTML.
-    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = datetime.now().strftime
     if values["tools"] and "tools" not in meta.find_undeclared_variables(env.parse(template)):
         raise ValueError("it reads no tools: leave them out, or take a model that knows some")
     return env.from_string(template).render(values)
+
+
+def render_parts(template: str, values: dict) -> str:
+    """render_template() of messages whose content may be a list of text parts."""
+    contents = [message.get("content") for message in values["messages"]]
+    lists = [repr(content) for content in contents if isinstance(content, list)]
+    if not lists:
+        return render_template(template, values)
+    # A template that knows no parts fails over them, or writes the list as Python does.
+    with suppress(Exception):
+        text = render_template(template, values)
+        if not any(written in text for written in lists):
+            return text
+    joined = [
+        message | dict(content=text_of(message)) if "content" in message else message
+        for message in values["messages"]
+    ]
+    return render_template(template, values | dict(messages=joined))
 
 
 class Tokenizer:
@@ -199,12 +222,18 @@ class Tokenizer:
 
         mark: what becomes of the variables that hold what users type."""
         values = dict(tools=None, documents=None, add_generation_prompt=True)
-        values |= self.special_tokens | self.template_options | dict(messages=messages)
+        values |= self.special_tokens | self.template_options
         if tools is not None:
             values["tools"] = tools
+        # Templates test whether a key is there: null is not.
+        values["messages"] = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         values |= {key: mark(values[key]) for key in ("messages", "tools", "documents")}
+        template = self.find_template(values["tools"])
         with reading("the chat template"):
-            return render_template(self.find_template(values["tools"]), values)
+            return render_parts(template, values)
 
     def find_template(self, tools: list[dict] | None) -> str | None:
         """Of several templates, which have names, the one for tools where there are some."""
@@ -239,6 +268,14 @@ class Tokenizer:
         """The text, without special tokens."""
         with reading(self.path):
             return self.backend.decode(ids)
+
+
+def text_of(message: dict) -> str:
+    """Its content; text parts as transformers' server joins them for a model that takes texts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content)
 
 
 def any_of(texts: Iterable[str]) -> str:

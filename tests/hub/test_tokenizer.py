@@ -30,6 +30,7 @@ from helpers import (
     with_model,
 )
 from hub.tokenizer import Tokenizer
+from llm import encode
 
 both = pytest.mark.parametrize("make_tokenizer", [with_json, with_model])
 
@@ -540,6 +541,74 @@ def test_of_a_templates_variables_the_users_win(templated, options, tools, text)
     tokenizer = templated(WITH_TOOLS)
     tokenizer.template_options = options
     assert tokenizer.render(said("Hi"), tools) == text
+
+
+CALL = dict(name="find", arguments=dict(of="é", at=[1, None]))
+KEYS = (
+    "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}:"
+    "{% if m.content is defined %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %};{% endfor %}"
+)
+TOJSON = (
+    "{{ x | tojson(true) }}{{ x | tojson(indent=1) }}"
+    "{{ x | tojson(false, none, (',', ':'), true) }}{{ x | tojson }}"
+)
+
+
+def test_a_key_of_a_message_that_is_null_is_absent(templated):
+    """Not one inside of a call; so in transformers 5.24."""
+    messages = [
+        *said("Hi", name=None),
+        dict(role="assistant", content=None, tool_calls=[CALL]),
+        dict(role="tool", name="find", content="[]", tool_calls=None),
+    ]
+    written = '{"name": "find", "arguments": {"of": "é", "at": [1, null]}}'
+    tokenizer, text = templated(KEYS), f"user:Hi;assistant:{written};tool(find):[];"
+    assert tokenizer.render(messages) == text
+    assert encode(messages, None, tokenizer) == ("[]", tokenizer.encode(text))
+
+
+def test_the_filter_tojson_takes_what_it_takes_in_transformers(templated):
+    tokenizer = templated(TOJSON)
+    tokenizer.template_options = dict(x=dict(b="é<", a=[1, None]))
+    assert tokenizer.render(CHAT) == (
+        '{"b": "\\u00e9<", "a": [1, null]}{\n "b": "é<",\n "a": [\n  1,\n  null\n ]\n}'
+        '{"a":[1,null],"b":"é<"}{"b": "é<", "a": [1, null]}'
+    )
+
+
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (PARTS, "Hi,</s>you;Ho;"),
+        # transformers' server joins parts so for models that take texts.
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Hi,  </s>you;Ho;"),
+        ("{% for m in messages %}{{ m.content | trim + ';' }}{% endfor %}", "Hi,  </s>you;Ho;"),
+        ("{% for m in messages %}{{ m.content.strip() }};{% endfor %}", "Hi,  </s>you;Ho;"),
+    ],
+)
+def test_text_parts_are_the_templates_or_are_joined(templated, template, text):
+    tokenizer = templated(template)
+    parts = [dict(type="text", text="Hi, "), dict(type="text", text="</s>you")]
+    messages = [*said(parts), dict(role="assistant", content="Ho")]
+    assert tokenizer.render(messages) == text
+    ids = tokenizer.encode_chat(messages)
+    assert EOS not in ids and tokenizer.decode(ids) == text
+    assert encode(messages[:1], None, tokenizer)[0] == "Hi,  </s>you"
+
+
+def test_what_a_template_refuses_of_parts_is_said(templated):
+    template = "{{ raise_exception('roles alternate') if messages | length > 1 }}" + PARTS
+    parts = said([dict(type="text", text="Hi")])
+    assert refusal(templated(template).render, parts * 2).endswith(": roles alternate")
+    assert templated(template).render(parts) == "Hi;"
 
 
 def test_a_special_token_in_a_tool_or_a_document_is_text(templated):
