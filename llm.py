@@ -34,6 +34,7 @@ from model import CACHES
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
 
+MOST_BYTES = 4  # of a character in UTF-8, each of which may be a token
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 
 
@@ -261,37 +262,57 @@ class Completion:
         self.steps += 1
         self.first_s, self.seconds = self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
-            self.finish_reason = "stop"
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if mark := self.tokenizer.parts.get(token):
-            self.begin_part(mark)
+            self.finish("stop")
         else:
-            self.decode(token)
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if mark := self.tokenizer.parts.get(token):
+                self.begin_part(mark)
+            else:
+                self.decode(token)
+            if len(self.tokens) == self.limit:
+                self.finish("length")
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
             self.text, self.finish_reason = self.text[: min(ends)], "stop"
-        elif len(self.tokens) == self.limit:
-            self.finish_reason = "length"
+
+    def finish(self, reason: str):
+        self.flush()
+        self.finish_reason = reason
 
     def begin_part(self, mark: str):
         """mark: one of tokenizer.PARTS."""
+        self.flush()
         self.writes = "header"
         if mark == "<|message|>":
             self.writes = "text" if self.header.startswith("final") else "thoughts"
-        self.header, self.pending = "", []
+        self.header = ""
 
     def decode(self, token: int):
         """Adds the token to what is being written, once its characters are complete."""
         self.pending.append(token)
+        text = self.decoded(self.pending)
+        if text and not text.endswith("\ufffd"):
+            self.write(self.pending, text)
+            self.pending = []
+        elif len(self.pending) == MOST_BYTES:
+            # A character that began in the first one would be complete.
+            first = [self.pending.pop(0)]
+            self.write(first, self.decoded(first))
+
+    def flush(self):
+        """A character that is incomplete stays so: U+FFFD stands for it."""
+        self.write(self.pending, self.decoded(self.pending))
+        self.pending = []
+
+    def write(self, tokens: list[int], text: str):
+        vars(self)[self.writes] += text
+        if text:
+            self.before = tokens
+
+    def decoded(self, tokens: list[int]) -> str:
         before = self.tokenizer.decode(self.before)
-        after = self.tokenizer.decode(self.before + self.pending)
-        if len(after) > len(before) and not after.endswith(
-            "\ufffd"
-        ):  # else the last character is incomplete
-            vars(self)[self.writes] += after[len(before) :]
-            self.before, self.pending = self.pending, []
+        return self.tokenizer.decode(self.before + tokens)[len(before) :]
 
     @property
     def room(self) -> int:
@@ -664,7 +685,7 @@ class LLM:
                 seconds = agree(time.perf_counter() - begun)
                 for b, completion in enumerate(completions):
                     if budget and seconds > budget and not completion.finish_reason:
-                        completion.finish_reason = "time"
+                        completion.finish("time")
                     for token, logprob in rows[b]:
                         if not completion.finish_reason:
                             completion.add(token, logprob, seconds)
