@@ -63,6 +63,19 @@ def reading(source: Path | str):
         raise ValueError(one_line(f"{source}: {kind}{reason}")) from error
 
 
+@contextmanager
+def reading_text(source: Path | str):
+    """reading() of a text, which is UTF-8."""
+    with reading(source):
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"byte {error.start} is 0x{error.object[error.start]:02x}, no UTF-8: save it as "
+                "UTF-8, as iconv -f latin1 -t utf-8 does"
+            ) from error
+
+
 def one_line(text: str) -> str:
     """What a file holds may be part of the text, so control characters, which a terminal would
     obey, are escaped."""
@@ -98,7 +111,7 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     is_file(path, MOST_TEXT, inside=False)
-    with reading(path):
+    with reading_text(path):
         return path.read_text(encoding)
 
 

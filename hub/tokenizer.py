@@ -132,7 +132,8 @@ class Tokenizer:
             self.path = directory / "tokenizer.model"
             if not is_file(self.path, MOST_TOKENIZER):
                 raise ValueError(
-                    f"{directory}: neither tokenizer.json nor tokenizer.model is there"
+                    f"{directory}: no tokenizer, neither tokenizer.json nor tokenizer.model is "
+                    "there; fetch one from where the model is from, or copy that of its base model"
                 )
             with silenced(self.path):
                 self.backend = SentencePiece(self.path, tokens, legacy, prefix_space)

@@ -412,7 +412,7 @@ def test_tokens_beyond_the_vocabulary_of_the_model_are_refused(tmp_path):
 
 
 DAMAGED = """
-tokenizer.model
+tokenizer.model -> no tokenizer.json fetch
 tokenizer.model garbage
 tokenizer.json {}
 chat_template.jinja \xff
