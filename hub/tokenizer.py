@@ -7,6 +7,38 @@ A chat is encoded in three steps: mark, render, encode. Each special token that 
 message gives way to a mark, a private character; the template renders and writes its own special
 tokens; the text is parted at the marks, and a mark is encoded as the plain text that it stands for.
 So the template alone begins and ends turns.
+
+What is read, and what it means: as in transformers 5.24, but where a line says otherwise.
+
+- Vocabulary: tokenizer.json, as it stands; without it tokenizer.model, as LlamaTokenizer reads it.
+- bos_token and other keys that end in _token: tokenizer_config.json. Where that file has no
+  added_tokens_decoder, special_tokens_map.json wins, null included: see _from_pretrained() of
+  PreTrainedTokenizerBase. Such a token is special, and a variable of the chat template. With
+  tokenizer.model alone <s>, </s> and <unk>, or what the model calls them, need no file.
+- Tokens beside the vocabulary: tokenizer_config.json's added_tokens_decoder, whose flags win over
+  tokenizer.json's; without it added_tokens.json, special where a file names them so. Then special
+  tokens that are still missing, in the order of NAMES: see TokenizersBackend. Their numbers follow
+  tokenizer.json's without a gap; with tokenizer.model alone they are those of the file.
+- additional_special_tokens: special, whichever file lists them. transformers overlooks those that
+  special_tokens_map.json lists and added_tokens.json numbers.
+- Beginning of a text: what tokenizer.json's post-processor adds, unless add_bos_token says whether
+  it is bos_token or nothing; transformers ignores that key here. Without a bos_token it is
+  config.json's bos_token_id.
+- Beginning, with tokenizer.model alone: bos_token, unless add_bos_token is false. config.json's
+  bos_token_id is not read. Without add_bos_token one is added, as LlamaTokenizer's documentation
+  says; its code adds none.
+- legacy, with tokenizer.model alone: true: a space comes before each text behind a special token;
+  false, null or missing: before the first text alone.
+- add_prefix_space, with tokenizer.model alone: whether that space comes; missing: as the model says
+  (LlamaTokenizer: yes). A text that begins with a space gets one more, as in sentencepiece and in
+  training; LlamaTokenizer leaves it out.
+- End of a text: eos_token, eos_token_id of config.json and of generation_config.json, CHAT_ENDS.
+- Chat template: chat_template.jinja and additional_chat_templates/NAME.jinja; without these files
+  tokenizer_config.json's chat_template, a text or a list of named ones. The one named tool_use
+  where there are tools, else the default: see get_chat_template().
+- Its variables: a call's tools, then template_options, special tokens, ours: see
+  apply_chat_template(). A key of a message that is null is absent. A template that knows no text
+  parts gets their texts with spaces between, as from transformers' server.
 """
 
 import json
