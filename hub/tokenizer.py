@@ -18,7 +18,9 @@ What is read, and what it means: as in transformers 5.24, but where a line says 
 - Tokens beside the vocabulary: tokenizer_config.json's added_tokens_decoder, whose flags win over
   tokenizer.json's; without it added_tokens.json, special where a file names them so. Then special
   tokens that are still missing, in the order of NAMES: see TokenizersBackend. Their numbers follow
-  tokenizer.json's without a gap; with tokenizer.model alone they are those of the file.
+  tokenizer.json's without a gap; with tokenizer.model alone they are those of the file. A name
+  makes no special token of a single letter, nor of what config.json's vocab_size has no room for;
+  transformers makes it one.
 - additional_special_tokens: special, whichever file lists them. transformers overlooks those that
   special_tokens_map.json lists and added_tokens.json numbers.
 - Beginning of a text: what tokenizer.json's post-processor adds, unless add_bos_token says whether
@@ -158,7 +160,7 @@ class Tokenizer:
         self.path = directory / "tokenizer.json"
         if is_file(self.path, MOST_TOKENIZER):
             with silenced(self.path):
-                self.backend = TokenizerJson(self.path, tokens)
+                self.backend = TokenizerJson(self.path, tokens, self.vocab_size)
             self.bos = checkpoint.hf.get("bos_token_id")
         else:
             self.path = directory / "tokenizer.model"
@@ -168,7 +170,9 @@ class Tokenizer:
                     "there; fetch one from where the model is from, or copy that of its base model"
                 )
             with silenced(self.path):
-                self.backend = SentencePiece(self.path, tokens, legacy, prefix_space)
+                self.backend = SentencePiece(
+                    self.path, tokens, self.vocab_size, legacy, prefix_space
+                )
             self.add_bos = self.add_bos is not False
             self.bos = None
         if bos := tokens.named.get("bos_token"):
@@ -331,17 +335,31 @@ class Tokens(NamedTuple):
     others: list  # special tokens without a name
     added: dict  # by their numbers
 
-    def beside(self, there: Iterable) -> list:
-        """All tokens that are to be added, those that are there already first. A token that has a
-        name is special, whatever else is said of it."""
+    def special(self) -> list:
+        """Those with a name first, in the order in which they get numbers."""
+        named = [self.named.get(key) for key in {**dict.fromkeys(NAMES), **self.named}]
+        return [*filter(None, named), *self.others]
+
+    def all(self, there: Iterable, id_of: Callable, free: int) -> list:
+        """With those that are there already, which come first.
+
+        id_of: a text's number in the vocabulary, if any. free: numbers that the model has behind
+        it."""
         found = {token.content: token for token in there}
         found |= {token.content: token for _, token in sorted(self.added.items())}
-        for key in [*NAMES, *self.named]:  # what has no number gets one in this order
-            if token := self.named.get(key):
-                found.setdefault(token.content, token).special = True
-        for token in self.others:
-            found.setdefault(token.content, token)
-        return [token for text, token in found.items() if text]
+        free -= sum(id_of(text) is None for text in found)
+        for token in filter(None, self.named.values()):
+            if token.content in found:  # whatever else is said of it
+                found[token.content].special = True
+        for token in self.special():
+            text = token.content
+            is_new = id_of(text) is None
+            # What the model has no number for is text, and so is a single letter.
+            if text in found or len(text) < 2 or (is_new and free < 1):
+                continue
+            found[text] = token
+            free -= is_new
+        return [*found.values()]
 
 
 def read_tokens(directory: Path, settings: dict) -> Tokens:
@@ -359,7 +377,7 @@ def read_tokens(directory: Path, settings: dict) -> Tokens:
         tokens = Tokens(tokens.named | more.named, tokens.others + more.others, {})
     found = read_json(directory / ADDED)
     with reading(directory / ADDED):
-        special = {token.content for token in tokens.beside([])}
+        special = {token.content for token in tokens.special()}
         for text in found:
             token = added_token(text, special=text in special)
             tokens.added[value_of(found, text, int)] = token
@@ -420,16 +438,18 @@ def read_templates(directory: Path, settings: dict) -> dict[str, str]:
 class TokenizerJson:
     """tokenizer.json, through the tokenizers library."""
 
-    def __init__(self, path: Path, tokens: Tokens):
+    def __init__(self, path: Path, tokens: Tokens, vocab_size: int):
         from tokenizers import Tokenizer
 
         self.tokenizer = tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.add_tokens(tokens.beside(tokenizer.get_added_tokens_decoder().values()))
+        self.id = tokenizer.token_to_id
+        there = tokenizer.get_added_tokens_decoder().values()
+        free = vocab_size - tokenizer.get_vocab_size()
+        tokenizer.add_tokens(tokens.all(there, self.id, free))
         added = tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        self.id = tokenizer.token_to_id
         self.token = tokenizer.id_to_token
         self.decode = tokenizer.decode  # leaves special tokens out
         # A decoder that panics does so here, not in the middle of a text (151,000 tokens: 0.1 s on
@@ -447,7 +467,14 @@ class SentencePiece:
     """tokenizer.model, through sentencepiece, which leaves finding special tokens in a text to its
     callers."""
 
-    def __init__(self, path: Path, tokens: Tokens, legacy: bool, prefix_space: bool | None):
+    def __init__(
+        self,
+        path: Path,
+        tokens: Tokens,
+        vocab_size: int,
+        legacy: bool = False,
+        prefix_space: bool | None = None,
+    ):
         """legacy: a space comes before each text that follows a token found in the text, too, not
         only before the first. prefix_space: whether one comes at all; None: as the model says."""
         from sentencepiece import SentencePieceProcessor
@@ -470,13 +497,18 @@ class SentencePiece:
         control = filter(processor.is_control, range(self.size))
         control = [AddedToken(processor.id_to_piece(i), special=True) for i in control]
         numbers = {token.content: i for i, token in tokens.added.items()}
+
+        def piece(text: str) -> int | None:
+            i = processor.piece_to_id(text)
+            return i if processor.id_to_piece(i) == text else None
+
         self.added = {}  # the number of each text that is a token, wherever it is written
         self.special = {}
         patterns = {}
-        for token in tokens.beside(control):
+        for token in tokens.all(control, piece, vocab_size - self.size):
             text = token.content
-            i = processor.piece_to_id(text)
-            if processor.id_to_piece(i) != text:
+            i = piece(text)
+            if i is None:
                 i = numbers.get(text, max([self.size - 1, *self.added.values()]) + 1)
             self.added[text] = i
             patterns[text] = pattern_of(token)

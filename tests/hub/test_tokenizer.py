@@ -220,6 +220,21 @@ def test_a_token_that_additional_special_tokens_alone_names_is_special_in_either
     assert open_tokenizer(tmp_path).decode([64, 260, 65]) == "ab"
 
 
+@both
+def test_a_name_makes_no_token_of_a_letter_nor_of_what_the_model_has_no_number_for(
+    tmp_path, make_tokenizer
+):
+    """Published files name "!" as pad_token, and ends that the vocabulary lacks."""
+    size = 260 if make_tokenizer is with_json else 2048
+    names = dict(pad_token="a", eos_token="<|none|>", extra_special_tokens=["<|none|>", X])
+    tokenizer = make_tokenizer(tmp_path, dict(vocab_size=size), **names)
+    text = "a <|none|> <|x|>a"
+    assert tokenizer.decode(tokenizer.encode_text(text)) == text
+    assert tokenizer.special_tokens["eos_token"] == "<|none|>"
+    tokenizer = make_tokenizer(tmp_path, dict(vocab_size=size + 1), **names)
+    assert tokenizer.decode(tokenizer.encode_text(text)) == "a  <|x|>a" and size in tokenizer.stops
+
+
 def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
     with_json(tmp_path, dict(vocab_size=261) | UNNAMED)
     put(tmp_path / "tokenizer_config.json", {})
