@@ -236,9 +236,9 @@ def test_a_name_makes_no_token_of_a_letter_nor_of_what_the_model_has_no_number_f
 
 
 def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
-    with_json(tmp_path, dict(vocab_size=261) | UNNAMED)
+    with_json(tmp_path, dict(vocab_size=262) | UNNAMED)
     put(tmp_path / "tokenizer_config.json", {})
-    put(tmp_path / "added_tokens.json", {X: 260})
+    put(tmp_path / "added_tokens.json", {X: 261, Y: 260})
     put(tmp_path / "special_tokens_map.json", dict(eos_token=X))
     put(tmp_path / "chat_template.jinja", b"a")
     templates = tmp_path / "additional_chat_templates"
@@ -255,7 +255,7 @@ def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     tokenizer = open_tokenizer("owner/name")
     assert tokenizer.special_tokens == dict(eos_token=X)
-    assert tokenizer.stops == {260, EOT, IM_END}
+    assert tokenizer.stops == {261, EOT, IM_END}
     assert tokenizer.templates == dict(default="a", tool_use="b")
 
 
