@@ -30,12 +30,13 @@ from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
-from hub.tokenizer import Tokenizer
+from hub.tokenizer import Tokenizer, text_of
 from model import CACHES
 from quantize import DEFAULT_GROUP
 from speculative import SLACK, Speculator
 from tp import draft_splitter, join, splitter
 
+MOST_BYTES = 4  # of a character in UTF-8, each of which may be a token
 TINY = str(Path(__file__).parent / "checkpoints" / "tiny")
 
 
@@ -82,6 +83,10 @@ class CallOptions(SamplingOptions):
     num_samples: int = of_generation(1, "of each prompt", 1, 10**5)
     stop: str | list[str] = of_generation([], "end before TEXT; repeat it for more", metavar="TEXT")
     time_budget: float | None = of_generation(None, "seconds; then rank what there is", 1e-9)
+    # The command line has --template-option tools=[...].
+    tools: list[dict] | None = of_prompt(
+        None, "with messages: the tools that the model may call, a JSON schema each", flags=()
+    )
 
     def __post_init__(self):
         check_limits(self)
@@ -95,6 +100,20 @@ class CallOptions(SamplingOptions):
             raise ValueError(f"stop={self.stop!r:.60}: want a text, or a list of texts")
         if "" in texts:
             raise ValueError("stop='': an empty text would end everything at once")
+        check_tools(self.tools)
+
+
+def check_tools(tools):
+    """ValueError unless it is None or a list of JSON schemas."""
+    if tools is None:
+        return
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"tools={tools!r:.60}: want a list of JSON schemas, [{{'type': 'function', "
+            "'function': {'name': ..., 'parameters': ...}}, ...]"
+        )
+    with vet.reading("tools"):
+        json.dumps(tools)
 
 
 @dataclass(kw_only=True)
@@ -161,8 +180,11 @@ class Options(CallOptions):
             raise ValueError(
                 f"template_options={values!r:.60}: want the template's variables and their values"
             )
+        if "messages" in values:
+            raise ValueError("template_options: messages are what a call is given, no option")
         with vet.reading("template_options"):
             json.dumps(values)
+            check_tools(values.get("tools"))
         if self.group_size and not self.quantize:
             raise ValueError(
                 f"group_size={self.group_size} goes with quantize; a quantized checkpoint has its "
@@ -248,37 +270,57 @@ class Completion:
         self.steps += 1
         self.first_s, self.seconds = self.first_s or seconds, seconds
         if token in self.tokenizer.stops:
-            self.finish_reason = "stop"
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if mark := self.tokenizer.parts.get(token):
-            self.begin_part(mark)
+            self.finish("stop")
         else:
-            self.decode(token)
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if mark := self.tokenizer.parts.get(token):
+                self.begin_part(mark)
+            else:
+                self.decode(token)
+            if len(self.tokens) == self.limit:
+                self.finish("length")
         ends = [self.text.find(stop) for stop in self.stop_texts if stop in self.text]
         if ends:
             self.text, self.finish_reason = self.text[: min(ends)], "stop"
-        elif len(self.tokens) == self.limit:
-            self.finish_reason = "length"
+
+    def finish(self, reason: str):
+        self.flush()
+        self.finish_reason = reason
 
     def begin_part(self, mark: str):
         """mark: one of tokenizer.PARTS."""
+        self.flush()
         self.writes = "header"
         if mark == "<|message|>":
             self.writes = "text" if self.header.startswith("final") else "thoughts"
-        self.header, self.pending = "", []
+        self.header = ""
 
     def decode(self, token: int):
         """Adds the token to what is being written, once its characters are complete."""
         self.pending.append(token)
+        text = self.decoded(self.pending)
+        if text and not text.endswith("\ufffd"):
+            self.write(self.pending, text)
+            self.pending = []
+        elif len(self.pending) == MOST_BYTES:
+            # A character that began in the first one would be complete.
+            first = [self.pending.pop(0)]
+            self.write(first, self.decoded(first))
+
+    def flush(self):
+        """A character that is incomplete stays so: U+FFFD stands for it."""
+        self.write(self.pending, self.decoded(self.pending))
+        self.pending = []
+
+    def write(self, tokens: list[int], text: str):
+        vars(self)[self.writes] += text
+        if text:
+            self.before = tokens
+
+    def decoded(self, tokens: list[int]) -> str:
         before = self.tokenizer.decode(self.before)
-        after = self.tokenizer.decode(self.before + self.pending)
-        if len(after) > len(before) and not after.endswith(
-            "\ufffd"
-        ):  # else the last character is incomplete
-            vars(self)[self.writes] += after[len(before) :]
-            self.before, self.pending = self.pending, []
+        return self.tokenizer.decode(self.before + tokens)[len(before) :]
 
     @property
     def room(self) -> int:
@@ -307,7 +349,7 @@ def make_completions(
     where the context, or max_seq_length, has no room for it."""
     if not prompts:
         raise ValueError("no prompt: want a text, messages, or a list of these")
-    texts, encoded = zip(*(encode(prompt, tokenizer) for prompt in prompts))
+    texts, encoded = zip(*(encode(prompt, options.tools, tokenizer) for prompt in prompts))
     if [] in encoded:
         raise ValueError(
             "the prompt is empty, and this tokenizer adds no beginning of sequence; give some text"
@@ -328,21 +370,25 @@ def make_completions(
     ]
 
 
-def encode(prompt: str | list[dict], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def encode(
+    prompt: str | list[dict], tools: list[dict] | None, tokenizer: Tokenizer
+) -> tuple[str, list[int]]:
     """A text, or a chat's last message, and the tokens of all."""
     with vet.reading("a prompt"):
         # Raises for half of a character: a command line that is not UTF-8.
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
         if isinstance(prompt, str):
+            if tools is not None:
+                raise ValueError("tools go with messages; a text is continued as it is")
             return prompt, tokenizer.encode_text(prompt)
         if not isinstance(prompt, list):
             raise ValueError(f"{type(prompt).__name__} is no text, and no list of messages")
         vet.check_messages(prompt)
-        if not tokenizer.template:
+        if not tokenizer.template and not tokenizer.find_template(tools):
             raise ValueError(
                 "this checkpoint has no chat template: give a text, which is continued"
             )
-        return prompt[-1]["content"], tokenizer.encode_chat(prompt)
+        return text_of(prompt[-1]), tokenizer.encode_chat(prompt, tools)
 
 
 def pieces(completion: Completion, steps: Iterator[None]) -> Iterator[str]:
@@ -686,7 +732,7 @@ class LLM:
                 seconds = agree(time.perf_counter() - begun)
                 for b, completion in enumerate(completions):
                     if budget and seconds > budget and not completion.finish_reason:
-                        completion.finish_reason = "time"
+                        completion.finish("time")
                     for token, logprob in rows[b]:
                         if not completion.finish_reason:
                             completion.add(token, logprob, seconds)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-from hub.vet import MOST_TEXT, read_text, reading
+from hub.checkpoint import MOST_TEXT, read_text, reading_text
 
 
 def read_stdin(quiet: bool) -> str:
@@ -21,7 +21,7 @@ def read_stdin(quiet: bool) -> str:
     if not quiet:
         hint.start()
     try:
-        with reading("stdin"):
+        with reading_text("stdin"):
             text = sys.stdin.buffer.read(MOST_TEXT + 1)
             if len(text) > MOST_TEXT:
                 raise ValueError(f"more than {MOST_TEXT} bytes; give a part of them")

@@ -63,6 +63,19 @@ def reading(source: Path | str):
         raise ValueError(one_line(f"{source}: {kind}{reason}")) from error
 
 
+@contextmanager
+def reading_text(source: Path | str):
+    """reading() of a text, which is UTF-8."""
+    with reading(source):
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"byte {error.start} is 0x{error.object[error.start]:02x}, no UTF-8: save it as "
+                "UTF-8, as iconv -f latin1 -t utf-8 does"
+            ) from error
+
+
 def one_line(text: str) -> str:
     """What a file holds may be part of the text, so control characters, which a terminal would
     obey, are escaped."""
@@ -74,9 +87,8 @@ def is_inside(path: Path) -> bool:
     """Whether a file, its links followed, lies in its directory or, as in the Hub's cache, among
     the blobs beside."""
     home, target = path.parent.resolve(), path.resolve()
-    in_blobs = home.parent.name == "snapshots" and target.is_relative_to(
-        home.parent.parent / "blobs"
-    )
+    caches = [parent.parent for parent in home.parents if parent.name == "snapshots"]
+    in_blobs = any(target.is_relative_to(cache / "blobs") for cache in caches)
     return in_blobs or target.is_relative_to(home)
 
 
@@ -99,7 +111,7 @@ def is_file(path: Path, most: int | None = None, inside=True) -> bool:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     is_file(path, MOST_TEXT, inside=False)
-    with reading(path):
+    with reading_text(path):
         return path.read_text(encoding)
 
 

@@ -44,7 +44,10 @@ HUB_FILES = [
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     WHOLE,
     INDEX,
     "model-*-of-*.safetensors",
@@ -309,7 +312,18 @@ def check_messages(messages):
             f"{messages!r:.60}: want a text, or messages, [{{'role': ..., 'content': ...}}, ...]"
         )
     for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise ValueError(f"message {message!r:.60}: want a role and a content, both text")
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {message!r:.60}: want a role and a content")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        is_text = isinstance(content, str | list) and all(map(is_text_part, parts))
+        if not is_text and not (content is None and message.get("tool_calls")):
+            raise ValueError(
+                f"message {message!r:.60}: want a role and a content, a text or text parts: "
+                "[{'type': 'text', 'text': ...}, ...]"
+            )
+
+
+def is_text_part(part) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)

@@ -146,7 +146,8 @@ def write_checkpoint(
 ) -> None:
     """The weights of the model, the tokenizer's files and the like of the source."""
     write_shards(quantized_tensors(model, source, quantization_config), directory)
-    for path in source.directory.iterdir():
+    templates = source.directory.glob("additional_chat_templates/*.jinja")
+    for path in [*source.directory.iterdir(), *templates]:
         is_copied = path.suffix in (".json", ".model", ".jinja", ".txt")
         # Nothing that a link takes from elsewhere, nor what is no such file by its size.
         if (
@@ -156,7 +157,9 @@ def write_checkpoint(
             and is_inside(path)
             and path.stat().st_size <= MOST_TOKENIZER
         ):
-            shutil.copyfile(path, directory / path.name)
+            place = directory / path.relative_to(source.directory)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
     if "ignore" in quantization_config:  # to other readers routers are linear layers like others
         routers = [stem(name) for name, weight in source.weights.items() if "router" in weight.ours]
         ignored = quantization_config["ignore"] + routers

@@ -1,5 +1,6 @@
 """Prefill and decode, eager and compiled; streaming and stops."""
 
+import random
 from copy import deepcopy
 from itertools import islice, product
 
@@ -199,10 +200,12 @@ def completion_of(
 
 def test_the_space_behind_a_prompt_is_kept(tmp_path):
     """By a tokenizer that drops the first space of what it decodes, as Llama's does; the bundled
-    one does not."""
+    one does not. So is one behind tokens that have no text."""
     tokenizer = trained(tmp_path, ["Once upon a time there was a fox"] * 9, {}, vocab_size=40)
     prompt, tokens = (tokenizer.encode_text(text) for text in ("Once upon", "Once upon a time"))
-    assert completion_of(tokens[len(prompt) :], tokenizer, prompt=prompt)[0].text == " a time"
+    for more in [], [1] * 9:
+        following = more + tokens[len(prompt) :]
+        assert completion_of(following, tokenizer, prompt=prompt)[0].text == " a time"
 
 
 def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
@@ -212,6 +215,46 @@ def test_streamed_text_equals_the_text_decoded_at_once(tokenizer):
     tokens[torch.rand(300) < 0.1] = 1
     completion, _ = completion_of(tokens.tolist(), tokenizer)
     assert completion.text == tokenizer.decode(tokens.tolist())
+
+
+# The bytes in the order of with_json()'s tokens: those that stand for themselves come first.
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = PRINTED + [byte for byte in range(256) if byte not in PRINTED]
+
+
+@pytest.mark.parametrize("end", ["stop", "length", "time"])
+@pytest.mark.parametrize("kind", ["random", "invalid", "incomplete"])
+def test_what_cannot_become_a_character_is_shown_as_it_comes_and_at_the_end(tmp_path, end, kind):
+    """Bytes, each a token, as Python decodes them. At most three are held back, as they may yet
+    become a character, and no step decodes more than a few tokens."""
+    tokenizer, sizes = with_json(tmp_path), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: sizes.append(len(ids)) or decode(ids)
+    data = {"random": b"", "invalid": b"\xff" * 300, "incomplete": b"\xf0\x9f\xa6" * 100}[kind]
+    for _ in range(100 if kind == "random" else 0):
+        data += random.choice(["é".encode(), "🦊".encode(), b"a", random.randbytes(1)])
+    data += "🦊".encode()[: random.randrange(1, 4)]
+    completion = Completion("", [64] * 20, tokenizer, len(data) + (end != "length"))
+    for n, byte in enumerate(data, start=1):
+        completion.add(BYTES.index(byte), -1.0, 0.0)
+        text, shown = data[:n].decode(errors="replace"), completion.visible()
+        assert text.startswith(shown) or n == len(data)
+        assert len(text) - len(shown) <= 3
+    if end == "stop":
+        completion.add(EOS, -1.0, 0.0)
+    if end == "time":
+        completion.finish("time")
+    assert completion.visible() == data.decode(errors="replace")
+    assert completion.finish_reason == end and max(sizes) <= 12
+
+
+def test_many_tokens_without_text_cost_no_more_than_few(tmp_path):
+    tokenizer, sizes = with_json(tmp_path), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: sizes.append(len(ids)) or decode(ids)
+    tokenizer.stops = set()
+    completion, _ = completion_of([EOS] * 100 + [64], tokenizer)
+    assert completion.text == "a" and max(sizes) <= 12
 
 
 def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):

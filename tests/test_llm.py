@@ -93,6 +93,21 @@ def test_texts_and_messages_alone_in_a_batch_and_in_samples(llm):
     )
 
 
+def test_tools_reach_the_template_of_each_kind_of_call(tmp_path):
+    directory = with_template(tmp_path / "tiny")
+    template = "{{ tools[0].name if tools }}:{{ messages[0].content }}"
+    (directory / "chat_template.jinja").write_text(template)
+    llm, tools = LLM(str(directory), **GREEDY), [dict(name="find")]
+    expected = [llm.tokenizer.encode(text) for text in ("find:Tell me a story", "None:so")]
+    assert llm(MESSAGES, tools=tools).prompt_tokens == expected[0]
+    assert llm([MESSAGES] * 2, tools=tools)[1].prompt_tokens == expected[0]
+    text = llm(MESSAGES, tools=tools).text
+    assert "".join(llm.stream(MESSAGES, tools=tools)) == text
+    assert llm([dict(role="user", content="so")]).prompt_tokens != expected[0]
+    for options in (dict(tools=tools), dict(template_options=dict(tools=tools))):
+        assert LLM(str(directory), **GREEDY, **options)(MESSAGES).text == text
+
+
 def test_another_call_ends_a_stream_which_says_so(llm):
     """Nothing is left behind, and one that was read to its end is none that was ended."""
     expected = llm("One day").text
@@ -174,11 +189,22 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
         ("One day", dict(top_k=True), "top_k=True: want int"),
         ("One day", dict(stop=[""]), "an empty text"),
         ("One day", dict(quantize="int4"), "quantize: an option of LLM(...), not of a call"),
+        (MESSAGES, dict(tools=dict(name="find")), "tools={'name': 'find'}: want a list of JSON"),
+        (MESSAGES, dict(tools=[len]), "tools=[<built-in function len>]: want a list of JSON"),
+        (MESSAGES, dict(tools=[dict(of={1})]), "tools: "),
+        (MESSAGES, dict(tools=[dict(name="find")]), "the chat template: it reads no tools"),
+        ("One day", dict(tools=[]), "tools go with messages"),
         ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
         ([], {}, "no prompt"),
         ([[]], {}, "[]: want a text, or messages"),
         ([7], {}, "int is no text"),
         ([dict(role="user")], {}, "want a role and a content"),
+        ([dict(role=None, content="a")], {}, "want a role and a content"),
+        ([dict(role="user", content=None, tool_calls=[])], {}, "a text or text parts"),
+        ([dict(role="user", content=7)], {}, "message {'role': 'user', 'content': 7}: want"),
+        ([dict(role="user", content=["a"])], {}, "a text or text parts"),
+        ([dict(role="user", content=[dict(type="image", url="a")])], {}, "a text or text parts"),
+        ([dict(role="user", content=[dict(type="text", text=1)])], {}, "a text or text parts"),
         (torch.zeros(3, 3), {}, "want"),
         ([["a"]], {}, "want"),
     ],

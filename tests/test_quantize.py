@@ -453,14 +453,22 @@ def test_an_interrupted_run_leaves_nothing(
 
 def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, command):
     source, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
-    for place in (source, blobs):
+    templates = source / "additional_chat_templates"
+    for place in (templates, blobs):
         place.mkdir(parents=True)
     make(source)
-    for place, name in ((blobs, "vocab.txt"), (tmp_path, "secret.txt")):
-        (place / name).write_text("words")
-        (source / name).symlink_to(place / name)
+    for place, file in (
+        (blobs, source / "vocab.txt"),
+        (tmp_path, source / "secret.txt"),
+        (blobs, templates / "tool_use.jinja"),
+        (tmp_path, templates / "secret.jinja"),
+    ):
+        (place / file.name).write_text("words")
+        file.symlink_to(place / file.name)
     command("--checkpoint", source)
-    assert names(tmp_path / "out") == ["config.json", "model.safetensors", "vocab.txt"]
+    out = tmp_path / "out"
+    assert names(out) == [templates.name, "config.json", "model.safetensors", "vocab.txt"]
+    assert names(out / templates.name) == ["tool_use.jinja"]
 
 
 def test_a_disk_without_room_is_said(monkeypatch, command):

@@ -418,9 +418,15 @@ def test_prompts_from_options_stdin_and_files(
     assert [sample["prompt"] for sample in samples] == prompts.split("|")
 
 
-def test_a_prompt_that_is_not_utf_8_is_one_line(cli):
-    err = one_line(cli(stdin=b"\xff"))
-    assert err.startswith("generate.py: stdin: ") and "'utf-8' codec" in err
+def test_a_prompt_that_is_not_utf_8_is_one_line_with_the_remedy(cli, tmp_path):
+    (tmp_path / "prompts").write_bytes("One day\nA café\n".encode("latin-1"))
+    told = {
+        "stdin: byte 0 is 0xff, ": cli(stdin=b"\xff"),
+        f"{tmp_path}/prompts: byte 13 is 0xe9, ": cli(f"--prompt-file {tmp_path}/prompts"),
+    }
+    for begin, result in told.items():
+        err = one_line(result)
+        assert err.startswith(f"generate.py: {begin}no UTF-8: save it as UTF-8")
 
 
 def test_a_text_without_end_is_refused(cli):

@@ -229,6 +229,8 @@ LINKED = [
     "generation_config.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     INDEX,
 ]
@@ -261,7 +263,8 @@ def with_all(directory: Path) -> None:
     directory.mkdir(parents=True)
     with_model(directory)
     put(directory / "chat_template.jinja", b"hello")
-    put(directory / "generation_config.json", {})
+    for name in ("generation_config", "special_tokens_map", "added_tokens"):
+        put(directory / f"{name}.json", {})
     save(directory, make(directory, vocab_size=2048), shards=2)
 
 

@@ -288,7 +288,7 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
     """Beside a block that marks an answer for training."""
     directory = with_template(tmp_path / "tiny")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    given = "mood=so so", "hours=[1, null]", "messages=[]"
+    given = "mood=so so", "hours=[1, null]"
     monkeypatch.setattr(
         "sys.argv", ["generate.py", *(f"--template-option={option}" for option in given)]
     )
@@ -302,7 +302,9 @@ def test_a_templates_options_come_from_the_user(tmp_path, monkeypatch):
     assert llm.tokenizer.render(messages) == "Hi;Ho;so so [1, null]"
 
 
-@pytest.mark.parametrize("options", ["mood", {1: 2}, dict(mood={1})])
+@pytest.mark.parametrize(
+    "options", ["mood", {1: 2}, dict(mood={1}), dict(messages=[]), dict(tools={})]
+)
 def test_options_that_no_template_takes_are_refused(options):
     assert refusal(LLM, template_options=options).startswith("template_options")
 
