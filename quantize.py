@@ -69,14 +69,17 @@ def from_e8m0(scales: Tensor):
 class Codes:
     """What the codes of a weight stand for: a weight is (decode(q) - zero) * scale.
 
-    Your own kind of codes is two lines, below CODES:
+    Your own kind of codes is two places, the second for --quantize:
 
+        # quantize.py, below: CODES = {
         INT2 = Codes("int2", 2, 2, from_numbers, from_numbers)
         CODES[INT2.name] = INT2
 
+        # llm.py, below: INTS = (
+        "int2",
+
     round_model(model, "int2") and gptq_model() then make such layers, hub/formats.py may read them,
-    and fast/cpu.py serves them. For --quantize int2 the name also goes into the choices of
-    Options.quantize (llm.py). The kernels serve the kinds that fast/layout.py has an entry for."""
+    and fast/cpu.py serves them. The kernels serve the kinds that fast/layout.py has an entry for."""
 
     name: str
     bits: int  # of a code: 2, 4 or 8

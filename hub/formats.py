@@ -13,21 +13,22 @@ A weight is (decode(q) - zero) * scale: see quantize.py. The layouts of the file
 docstrings of the functions in READERS. They follow the packages that define them: gptqmodel 7.7,
 autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
-A format of your own is a function in RULES, which makes schemes of config.json's
-quantization_config, and one in READERS, if its layout is new. Of int8 codes with a scale a row,
-quant_method "rows8", these lines at the end of this file are all:
+A format of your own is an entry of RULES, which makes schemes of config.json's quantization_config,
+and a function in READERS, if its layout is new. Int8 codes with a scale a row, quant_method
+"rows8", are three places:
 
-    def rows8_rules(settings: dict) -> Rules:
-        return [(EVERY, Scheme("rows8", CODES["int8"]))]
+    # hub/formats.py, below: RULES = {
+    "rows8": lambda settings: [(EVERY, Scheme("rows8", CODES["int8"]))],
 
+    # hub/formats.py, above: READERS = {
     def read_rows8(matrix: Matrix):
         # The file has weight int8 [N, K] and scale [N].
         N, K = matrix.N, matrix.K
         q = matrix.read("weight", (N, K), "I8").view(torch.uint8) + 128
         return pack(q, 8), matrix.read("scale", (N,))[:, None], None
 
-    RULES["rows8"] = rows8_rules
-    READERS["rows8"] = read_rows8
+    # hub/formats.py, below: READERS = {
+    "rows8": read_rows8,
 
 A reader knows nothing of ranks: it writes the shapes of whole tensors, in which N and K are Axis,
 and read() gives it the rank's part of them. Why it does not read whole matrices, of which tp.py

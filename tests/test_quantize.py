@@ -49,10 +49,8 @@ from quantize import (
     QuantizedLinear,
     group_of,
     pack,
-    round_model,
     round_to_nearest,
 )
-from quantized_golden import recipe
 from tp import ROW_PARALLEL
 
 K = "model.layers.1.self_attn.k_proj.weight"
@@ -454,23 +452,3 @@ def test_the_layers_to_quantize_and_to_sum_over_ranks_are_those_of_the_table_of_
         }
         head = [] if config.tied else ["head"]
         assert quantize.find_layers(model, head=True)[len(matrices) :] == head
-
-
-@torch.no_grad()
-def test_the_recipe_for_a_kind_of_codes_works(monkeypatch):
-    """The lines of Codes' docstring: what they make decodes, by fast/cpu.py too."""
-    import fast
-
-    monkeypatch.setattr(quantize, "CODES", dict(quantize.CODES))
-    monkeypatch.setattr(quantize, "INT2", None, raising=False)
-    exec(recipe(Codes.__doc__, "INT2"), vars(quantize))
-    exact, model = tiny(), tiny()
-    round_model(model, "int2")
-    layers = quantized_layers(model)
-    assert {layer.codes for layer in layers.values()} == {quantize.INT2}
-    assert layers["layers.0.attn.wo"].qweight.numel() * 16 == exact.layers[0].attn.wo.weight.numel()
-    tokens = torch.arange(20, 40)
-    found, four = logits_of(model, tokens), load_checkpoint(TINY, quantize="int4")
-    want = logits_of(exact, tokens)
-    assert error(logits_of(four, tokens), want) < error(found, want) < 1
-    assert error(read(fast.optimize(model).decoder, tokens[None])[0], found) < 1e-5

@@ -5,7 +5,6 @@ and what is refused.
 
 import copy
 import functools
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from helpers import (
     write,
 )
 from model import Transformer
-from quantized_golden import CONFIGS, recipe, unfold
+from quantized_golden import CONFIGS, unfold
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard
 
@@ -305,27 +304,3 @@ def test_tensors_that_are_not_as_config_json_says_are_refused_by_name(
 ):
     unfold(setting, tmp_path, **{f"model.layers.0.{name}": tensor})
     assert absent(words, refusal(load_checkpoint, tmp_path)) == []
-
-
-def test_the_recipe_for_a_format_works(tmp_path, monkeypatch, lone):
-    """The lines of formats.py's docstring: one rank and two read what a dense checkpoint holds."""
-    for table in ("RULES", "READERS"):
-        monkeypatch.setattr(formats, table, dict(getattr(formats, table)))
-    for name in ("rows8_rules", "read_rows8"):
-        monkeypatch.setattr(formats, name, None, raising=False)
-    exec(recipe(formats.__doc__, "rows8"), vars(formats))
-    dense = make(tmp_path / "dense")
-    shutil.copytree(tmp_path / "dense", tmp_path / "rows8")
-    for name in [name for name in dense if name.endswith("proj.weight")]:
-        scale = torch.rand(len(dense[name])) / 100 + 0.001
-        numbers = torch.randint(-128, 128, dense[name].shape)
-        module = name.removesuffix(".weight")
-        held = {name: numbers.to(torch.int8), f"{module}.scale": scale}
-        change_tensors(tmp_path / "rows8", **held)
-        change_tensors(tmp_path / "dense", **{name: numbers * scale[:, None]})
-    rewrite(tmp_path / "rows8" / "config.json", quantization_config=dict(quant_method="rows8"))
-    want, got = (load_checkpoint(tmp_path / name) for name in ("dense", "rows8"))
-    tokens = torch.arange(20)
-    assert len(quantized_layers(got)) == 2 * 4
-    assert error(logits_of(got, tokens), logits_of(want, tokens)) < 1e-5
-    compare_ranks(tmp_path / "rows8")
