@@ -43,9 +43,8 @@ class Rope:
     frequencies: tuple[float, ...] = ()
     scale: float = 1.0  # of cos and sin
     original: int = 0  # the positions that the model was first trained for
-    long: tuple[
-        float, ...
-    ] = ()  # LongRoPE: the frequencies for texts that may go beyond `original`
+    # LongRoPE: the frequencies for texts that may go beyond `original`.
+    long: tuple[float, ...] = ()
     # Ministral 3: queries are multiplied by 1 + q_growth * ln(1 + position // original).
     q_growth: float = 0.0
 

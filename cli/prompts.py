@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-from hub.vet import MOST_TEXT, read_text, reading
+from hub.checkpoint import MOST_TEXT, read_text, reading
 
 
 def read_stdin(quiet: bool) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
 from gptq import gptq_model
-from hub.checkpoint import Checkpoint, load_model
+from hub.checkpoint import Checkpoint, load_model, read_text
 from hub.formats import check_finite
 from hub.tokenizer import Tokenizer
 from hub.vet import (
@@ -33,7 +33,6 @@ from hub.vet import (
     find_dtype,
     memory_advice,
     open_checkpoint,
-    read_text,
 )
 from llm import Options
 from quantize import group_of, round_model

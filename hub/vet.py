@@ -23,18 +23,14 @@ from safetensors import safe_open
 from generate import Sampling
 from hub.checkpoint import (
     INDEX,
-    MOST_TEXT,
     WHOLE,
     Checkpoint,
     hf_weights,
-    is_file,
-    is_inside,
     read_json,
-    read_text,
     reading,
 )
 from hub.families import is_head
-from hub.tokenizer import MOST_TOKENIZER, Tokenizer
+from hub.tokenizer import Tokenizer
 from model import Config, KVCache
 
 GIB = 2**30
@@ -150,17 +146,6 @@ def near_checkpoints(path: Path) -> list[str]:
                 file.parent.name.lower(): str(file.parent) for file in parent.glob("*/config.json")
             }
     return [found[name] for name in get_close_matches(path.name.lower(), found, cutoff=0.5)]
-
-
-def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
-    """Which of a file's regular expressions is the first that matches the beginning of each
-    name."""
-    with reading("config.json: quantization_config: its patterns of layers' names"):
-        compiled = [re.compile(pattern) for pattern in patterns]
-    return [
-        next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None)
-        for name in names
-    ]
 
 
 # Device and memory

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hub.checkpoint import INDEX, Checkpoint, read_tensor
+from hub.checkpoint import INDEX, Checkpoint, is_inside, read_tensor, reading
 from hub.formats import stem
-from hub.vet import GIB, MOST_TOKENIZER, is_inside, reading
+from hub.tokenizer import MOST_TOKENIZER
+from hub.vet import GIB
 from model import Transformer
 from quantize import QuantizedLinear, pack
 

@@ -20,8 +20,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from cli.errors import message_of
+from hub.checkpoint import read_text
 from hub.families import config_from_hf
-from hub.vet import find_checkpoint, open_checkpoint, read_text
+from hub.vet import find_checkpoint, open_checkpoint
 from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save

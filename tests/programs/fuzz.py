@@ -363,7 +363,12 @@ def change_json(rng: Random, path: Path) -> Done:
         path.write_text(text)
         return f"the whole is {text[:20]!r}", True
     at, where = held, []
-    while not where or isinstance(at[key], (dict, list)) and at[key] and rng.random() < 0.7:
+    while (
+        not where
+        or isinstance(at[where[-1]], (dict, list))
+        and at[where[-1]]
+        and rng.random() < 0.7
+    ):
         at = at[where[-1]] if where else held
         key = rng.choice([*at] if isinstance(at, dict) else range(len(at)))
         where.append(key)
