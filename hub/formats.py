@@ -63,6 +63,7 @@ from hub.checkpoint import (
     load_model,
     part_of,
     read_tensor,
+    say_weights_only,
     take,
 )
 from hub.vet import free_memory, reading
@@ -86,7 +87,6 @@ from quantize import (
     replace_layers,
     round_head,
     round_model,
-    say_once,
     unpack,
 )
 
@@ -232,8 +232,8 @@ class Scheme:
     act_order: bool = False  # the file must say which group an input belongs to
 
 
-# The first rule whose pattern, a regular expression, matches the beginning of a layer's name says
-# how the layer is held. None: unquantized.
+# The first rule whose pattern, a regular expression, matches the beginning of one of a layer's
+# names says how the layer is held: the file's name, and transformers'. None: unquantized.
 Rules = list[tuple[str, Scheme | None]]
 EVERY = ""
 # Rows and inputs of a block that is the whole matrix, whatever its size.
@@ -249,6 +249,13 @@ OTHERS = {
     "hqq": "HQQ",
     "gguf": "GGUF",
 }
+
+
+def module_name(name: str) -> str:
+    """How transformers calls a module of a model that also sees, whose files and lists of modules
+    may have older names: language_model.model.X, language_model.lm_head."""
+    name = re.sub(r"^language_model\.(model\.)?", "model.language_model.", name)
+    return name.removeprefix("model.language_model.") if name.endswith(".lm_head") else name
 
 
 def wanted(settings: dict, key: str, values: list, default=None):
@@ -335,6 +342,7 @@ def exceptions(settings: dict) -> Rules:
     """A name in modules_to_not_convert or ignored_layers stands for a module and all in it, or is
     the end of a name, as in transformers' should_convert_module()."""
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
+    names += [module_name(name) for name in names]
     return [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
 
 
@@ -373,11 +381,13 @@ def compressed_tensors_rules(settings: dict) -> Rules:
     def pattern(target: str) -> str:
         if target == "Linear":
             return EVERY
-        return target[3:] if target.startswith("re:") else f"{re.escape(target)}$"
+        if target.startswith("re:"):
+            return target[3:]
+        return rf"(?:{re.escape(target)}|{re.escape(module_name(target))})$"
 
     rules = [(target, None) for target in settings.get("ignore") or []]
     schemes = {}
-    for group in settings["config_groups"].values():
+    for group in (settings.get("config_groups") or {}).values():
         scheme = None
         if group.get("weights"):
             form = wanted(group, "format", list(COMPRESSED), settings.get("format"))
@@ -429,10 +439,10 @@ RULES = {
 
 def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none. ValueError for a format
-    that is not read.
+    that is not read, and where it wants no weights quantized.
 
-    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact scheme; activations:
-    whether these or the KV cache are to be quantized, too."""
+    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact
+    scheme."""
     settings = (
         checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
     )
@@ -442,22 +452,17 @@ def read_settings(checkpoint: Checkpoint) -> dict:
         method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
         rules = [(re.compile(pattern), scheme) for pattern, scheme in RULES[method](settings)]
         codes = [scheme.codes for _, scheme in rules if scheme]
-        if not codes:
-            return {}
-        most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))
         groups = (settings.get("config_groups") or {}).values()
-        activations = (
+        if (
             settings.get("activation_scheme")
             or settings.get("kv_cache_scheme")
             or any(group.get("input_activations") for group in groups)
-        )
-        return dict(
-            quant_method=method,
-            rules=rules,
-            name=most.name,
-            bits=most.bits,
-            activations=activations,
-        )
+        ):
+            say_weights_only()
+        if not codes:
+            return {}
+        most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))
+        return dict(quant_method=method, rules=rules, name=most.name, bits=most.bits)
 
 
 def shared_inputs(settings: dict, group: int = 1) -> int:
@@ -526,17 +531,6 @@ class QuantizedReader:
                 ]
                 layer = layers[0] if first.expert is None else join_experts(layers)
             model.set_submodule(ours, layer)
-        for name in list(files):  # neither activations nor the cache are quantized here
-            if re.search(
-                r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$", name
-            ):
-                del files[name]
-                self.settings["activations"] = True
-        if self.settings["activations"]:
-            say_once(
-                "nothing but weights is quantized, which is more exact than what the checkpoint "
-                "asks"
-            )
 
     def find_schemes(self) -> dict[str, Scheme | None]:
         """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their
@@ -546,9 +540,20 @@ class QuantizedReader:
             for name, weight in self.table.items()
             if weight.quantized or weight.ours == "head.weight"
         ]
+        stored = {  # a module's name in the files, which have other names of its tensors
+            name.rpartition(".")[0]: place.name.rpartition(".")[0]
+            for name, place in self.files.items()
+        }
         found = {}
         for name in matrices:
-            matching = (scheme for rule, scheme in self.settings["rules"] if rule.match(stem(name)))
+            module = stem(name)
+            held = stored.get(module, module)
+            theirs = module_name(held) if "language_model." in held else module
+            matching = (
+                scheme
+                for rule, scheme in self.settings["rules"]
+                if rule.match(held) or rule.match(theirs)
+            )
             scheme = next(matching, None)
             if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
                 scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
