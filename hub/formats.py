@@ -127,7 +127,7 @@ def load(
 
     quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split:
     tp.splitter()'s, for this rank's part."""
-    settings = read_settings(checkpoint)
+    settings, more = read_settings(checkpoint), more_than_weights(checkpoint)
     group = default_group(quantize, group_size)
     if settings:
         group = shared_inputs(settings, group)
@@ -136,6 +136,8 @@ def load(
         shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
     reader = QuantizedReader(settings, device, dtype, shard) if settings else None
     model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
+    if more:
+        say_weights_only()
     if quantize or quantize_head:
         check_finite(model)
     if quantize:
@@ -381,9 +383,7 @@ def compressed_tensors_rules(settings: dict) -> Rules:
     def pattern(target: str) -> str:
         if target == "Linear":
             return EVERY
-        if target.startswith("re:"):
-            return target[3:]
-        return rf"(?:{re.escape(target)}|{re.escape(module_name(target))})$"
+        return target[3:] if target.startswith("re:") else f"{re.escape(target)}$"
 
     rules = [(target, None) for target in settings.get("ignore") or []]
     schemes = {}
@@ -437,28 +437,32 @@ RULES = {
 }
 
 
+def written_settings(checkpoint: Checkpoint) -> dict:
+    return checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
+
+
+def more_than_weights(checkpoint: Checkpoint) -> bool:
+    """Whether activations or the KV cache are to be quantized."""
+    settings = written_settings(checkpoint)
+    with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
+        groups = (settings.get("config_groups") or {}).values()
+        asked = [group.get("input_activations") for group in groups]
+    return any([settings.get("activation_scheme"), settings.get("kv_cache_scheme"), *asked])
+
+
 def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none. ValueError for a format
     that is not read, and where it wants no weights quantized.
 
     quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact
     scheme."""
-    settings = (
-        checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
-    )
+    settings = written_settings(checkpoint)
     if not settings:
         return {}
     with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
         method = wanted(settings, "quant_method", list(RULES), settings.get("method"))
         rules = [(re.compile(pattern), scheme) for pattern, scheme in RULES[method](settings)]
         codes = [scheme.codes for _, scheme in rules if scheme]
-        groups = (settings.get("config_groups") or {}).values()
-        if (
-            settings.get("activation_scheme")
-            or settings.get("kv_cache_scheme")
-            or any(group.get("input_activations") for group in groups)
-        ):
-            say_weights_only()
         if not codes:
             return {}
         most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))

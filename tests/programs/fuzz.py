@@ -464,13 +464,9 @@ def change_tensor(rng: Random, path: Path) -> Done:
             rng.choice(["x", "\x1b]0;x\x07", "y" * 10**5, "model.layers.9.mlp.up_proj.weight"])
         ] = torch.ones(3)
     save_file(held, path)
-    unread = (
-        how == "gone"
-        and name.endswith("g_idx")
-        or how == "more"
-        and Path(path.parent, INDEX).exists()
-    )
-    return f"{how} {name}", not unread or None
+    if how == "more":  # it is passed over
+        return how, False
+    return f"{how} {name}", None if how == "gone" and name.endswith("g_idx") else True
 
 
 def change_kind(rng: Random, path: Path) -> Done:
@@ -652,7 +648,6 @@ SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that m
     "hub.checkpoint.is_inside": (lambda path: True, 1058),
     "generate.Sampling.__post_init__": (lambda self: None, 1006),
     "hub.tokenizer.Tokenizer.check": (lambda self, key, ids: None, 1014),
-    "hub.checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1064),
     "hub.tokenizer.silenced": (reading, 6110),
     "jinja2.sandbox.ImmutableSandboxedEnvironment": (Environment, 13559),
 }
