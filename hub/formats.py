@@ -80,6 +80,7 @@ from quantize import (
     alike,
     default_group,
     group_of,
+    in_half,
     join_experts,
     merge,
     pack,
@@ -607,10 +608,8 @@ class QuantizedReader:
         matrix = Matrix(self, module, N, K, G, scheme)
         qweight, scales, zeros = READERS[scheme.layout](matrix)
         vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
-        if codes.zero:  # fp16 where that holds them
-            half, scales = scales.half(), scales.float()
-            if half.float().equal(scales):
-                scales = half
+        if codes.zero:
+            scales = in_half(scales)
         kept, g_idx = matrix.groups()
         if zeros is not None:
             zeros = None if (zeros == codes.zero).all() else zeros[:, kept]
