@@ -9,6 +9,15 @@ knows what its config means, tokenizer.py its texts.
 Nothing is unpickled, no code of a checkpoint runs, and no path leads out of its directory. What is
 wrong with a file is a ValueError of one line that begins with the file's name: see reading().
 
+What is read, and what it means (as in transformers 5.24, but for the last):
+
+- model.safetensors.index.json says which files there are; what is in a file, its own header says.
+  With an index model.safetensors is not opened.
+- "model." may be missing from the names, and language_model. may stand in them.
+- What the model has no place for is left out. A line names what is more than LEFTOVERS, layers
+  behind the last, tensors without numbers and biases of zeros.
+- A weight of the model that is missing is refused: transformers draws one, with a warning.
+
 Shapes: as in model.py.
 """
 
@@ -30,7 +39,6 @@ from torch import Tensor
 
 from hub.families import config_from_hf, text_settings, value_of
 from model import Config, MoEConfig, Transformer
-from quantize import say_once
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
@@ -40,8 +48,6 @@ LEFTOVERS = re.compile(
     r"(.*\.)?(rotary_emb\w*\.\w+|(self_)?attn\.bias|attention\.bias|masked_bias|position_ids)$"
     r"|(model\.)?mtp\."
 )
-# Scales of what is not quantized here: activations and the KV cache.
-OTHER_SCALES = re.compile(r".*\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$")
 
 MOST_JSON, MOST_TEXT = 2**24, 2**26  # bytes of a JSON file or a template, and of a text
 LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
@@ -538,19 +544,13 @@ def load_model(
 def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
     """What the model has no place for is left out, as in transformers. One line names what is more
     than leftovers."""
-    surplus = [name for name in files if not is_leftover(files, name, checkpoint.config)]
-    if scales := [name for name in surplus if OTHER_SCALES.match(name)]:
-        say_weights_only()
-    if strange := sorted(set(surplus).difference(scales)):
+    strange = sorted(name for name in files if not is_leftover(files, name, checkpoint.config))
+    if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         told = (
             f"left out, as config.json's model has no place for it: {', '.join(strange[:3])}{more}"
         )
         print(one_line(f"{checkpoint.directory}: {told}"), file=sys.stderr)
-
-
-def say_weights_only() -> None:
-    say_once("nothing but weights is quantized, which is more exact than what the checkpoint asks")
 
 
 def is_leftover(files: dict[str, Place], name: str, config: Config) -> bool:

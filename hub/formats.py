@@ -38,6 +38,20 @@ whole and 7.3 s for a quarter; in int8 12.4 s and 3.1 s.
 
 Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
 
+What is read, and what it means:
+
+- quantization_config comes before compression_config, its older name.
+- Rules are for a module's name in the files, and for transformers' name of it. Of models that also
+  see these are language_model.model.layers.0 and model.language_model.layers.0; the lists of fp8
+  may have either, as in transformers' FineGrainedFP8HfQuantizer. Patterns match from the
+  beginning (re.match), as in compressed-tensors' match_name().
+- compressed-tensors: `ignore` comes before `targets`; of these names before "re:" and a regular
+  expression, and that before "Linear", as in its match_targets().
+- GPTQ and AWQ: where a file has a layer's plain weight, it was left out, whatever the rules say; so
+  with the head in all formats.
+- Schemes and scales of activations and of the KV cache are read past, and a line says so. Where
+  nothing else has a scheme, the model is the plain one.
+
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
 
@@ -58,12 +72,12 @@ from hub.checkpoint import (
     WHOLE_AXIS,
     Checkpoint,
     Part,
+    Place,
     Weight,
     hf_weights,
     load_model,
     part_of,
     read_tensor,
-    say_weights_only,
     take,
 )
 from hub.vet import free_memory, reading
@@ -88,11 +102,14 @@ from quantize import (
     replace_layers,
     round_head,
     round_model,
+    say_once,
     unpack,
 )
 
 # Where AWQ puts the first, the second ... of the eight codes of a word.
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# Names of scales of activations and of the KV cache, which are not quantized here.
+OTHER_SCALES = re.compile(r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$")
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
 
 
@@ -136,9 +153,20 @@ def load(
     if split:
         shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
     reader = QuantizedReader(settings, device, dtype, shard) if settings else None
-    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
-    if more:
-        say_weights_only()
+    scales = []
+
+    def read_layers(model: Transformer, files: dict[str, Place]) -> None:
+        if reader:
+            reader.read_layers(model, files)
+        scales.extend(name for name in files if OTHER_SCALES.search(name))
+        for name in scales:
+            del files[name]
+
+    model = load_model(checkpoint, device, dtype, progress, read_layers, shard)
+    if scales or more:
+        say_once(
+            "nothing but weights is quantized, which is more exact than what the checkpoint asks"
+        )
     if quantize or quantize_head:
         check_finite(model)
     if quantize:
