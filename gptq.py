@@ -17,11 +17,12 @@ from quantize import (
     CODES,
     Codes,
     QuantizedLinear,
-    as_half,
+    as_held,
     encode,
     find_layers,
     find_scales,
     group_of,
+    in_half,
     join_experts,
     pack,
     plain_layer,
@@ -67,12 +68,12 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def find_best_scales(w: Tensor, codes: Codes, sym: bool, costs: Tensor):
-    """w [N, G] -> scale, as fp16 rounds it, and zero [N], with the least sum of squared errors
-    times costs [G].
+    """w [N, G] -> scale, by as_held(), and zero [N], with the least sum of squared errors times
+    costs [G].
 
     Without costs, smaller scales made the perplexity worse."""
     widest, zero = find_scales(w, codes, sym)
-    scales = as_half(widest * widest.new_tensor(SHRINK)[:, None, None])  # [8, N, 1]
+    scales = as_held(widest * widest.new_tensor(SHRINK)[:, None, None])  # [8, N, 1]
     losses = []
     for scale in scales:
         error = (encode(w, scale, zero, codes) - zero) * scale - w
@@ -91,7 +92,7 @@ def gptq(
     drift: Tensor | None = None,
 ):
     """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> q [N,
-    K], uint8, scales [N, C], fp16, zeros [N, C] or None, g_idx [K] or None, loss.
+    K], uint8, scales [N, C] as round_to_nearest() gives them, zeros [N, C] or None, g_idx [K] or None, loss.
 
     drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The
     weights are first moved so that their outputs for X come nearest to those for Y: by W drift (X
@@ -133,7 +134,7 @@ def gptq(
     zeros = None if sym else torch.stack(zeros, dim=1).to(torch.uint8)
     back = perm.argsort()
     g_idx = back // G if act_order else None
-    return q[back].T, torch.stack(scales, dim=1).half(), zeros, g_idx, loss.item()
+    return q[back].T, in_half(torch.stack(scales, dim=1)), zeros, g_idx, loss.item()
 
 
 # A model

@@ -58,7 +58,10 @@ of_prompt = partial(option, group="prompt")
 of_generation = partial(option, group="generation")
 of_output = partial(option, group="output")
 
-INTS = "int8", "int4"
+INTS = (
+    "int8",
+    "int4",
+)
 ROUND = dict(choices=INTS)
 
 # Sampling's fields. None: generation_config.json's value or, without one, Sampling's.

@@ -70,14 +70,17 @@ def from_e8m0(scales: Tensor):
 class Codes:
     """What the codes of a weight stand for: a weight is (decode(q) - zero) * scale.
 
-    Your own kind of codes is two lines, below CODES:
+    Your own kind of codes is two places, the second for --quantize:
 
+        # quantize.py, below: CODES = {
         INT2 = Codes("int2", 2, 2, from_numbers, from_numbers)
         CODES[INT2.name] = INT2
 
+        # llm.py, below: INTS = (
+        "int2",
+
     round_model(model, "int2") and gptq_model() then make such layers, hub/formats.py may read them,
-    and fast/cpu.py serves them. For --quantize int2 the name also goes into the choices of
-    Options.quantize (llm.py). The kernels serve the kinds that fast/layout.py has an entry for."""
+    and fast/cpu.py serves them. The kernels serve the kinds that fast/layout.py has an entry for."""
 
     name: str
     bits: int  # of a code: 2, 4 or 8
@@ -313,6 +316,8 @@ def default_group(quantize: str | None, columns: Iterable[int]) -> int:
 
 # Rounding
 
+SMALLEST = torch.finfo(torch.float32).smallest_normal
+
 
 def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = None):
     """w [..., G], fp32 -> scale and zero [..., 1] of the range that spans the weights and 0.
@@ -329,12 +334,25 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = No
         return scale, torch.full_like(scale, codes.zero)
     # A zero point is 1 or more, so that at most top - 1 codes lie above it.
     scale = torch.maximum((high - low) / top, high / (top - 1))
-    return scale, (-low / scale.clamp(min=1e-30)).round().clamp(1, top)
+    return scale, (-low / scale.clamp(min=SMALLEST)).round().clamp(1, top)
 
 
-def as_half(scale: Tensor) -> Tensor:
-    """As fp16 rounds it; never 0."""
-    return scale.clamp(2**-24, 65504).half().float()
+def as_held(scale: Tensor) -> Tensor:
+    """Scales as layers hold them, in fp32: as fp16 rounds them where it has room, else as they are.
+    None is 0, as what is divided by them may be.
+
+    Below 2 ** -14 fp16's numbers are 2 ** -24 apart. There it rounds up, so that no code is cut
+    off, down to 2 ** -20: a step that is 1/16 wider at most."""
+    up = (scale * 2**24).ceil() / 2**24
+    half = torch.where(scale < 2**-14, up, scale.half().float())
+    has_room = (scale >= 2**-20) & (scale <= 65504) | (scale == 0)
+    return torch.where(has_room, half.clamp(min=2**-24), scale.clamp(min=SMALLEST))
+
+
+def in_half(scales: Tensor) -> Tensor:
+    """fp16 where that holds all of them, else fp32."""
+    half, scales = scales.half(), scales.float()
+    return half if half.float().equal(scales) else scales
 
 
 def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
@@ -344,14 +362,14 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor, codes: Codes) -> Tensor:
 def round_to_nearest(
     w: Tensor, codes: Codes, group_size: int, sym: bool, widest: Callable | None = None
 ):
-    """w [..., N, K] -> q, uint8, scales [..., N, C], fp16, and zeros, None for codes.zero
-    everywhere."""
+    """w [..., N, K] -> q, uint8, scales [..., N, C], fp16 or, if that has no room, fp32, and zeros,
+    None for codes.zero everywhere."""
     groups = w.float().unflatten(-1, (-1, group_of(w.shape[-1], group_size)))  # [..., N, C, G]
     scale, zero = find_scales(groups, codes, sym, widest)  # [..., N, C, 1]
-    scale = as_half(scale)
+    scale = as_held(scale)
     q = encode(groups, scale, zero, codes).to(torch.uint8)
     zeros = None if sym else zero.squeeze(-1).to(torch.uint8)
-    return q.flatten(-2), scale.squeeze(-1).half(), zeros
+    return q.flatten(-2), in_half(scale.squeeze(-1)), zeros
 
 
 def rounded(layer: nn.Linear | Experts, codes: Codes, *how) -> QuantizedLinear:

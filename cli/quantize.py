@@ -23,7 +23,7 @@ from torch import Tensor
 from cli.options import DEVICE, Parser, within
 from cli.output import written_whole
 from gptq import gptq_model
-from hub.checkpoint import Checkpoint, load_model
+from hub.checkpoint import Checkpoint, load_model, read_text
 from hub.formats import check_finite, find_group, say_group
 from hub.tokenizer import Tokenizer
 from hub.vet import (
@@ -33,7 +33,6 @@ from hub.vet import (
     find_dtype,
     memory_advice,
     open_checkpoint,
-    read_text,
 )
 from llm import INTS, Options
 from quantize import CODES, DEFAULT_GROUP, SIZES, group_of, round_model

@@ -193,6 +193,8 @@ class HeadCheckpoint(Checkpoint):
     """A head's directory. target: its target's Checkpoint. ValueError for a head of another
     target."""
 
+    bare = ()
+
     @staticmethod
     def settings(hf: dict) -> dict:
         return text_settings(head_settings(hf))

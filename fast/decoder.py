@@ -38,9 +38,8 @@ from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.known import unknown_values
-from fast.layout import KINDS
 from fast.linear import FusedGate, add_norm, gate_number, linear
-from fast.packed_linear import PackedLinear
+from fast.packed_linear import PackedLinear, packs
 from model import (
     Attention,
     Block,
@@ -87,7 +86,7 @@ def fusible(layer: nn.Module) -> bool:
     if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
         layer = layer.linear
     if isinstance(layer, QuantizedLinear):
-        return layer.codes.name in KINDS
+        return packs(layer)
     return isinstance(layer, nn.Linear | PackedLinear)
 
 
@@ -99,7 +98,7 @@ def why_plain_attention(block: Block) -> str | None:
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
-        return "q, k and v are quantized apart, or in codes that no kernel knows"
+        return "q, k and v are quantized apart, or in codes or scales that no kernel knows"
     if unknown_norm(block.attn_norm, block.attn_post_norm, attn.q_norm, attn.k_norm):
         return "a norm that is no RMSNorm"
     return None
@@ -117,7 +116,7 @@ def why_plain_ffn(block: Block) -> str | None:
     if not gate_number(ffn.gate):
         return f"{ffn.gate.activation} as the gate's function"
     if not (fusible(ffn.w_gate_up) and fusible(ffn.w_down)):
-        return "gate and up are quantized apart, or in codes that no kernel knows"
+        return "gate and up are quantized apart, or in codes or scales that no kernel knows"
     return None
 
 
@@ -484,7 +483,7 @@ def install_kernels(model: Transformer) -> FusedDecoder:
     replace_layers(
         model,
         QuantizedLinear,
-        lambda layer: PackedLinear(layer) if layer.codes.name in KINDS else layer,
+        lambda layer: PackedLinear(layer) if packs(layer) else layer,
     )
     return FusedDecoder(model)
 

@@ -46,7 +46,7 @@ from fast.common import (
 from fast.layout import KINDS, Packed
 from fast.linear import FusedGate, gate_number
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
-from fast.packed_linear import dequantize, pack_layer
+from fast.packed_linear import dequantize, pack_layer, packs
 from fast.twins import plain_expert_linear, plain_route, plain_unpack_experts
 from model import grouped_linear
 from quantize import QuantizedExperts
@@ -543,8 +543,8 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
         return f"{moe.gate.activation} as the gate's function"
     for experts in (moe.w_gate_up, moe.w_down):
         if isinstance(experts, QuantizedExperts):
-            if experts.codes.name not in KINDS or experts.g_idx is not None:
-                return "experts in codes that no kernel knows"
+            if not packs(experts) or experts.g_idx is not None:
+                return "experts in codes or scales that no kernel knows"
             groups, block = experts.scales.shape[-1], KINDS[experts.codes.name].block
             size = experts.in_features // groups
             if groups > 1 and (size % 32 or size % block and block % size):

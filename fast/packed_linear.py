@@ -223,12 +223,24 @@ def _(x, qweight, columns, norm=None, residual=None, eps=1e-5, prompt=False):
     return x.new_empty(x.shape[0], columns)  # len() would compile for each number of rows anew
 
 
+def packs(layer: QuantizedLinear) -> bool:
+    """Whether the kernels serve this layer: they know its codes, and fp16 has room for scales that
+    zero points stand beside. It has if no weight is moved by more than half the widest step."""
+    if layer.codes.name not in KINDS or layer.zeros is None:
+        return layer.codes.name in KINDS
+    if not layer.scales.numel():
+        return True
+    scales, most = layer.scales.float(), 2**layer.codes.bits - 1
+    off = (scales.half().float() - scales).abs().amax()
+    return bool(off * most <= scales.amax() / 2)
+
+
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
     """layout.pack() of a layer or of experts, some rows at a time; experts' row blocks lie one
-    behind the other. ValueError for codes that no kernel knows."""
+    behind the other. ValueError where no kernel serves it."""
     kind, scales, zeros = layer.codes.name, layer.scales, layer.zeros
-    if kind not in KINDS:
-        raise ValueError(f"{kind}: the kernels know {', '.join(KINDS)}")
+    if not packs(layer):
+        raise ValueError(f"{kind}: the kernels know {', '.join(KINDS)}, and scales that fp16 holds")
     if zeros is not None:
         zeros = in_row_blocks(zeros, gated)
         if scales.dtype == torch.float32:

@@ -9,21 +9,32 @@ knows what its config means, tokenizer.py its texts.
 Nothing is unpickled, no code of a checkpoint runs, and no path leads out of its directory. What is
 wrong with a file is a ValueError of one line that begins with the file's name: see reading().
 
+What is read, and what it means (as in transformers 5.24, but for the last):
+
+- model.safetensors.index.json says which files there are; what is in a file, its own header says.
+  With an index model.safetensors is not opened.
+- "model." may be missing from the names, and language_model. may stand in them.
+- What the model has no place for is left out. A line names what is more than LEFTOVERS, layers
+  behind the last, tensors without numbers and biases of zeros.
+- A weight of the model that is missing is refused: transformers draws one, with a warning.
+
 Shapes: as in model.py.
 """
 
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hub.families import config_from_hf, text_settings, value_of
@@ -32,14 +43,42 @@ from model import Config, MoEConfig, Transformer
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
-
+# What files have beside a model's weights: what rope and masks computed, and heads that draft.
+LEFTOVERS = re.compile(
+    r"(.*\.)?(rotary_emb\w*\.\w+|(self_)?attn\.bias|attention\.bias|masked_bias|position_ids)$"
+    r"|(model\.)?mtp\."
+)
 
 MOST_JSON, MOST_TEXT = 2**24, 2**26  # bytes of a JSON file or a template, and of a text
+LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
+PICKLE = "a pickle, which is never read, as it could run code"
 CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; '
     "save_file({n: t.contiguous() for n, t in "
     "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
 )
+# What people have in the place of a checkpoint: like which names, what it is, and what to do.
+OTHERS = {
+    **dict.fromkeys(
+        ("*.incomplete", ".cache/huggingface/download/*.incomplete"),
+        "part of a download that broke off: fetch the checkpoint again",
+    ),
+    "adapter_config.json": "a LoRA adapter's: merge it into its model, and give that one's directory",
+    "adapter_model.*": "a LoRA adapter: merge it into its model, and give that one's directory",
+    "*.gguf": "a GGUF file, which is not read: take the repository that it was made from, with "
+    "*.safetensors, and quantize='int4'",
+    "model.pth": f"gpt-fast's, {PICKLE}: take the directory that it was made from, with "
+    "*.safetensors",
+    "*.bin": f"{PICKLE}: take a repository with *.safetensors or, if you trust this one, convert "
+    f"it there: {CONVERT}",
+    **dict.fromkeys(
+        ("*.pt", "*.pth", "*.ckpt", "*.pkl"), f"{PICKLE}: take a repository with *.safetensors"
+    ),
+    "consolidated*.safetensors": "Mistral's own layout: take the repository's other files too, "
+    "config.json and model*.safetensors",
+    "model-*-of-*.safetensors": f"a part of the weights, without {INDEX}: fetch the checkpoint "
+    "again",
+}
 
 
 # Files
@@ -134,6 +173,8 @@ class Checkpoint:
     counted()."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
+    # Names in the file of a model without its head begin so; elsewhere "model." stands before.
+    bare = "layers.", "embed_tokens.", "norm."
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -160,29 +201,34 @@ class Checkpoint:
         count."""
         return self.config
 
+    @cached_property
     def paths(self) -> dict[str, Path]:
-        """The safetensors file of each tensor."""
+        """The safetensors file of each tensor. As in transformers the index says which files there
+        are, and each file what is in it. ValueError where one is not there, or not whole."""
         open_shard.cache_clear()  # a file of this name may be another one by now
-        directory = self.directory
-        if not self.index:
-            whole = directory / WHOLE
-            if not whole.exists():
-                raise ValueError(f"{directory}: {without_weights(directory)}")
-            with reading(whole):
-                return dict.fromkeys(open_shard(whole).keys(), whole)
-        with reading(directory / INDEX):
-            files = value_of(self.index, "weight_map", dict)
-            for name, file in files.items():
-                if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
-                    raise ValueError(
-                        f"{name} is in {file!r:.60}: want a file inside of the directory"
-                    )
-        return {name: directory / file for name, file in files.items()}
+        if self.index:
+            with reading(self.directory / INDEX):
+                files = value_of(self.index, "weight_map", dict)
+                for name, file in files.items():
+                    if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
+                        raise ValueError(
+                            f"{name} is in {file!r:.60}: want a file inside of the directory"
+                        )
+        else:
+            files = {"": WHOLE}
+            if not (self.directory / WHOLE).exists():
+                raise ValueError(f"{self.directory}: no {WHOLE}; {instead_of(self.directory)}")
+        found = {}
+        for file in sorted(set(files.values())):
+            path = self.directory / file
+            with reading(path):
+                found |= dict.fromkeys(open_shard(path).keys(), path)
+        return found
 
     def files(self) -> dict[str, "Place"]:
         """Where each tensor of the language model is. Of a model that also sees, the rest is left
         out."""
-        paths = self.paths()
+        paths = dict(self.paths)
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
             print(
@@ -192,22 +238,24 @@ class Checkpoint:
             )
             for name in seeing:
                 del paths[name]
-        return {
-            name.replace("language_model.", "", 1): Place(path, name)
-            for name, path in paths.items()
-        }
+        places = {}
+        for stored, path in paths.items():
+            name = stored.replace("language_model.", "", 1)
+            places["model." * name.startswith(self.bare) + name] = Place(path, stored)
+        return places
 
 
-def without_weights(directory: Path) -> str:
-    """What a directory without safetensors has in their place."""
-    if [*directory.glob("*.gguf")]:
-        return f"no {WHOLE}; a GGUF file is not read here"
-    if pickles := sorted(directory.glob("*.bin")):
-        return (
-            f"no {WHOLE}; {pickles[0].name} is a pickle, which is never read, as it could run "
-            f"code. If you trust it, convert it there: {CONVERT}"
-        )
-    return f"no {WHOLE}, nor its index; is the download complete?"
+def instead_of(directory: Path) -> str:
+    """What a directory has in the place of what is missing, and what to do."""
+    for pattern, told in OTHERS.items():
+        for path in sorted(directory.glob(pattern)):
+            return f"{path.name} is {told}"
+    return f"want {LAYOUT}; is the download complete?"
+
+
+def what_is(file: str) -> str | None:
+    """What a file of this name is, if it is known to be no checkpoint."""
+    return next((told for like, told in OTHERS.items() if fnmatch(file.lower(), like)), None)
 
 
 class Place(NamedTuple):
@@ -417,8 +465,18 @@ def count_parameters(config: Config) -> int:
 def open_shard(path: Path):
     """A safetensors file, which stays open for its next tensor: with its header read anew for each
     of 740 tensors Llama-2-7B in 4 bits took 1.36 s to load in place of 0.95 (H200, the file in the
-    page cache)."""
-    return safe_open(path, framework="pt")
+    page cache). ValueError for half a download."""
+    if not path.exists():
+        raise ValueError(f"no such file, though {INDEX} names it; fetch the checkpoint again")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            if file.read(8) == b"version ":
+                raise ValueError(
+                    "a pointer of git-lfs, not the file itself; `git lfs pull` fetches it"
+                ) from None
+        raise ValueError(f"half downloaded, or damaged ({error}); fetch it again") from None
 
 
 def read_tensor(
@@ -487,7 +545,7 @@ def load_model(
             tensor = tensor.float() + model.config.norm_offset
         view = weight.of(parameters[weight.ours])
         view.copy_(tensor.reshape(view.shape))
-    refuse_surplus(files, checkpoint)
+    pass_over(files, checkpoint)
     open_shard.cache_clear()
     model.load_state_dict(parameters, strict=False, assign=True)
     if model.config.tied:
@@ -495,15 +553,34 @@ def load_model(
     return model.eval()
 
 
-def refuse_surplus(files: dict[str, Place], checkpoint: Checkpoint) -> None:
-    """ValueError for a tensor that the model has no place for. Not wanted are rope's frequencies, a
-    tied model's head, and biases of zeros."""
-    sizes = [weight.shape[:1] for weight in checkpoint.weights.values()]
-    for name, (path, _) in list(files.items()):
-        unwanted = (
-            name.endswith("rotary_emb.inv_freq")
-            or (name == "lm_head.weight" and checkpoint.config.tied)
-            or (name.endswith(".bias") and not read_tensor(files, name, sizes).any())
+def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
+    """What the model has no place for is left out, as in transformers. One line names what is more
+    than leftovers."""
+    strange = sorted(name for name in files if not is_leftover(files, name, checkpoint.config))
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        told = (
+            f"left out, as config.json's model has no place for it: {', '.join(strange[:3])}{more}"
         )
-        if not unwanted:
-            raise ValueError(f"{path}: no place for tensor {name}; config.json is of another model")
+        print(one_line(f"{checkpoint.directory}: {told}"), file=sys.stderr)
+
+
+def is_leftover(files: dict[str, Place], name: str, config: Config) -> bool:
+    """Whether a tensor that the model has no place for would change nothing: one by its name, of a
+    layer behind the last, such as DeepSeek's that drafts, a tied model's head, one without
+    numbers, and a bias of zeros."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if (
+        LEFTOVERS.match(name)
+        or (layer and int(layer[1]) >= config.n_layer)
+        or (name == "lm_head.weight" and config.tied)
+    ):
+        return True
+    path, stored = files[name]
+    with reading(path):
+        shard = open_shard(path)
+        found = shard.get_slice(stored)
+        if 0 in found.get_shape():
+            return True
+        is_bias = name.endswith(".bias") and found.get_dtype() in FLOATS.split()
+        return is_bias and not shard.get_tensor(stored).any()

@@ -98,6 +98,23 @@ LACKING = {  # model_type -> what it has that is not here
         ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"), "kind of experts"
     ),
 }
+# They make vectors of a text or a picture, and write no text.
+ENCODERS = (
+    "albert",
+    "bert",
+    "clip",
+    "clip_text_model",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "modernbert",
+    "mpnet",
+    "roberta",
+    "siglip",
+    "siglip_text_model",
+    "vit",
+    "xlm-roberta",
+)
 
 
 KINDS = {int: "int", float: "float", bool: "true or false", str: "a text"}
@@ -155,6 +172,8 @@ def check_supported(settings: dict, supported: dict) -> None:
             lacking = ""
             if key == "model_type" and found in LACKING:
                 lacking = f", as its {LACKING[found]} are not here"
+            if key == "model_type" and found in ENCODERS:
+                lacking = ", as an encoder writes no text"
             raise ValueError(
                 f"{key}={found!r} is not supported{lacking}: want {' or '.join(map(repr, values))}"
             )

@@ -13,21 +13,22 @@ A weight is (decode(q) - zero) * scale: see quantize.py. The layouts of the file
 docstrings of the functions in READERS. They follow the packages that define them: gptqmodel 7.7,
 autoawq 0.2.9, compressed-tensors 0.20, transformers 5.23.
 
-A format of your own is a function in RULES, which makes schemes of config.json's
-quantization_config, and one in READERS, if its layout is new. Of int8 codes with a scale a row,
-quant_method "rows8", these lines at the end of this file are all:
+A format of your own is an entry of RULES, which makes schemes of config.json's quantization_config,
+and a function in READERS, if its layout is new. Int8 codes with a scale a row, quant_method
+"rows8", are three places:
 
-    def rows8_rules(settings: dict) -> Rules:
-        return [(EVERY, Scheme("rows8", CODES["int8"]))]
+    # hub/formats.py, below: RULES = {
+    "rows8": lambda settings: [(EVERY, Scheme("rows8", CODES["int8"]))],
 
+    # hub/formats.py, above: READERS = {
     def read_rows8(matrix: Matrix):
         # The file has weight int8 [N, K] and scale [N].
         N, K = matrix.N, matrix.K
         q = matrix.read("weight", (N, K), "I8").view(torch.uint8) + 128
         return pack(q, 8), matrix.read("scale", (N,))[:, None], None
 
-    RULES["rows8"] = rows8_rules
-    READERS["rows8"] = read_rows8
+    # hub/formats.py, below: READERS = {
+    "rows8": read_rows8,
 
 A reader knows nothing of ranks: it writes the shapes of whole tensors, in which N and K are Axis,
 and read() gives it the rank's part of them. Why it does not read whole matrices, of which tp.py
@@ -36,6 +37,20 @@ rank would do all of it. On one CPU thread, of a layer of Llama-3-70B in AWQ, th
 whole and 7.3 s for a quarter; in int8 12.4 s and 3.1 s.
 
 Which weights can be quantized stands in the table of weights: see checkpoint.Weight.
+
+What is read, and what it means:
+
+- quantization_config comes before compression_config, its older name.
+- Rules are for a module's name in the files, and for transformers' name of it. Of models that also
+  see these are language_model.model.layers.0 and model.language_model.layers.0; the lists of fp8
+  may have either, as in transformers' FineGrainedFP8HfQuantizer. Patterns match from the
+  beginning (re.match), as in compressed-tensors' match_name().
+- compressed-tensors: `ignore` comes before `targets`; of these names before "re:" and a regular
+  expression, and that before "Linear", as in its match_targets().
+- GPTQ and AWQ: where a file has a layer's plain weight, it was left out, whatever the rules say; so
+  with the head in all formats.
+- Schemes and scales of activations and of the KV cache are read past, and a line says so. Where
+  nothing else has a scheme, the model is the plain one.
 
 Shapes: N outputs, K inputs, C groups of a row (K / G).
 """
@@ -57,6 +72,7 @@ from hub.checkpoint import (
     WHOLE_AXIS,
     Checkpoint,
     Part,
+    Place,
     Weight,
     hf_weights,
     load_model,
@@ -79,6 +95,7 @@ from quantize import (
     alike,
     default_group,
     group_of,
+    in_half,
     join_experts,
     merge,
     pack,
@@ -92,6 +109,8 @@ from quantize import (
 
 # Where AWQ puts the first, the second ... of the eight codes of a word.
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# Names of scales of activations and of the KV cache, which are not quantized here.
+OTHER_SCALES = re.compile(r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$")
 GPTQ_AND_AWQ = "gptq", "gptq_v2", "awq"  # layouts
 
 
@@ -141,14 +160,27 @@ def load(
 
     quantize, quantize_head: "int8" or "int4" rounds the layers' weights, the head's. split:
     tp.splitter()'s, for this rank's part."""
-    settings = read_settings(checkpoint)
+    settings, more = read_settings(checkpoint), more_than_weights(checkpoint)
     rounded = find_group(checkpoint.weights, quantize, group_size)
     group = shared_inputs(settings, rounded) if settings else rounded
     shard = None
     if split:
         shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
     reader = QuantizedReader(settings, device, dtype, shard) if settings else None
-    model = load_model(checkpoint, device, dtype, progress, reader and reader.read_layers, shard)
+    scales = []
+
+    def read_layers(model: Transformer, files: dict[str, Place]) -> None:
+        if reader:
+            reader.read_layers(model, files)
+        scales.extend(name for name in files if OTHER_SCALES.search(name))
+        for name in scales:
+            del files[name]
+
+    model = load_model(checkpoint, device, dtype, progress, read_layers, shard)
+    if scales or more:
+        say_once(
+            "nothing but weights is quantized, which is more exact than what the checkpoint asks"
+        )
     if quantize or quantize_head:
         check_finite(model)
     if quantize:
@@ -247,8 +279,8 @@ class Scheme:
     act_order: bool = False  # the file must say which group an input belongs to
 
 
-# The first rule whose pattern, a regular expression, matches the beginning of a layer's name says
-# how the layer is held. None: unquantized.
+# The first rule whose pattern, a regular expression, matches the beginning of one of a layer's
+# names says how the layer is held: the file's name, and transformers'. None: unquantized.
 Rules = list[tuple[str, Scheme | None]]
 EVERY = ""
 # Rows and inputs of a block that is the whole matrix, whatever its size.
@@ -264,6 +296,13 @@ OTHERS = {
     "hqq": "HQQ",
     "gguf": "GGUF",
 }
+
+
+def module_name(name: str) -> str:
+    """How transformers calls a module of a model that also sees, whose files and lists of modules
+    may have older names: language_model.model.X, language_model.lm_head."""
+    name = re.sub(r"^language_model\.(model\.)?", "model.language_model.", name)
+    return name.removeprefix("model.language_model.") if name.endswith(".lm_head") else name
 
 
 def wanted(settings: dict, key: str, values: list, default=None):
@@ -350,6 +389,7 @@ def exceptions(settings: dict) -> Rules:
     """A name in modules_to_not_convert or ignored_layers stands for a module and all in it, or is
     the end of a name, as in transformers' should_convert_module()."""
     names = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
+    names += [module_name(name) for name in names]
     return [(rf"(?:{name})(?:(?<=\.)|\.|$)|.*{re.escape(name)}$", None) for name in names]
 
 
@@ -392,7 +432,7 @@ def compressed_tensors_rules(settings: dict) -> Rules:
 
     rules = [(target, None) for target in settings.get("ignore") or []]
     schemes = {}
-    for group in settings["config_groups"].values():
+    for group in (settings.get("config_groups") or {}).values():
         scheme = None
         if group.get("weights"):
             form = wanted(group, "format", list(COMPRESSED), settings.get("format"))
@@ -442,15 +482,26 @@ RULES = {
 }
 
 
+def written_settings(checkpoint: Checkpoint) -> dict:
+    return checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
+
+
+def more_than_weights(checkpoint: Checkpoint) -> bool:
+    """Whether activations or the KV cache are to be quantized."""
+    settings = written_settings(checkpoint)
+    with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
+        groups = (settings.get("config_groups") or {}).values()
+        asked = [group.get("input_activations") for group in groups]
+    return any([settings.get("activation_scheme"), settings.get("kv_cache_scheme"), *asked])
+
+
 def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none. ValueError for a format
-    that is not read.
+    that is not read, and where it wants no weights quantized.
 
-    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact scheme; activations:
-    whether these or the KV cache are to be quantized, too."""
-    settings = (
-        checkpoint.hf.get("quantization_config") or checkpoint.hf.get("compression_config") or {}
-    )
+    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact
+    scheme."""
+    settings = written_settings(checkpoint)
     if not settings:
         return {}
     with reading(f"{checkpoint.directory / 'config.json'}: quantization_config"):
@@ -460,19 +511,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
         if not codes:
             return {}
         most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))
-        groups = (settings.get("config_groups") or {}).values()
-        activations = (
-            settings.get("activation_scheme")
-            or settings.get("kv_cache_scheme")
-            or any(group.get("input_activations") for group in groups)
-        )
-        return dict(
-            quant_method=method,
-            rules=rules,
-            name=most.name,
-            bits=most.bits,
-            activations=activations,
-        )
+        return dict(quant_method=method, rules=rules, name=most.name, bits=most.bits)
 
 
 def shared_inputs(settings: dict, group: int = 1) -> int:
@@ -541,17 +580,6 @@ class QuantizedReader:
                 ]
                 layer = layers[0] if first.expert is None else join_experts(layers)
             model.set_submodule(ours, layer)
-        for name in list(files):  # neither activations nor the cache are quantized here
-            if re.search(
-                r"\.(input|output|activation|q|k|v|kv)_((global_)?scale|zero_point)$", name
-            ):
-                del files[name]
-                self.settings["activations"] = True
-        if self.settings["activations"]:
-            say_once(
-                "nothing but weights is quantized, which is more exact than what the checkpoint "
-                "asks"
-            )
 
     def find_schemes(self) -> dict[str, Scheme | None]:
         """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their
@@ -561,9 +589,20 @@ class QuantizedReader:
             for name, weight in self.table.items()
             if weight.quantized or weight.ours == "head.weight"
         ]
+        stored = {  # a module's name in the files, which have other names of its tensors
+            name.rpartition(".")[0]: place.name.rpartition(".")[0]
+            for name, place in self.files.items()
+        }
         found = {}
         for name in matrices:
-            matching = (scheme for rule, scheme in self.settings["rules"] if rule.match(stem(name)))
+            module = stem(name)
+            held = stored.get(module, module)
+            theirs = module_name(held) if "language_model." in held else module
+            matching = (
+                scheme
+                for rule, scheme in self.settings["rules"]
+                if rule.match(held) or rule.match(theirs)
+            )
             scheme = next(matching, None)
             if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
                 scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
@@ -613,10 +652,8 @@ class QuantizedReader:
         matrix = Matrix(self, module, N, K, G, scheme)
         qweight, scales, zeros = READERS[scheme.layout](matrix)
         vet_numbers(codes.decode_scales(scales), f"the scales of {module} have")
-        if codes.zero:  # fp16 where that holds them
-            half, scales = scales.half(), scales.float()
-            if half.float().equal(scales):
-                scales = half
+        if codes.zero:
+            scales = in_half(scales)
         kept, g_idx = matrix.groups()
         if zeros is not None:
             zeros = None if (zeros == codes.zero).all() else zeros[:, kept]

@@ -18,23 +18,21 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from generate import Sampling
 from hub.checkpoint import (
     INDEX,
-    MOST_TEXT,
+    LAYOUT,
     WHOLE,
     Checkpoint,
     hf_weights,
-    is_file,
-    is_inside,
+    instead_of,
     read_json,
-    read_text,
     reading,
+    what_is,
 )
 from hub.families import is_head
-from hub.tokenizer import MOST_TOKENIZER, Tokenizer
+from hub.tokenizer import Tokenizer
 from model import Config, KVCache
 
 GIB = 2**30
@@ -52,15 +50,7 @@ HUB_FILES = [
     INDEX,
     "model-*-of-*.safetensors",
 ]
-LAYOUT = "a directory in Hugging Face layout: config.json, *.safetensors and the tokenizer's files"
 NO_ID = "not a Hub id of the form owner/name, as HuggingFaceTB/SmolLM2-135M is"
-PICKLE = "a pickle, which is never read, as it could run code"
-OTHER_FILES = {
-    ".gguf": "a GGUF file, which is not read here",
-    ".bin": PICKLE,
-    ".pt": PICKLE,
-    ".pth": PICKLE,
-}
 
 
 # Finding a checkpoint
@@ -73,40 +63,18 @@ def open_checkpoint(
     directory = find_checkpoint(str(name))
     path = directory / "config.json"
     if not path.exists():
-        raise ValueError(f"{path}: no such file; {without_config(directory)}")
+        raise ValueError(f"{path}: no such file; {instead_of(directory)}")
     if is_head(read_json(path)):
         raise ValueError(
             f"{path}: an EAGLE head's, which drafts for a checkpoint: give its directory as draft"
         )
     checkpoint = Checkpoint(directory)
-    check_weights(checkpoint)
+    if not checkpoint.paths:  # a file of weights that is not there, or not whole, raises
+        raise ValueError(f"{directory}: no tensors in its files; fetch the checkpoint again")
     with reading(directory / "generation_config.json"):
         given = {each.name: checkpoint.generation.get(each.name) for each in fields(Sampling)}
         Sampling(**{name: value for name, value in given.items() if value is not None})
     return checkpoint, Tokenizer(checkpoint) if tokenizer else None
-
-
-def without_config(directory: Path) -> str:
-    """What a directory without config.json is."""
-    if (directory / "adapter_config.json").exists():
-        return "a LoRA adapter is here: merge it into its model, and give that one's directory"
-    if [*directory.glob("*.gguf")]:
-        return f"a GGUF file is here, which is not read; want {LAYOUT}"
-    return f"want {LAYOUT}"
-
-
-def check_weights(checkpoint: Checkpoint):
-    """ValueError for half a download: each file of weights must be there, whole, and hold what the
-    index says. A directory without weights is left to whoever reads them."""
-    if not checkpoint.index and not (checkpoint.directory / WHOLE).exists():
-        return
-    names = {}
-    for name, path in checkpoint.paths().items():
-        names.setdefault(path, set()).add(name)
-    for path, wanted in names.items():
-        with reading(path), safe_open(path, framework="pt") as file:
-            if missing := wanted.difference(file.keys()):
-                raise ValueError(f"{min(missing)} is not in it, though {INDEX} says so")
 
 
 def find_checkpoint(name: str) -> Path:
@@ -117,9 +85,9 @@ def find_checkpoint(name: str) -> Path:
     if name and os.path.isdir(path):
         return path.resolve()  # in full, for the messages to come: the name may be "."
     if name and os.path.exists(path):
-        what = OTHER_FILES.get(path.suffix.lower(), "a file")
-        wanted = f"its directory, {parent}" if (parent / "config.json").exists() else LAYOUT
-        raise ValueError(f"{name} is {what}; want {wanted}")
+        if (parent / "config.json").exists():
+            raise ValueError(f"{name} is a file: want its directory, {parent}")
+        raise ValueError(f"{name} is {what_is(path.name) or f'a file: want {LAYOUT}'}")
     missing = f"{name}: no such directory"
     if os.path.isdir(parent):
         missing += f" in {parent}"
@@ -153,17 +121,6 @@ def near_checkpoints(path: Path) -> list[str]:
                 file.parent.name.lower(): str(file.parent) for file in parent.glob("*/config.json")
             }
     return [found[name] for name in get_close_matches(path.name.lower(), found, cutoff=0.5)]
-
-
-def first_matches(patterns: list[str], names: list[str]) -> list[int | None]:
-    """Which of a file's regular expressions is the first that matches the beginning of each
-    name."""
-    with reading("config.json: quantization_config: its patterns of layers' names"):
-        compiled = [re.compile(pattern) for pattern in patterns]
-    return [
-        next((i for i, pattern in enumerate(compiled) if pattern.match(name)), None)
-        for name in names
-    ]
 
 
 # Device and memory

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hub.checkpoint import INDEX, Checkpoint, read_tensor
+from hub.checkpoint import INDEX, Checkpoint, is_inside, read_tensor, reading
 from hub.formats import stem
-from hub.vet import GIB, MOST_TOKENIZER, is_inside, reading
+from hub.tokenizer import MOST_TOKENIZER
+from hub.vet import GIB
 from model import Transformer
 from quantize import QuantizedLinear, pack
 
@@ -72,7 +73,8 @@ CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
 
 
 def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
-    """The tensors of some rows of a layer, as formats.read_gptq() describes them."""
+    """The tensors of some rows of a layer, as formats.read_gptq() describes them. Other programs
+    round scales of fp32, which tiny weights have, to fp16."""
     stored = layer.zero_points()[rows] - int(config["checkpoint_format"] == "gptq")
     return dict(
         qweight=layer.qweight[rows].T,

@@ -40,14 +40,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tqdm import tqdm
 
-from cli.errors import run  # noqa: E402
-from cli.options import DEVICE, QUANTIZATION, Parser, within  # noqa: E402
-from generate import Engine, generate  # noqa: E402
-from hub.checkpoint import hf_weights  # noqa: E402
-from hub.vet import (  # noqa: E402
+from cli.errors import run
+from cli.options import DEVICE, QUANTIZATION, Parser, within
+from generate import Engine, generate
+from hub.checkpoint import hf_weights
+from hub.vet import (
     GIB,
     check_memory,
     find_device,
@@ -55,13 +55,13 @@ from hub.vet import (  # noqa: E402
     memory_advice,
     open_checkpoint,
 )
-from llm import Options, find_engine, import_fast  # noqa: E402
-from model import Config, KVCache, MoE, Transformer  # noqa: E402
-from scripts.benchmark_speculation import speculate  # noqa: E402
-from scripts.measuring import Setup, all_reduce_us, matrix_rate  # noqa: E402
-from scripts.others_on_cpu import CONVERTER, llama_cpp_run  # noqa: E402
-from scripts.shapes import MXFP4_SHAPES, SHAPES, random_model  # noqa: E402
-from tp import join  # noqa: E402
+from llm import Options, find_engine, import_fast
+from model import Config, KVCache, MoE, Transformer
+from scripts.benchmark_speculation import speculate
+from scripts.measuring import Setup, all_reduce_us, matrix_rate
+from scripts.others_on_cpu import CONVERTER, llama_cpp_run
+from scripts.shapes import MXFP4_SHAPES, SHAPES, random_model
+from tp import join
 
 
 def parse_args() -> Namespace:

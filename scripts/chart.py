@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cli.errors import report_errors  # noqa: E402
-from cli.options import Parser  # noqa: E402
-from hub.vet import reading  # noqa: E402
+from cli.errors import report_errors
+from cli.options import Parser
+from hub.vet import reading
 
 # px from the left; the longest bar ends at BARS_END.
 WIDTH, MARGIN, LABELS, BARS, BARS_END = 838, 24, 100, 340, 734

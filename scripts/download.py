@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from cli.errors import report_errors  # noqa: E402
-from cli.options import Parser  # noqa: E402
-from hub.vet import find_checkpoint  # noqa: E402
+from cli.errors import report_errors
+from cli.options import Parser
+from hub.vet import find_checkpoint
 
 
 def main() -> None:

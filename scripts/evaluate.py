@@ -42,19 +42,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
-from cli.errors import run  # noqa: E402
-from cli.options import DEVICE, QUANTIZATION, Parser, within  # noqa: E402
-from hub.formats import unpack_quantized  # noqa: E402
-from hub.tokenizer import Tokenizer  # noqa: E402
-from hub.vet import GIB, MOST_TEXT, is_file, memory_advice, reading  # noqa: E402
-from llm import LLM, Options, import_fast  # noqa: E402
-from model import Transformer  # noqa: E402
-from tp import world_size  # noqa: E402
+from cli.errors import run
+from cli.options import DEVICE, QUANTIZATION, Parser, within
+from hub.checkpoint import MOST_TEXT, is_file, reading
+from hub.formats import unpack_quantized
+from hub.tokenizer import Tokenizer
+from hub.vet import GIB, memory_advice
+from llm import LLM, Options, import_fast
+from model import Transformer
+from tp import world_size
 
 MOST_WORDS = 10**6  # more than a large dictionary's entries
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from hub.families import config_from_hf  # noqa: E402
-from model import Config, Experts, Transformer  # noqa: E402
-from quantize import MXFP4, QuantizedExperts, replace_layers  # noqa: E402
-from tp import Shard  # noqa: E402
+from hub.families import config_from_hf
+from model import Config, Experts, Transformer
+from quantize import MXFP4, QuantizedExperts, replace_layers
+from tp import Shard
 
 LLAMA31 = dict(
     rope_type="llama3",

@@ -40,17 +40,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from cli.errors import report_errors  # noqa: E402
-from cli.options import Parser, within  # noqa: E402
-from drafts import make_draft, open_draft  # noqa: E402
-from drafts.eagle import EMBEDDING, Head, HeadConfig, head_weights  # noqa: E402
-from generate import Engine, Sampling, generate  # noqa: E402
-from hub.checkpoint import Weight, hf_weights, load_model  # noqa: E402
-from hub.families import config_from_hf  # noqa: E402
-from hub.tokenizer import Tokenizer  # noqa: E402
-from hub.vet import is_file, memory_advice, open_checkpoint, read_text, reading  # noqa: E402
-from model import Config, Transformer  # noqa: E402
-from speculative import SLACK, Policy, Speculator  # noqa: E402
+from cli.errors import report_errors
+from cli.options import Parser, within
+from drafts import make_draft, open_draft
+from drafts.eagle import EMBEDDING, Head, HeadConfig, head_weights
+from generate import Engine, Sampling, generate
+from hub.checkpoint import Weight, hf_weights, is_file, load_model, read_text, reading
+from hub.families import config_from_hf
+from hub.tokenizer import Tokenizer
+from hub.vet import memory_advice, open_checkpoint
+from model import Config, Transformer
+from speculative import SLACK, Policy, Speculator
 
 COMMON = dict(
     model_type="llama",

@@ -36,20 +36,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from cli.errors import report_errors  # noqa: E402
-from cli.options import Parser  # noqa: E402
-from fast import common, packed_linear, tuning  # noqa: E402
-from fast.decoder import fused_linear  # noqa: E402
-from fast.layout import MAX_ROWS, MIN_BLOCK_M  # noqa: E402
-from hub.vet import find_device  # noqa: E402
-from model import Config  # noqa: E402
-from quantize import INT4, INT8, QuantizedLinear, pack  # noqa: E402
-from shapes import SHAPES  # noqa: E402
-from tp import Shard  # noqa: E402
+from cli.errors import report_errors
+from cli.options import Parser
+from fast import common, packed_linear, tuning
+from fast.decoder import fused_linear
+from fast.layout import MAX_ROWS, MIN_BLOCK_M
+from hub.vet import find_device
+from model import Config
+from quantize import INT4, INT8, QuantizedLinear, pack
+from shapes import SHAPES
+from tp import Shard
 
 # codes and group size of a format
 FORMATS = {

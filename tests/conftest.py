@@ -20,14 +20,14 @@ os.environ |= dict(
 )
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # pytest -n: they share the cores
     os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // int(workers)))
-import torch  # noqa: E402
+import torch
 
 if (gpus := torch.cuda.device_count()) > 1 and workers:  # each GPU is the first one of some workers
     first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
-from cli.errors import report_errors  # noqa: E402
-from helpers import JOBS, ROOT, with_template  # noqa: E402
-from tp import Shard  # noqa: E402
+from cli.errors import report_errors
+from helpers import JOBS, ROOT, with_template
+from tp import Shard
 
 # Where fast/ cannot be imported, generate.py says so and goes on: what compiles would test plain
 # PyTorch alone. So then no test runs here. A repository whose fast/ was deleted has the tests of

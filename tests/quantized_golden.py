@@ -1,8 +1,6 @@
 """Quantized checkpoints that other packages made: see makers/make_quantized_golden.py."""
 
-import inspect
 import json
-import textwrap
 from pathlib import Path
 
 from safetensors import safe_open
@@ -36,16 +34,3 @@ def unfold(
     save_file(own, directory / "model.safetensors")
     change_tensors(directory, **tensors)
     return golden
-
-
-def recipe(docstring: str, word: str) -> str:
-    """The lines of code in a docstring in which the word stands: an indented block."""
-    lines = inspect.cleandoc(docstring).splitlines()
-    blocks = [[]]
-    for line in lines:
-        if line.startswith("    ") or not line:
-            blocks[-1].append(line)
-        else:
-            blocks.append([])
-    [block] = [block for block in ("\n".join(lines) for lines in blocks) if word in block]
-    return textwrap.dedent(block)

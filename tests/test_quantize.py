@@ -47,12 +47,13 @@ from quantize import (
     INT8,
     Codes,
     QuantizedLinear,
+    as_held,
     group_of,
+    in_half,
     pack,
-    round_model,
     round_to_nearest,
+    round_model,
 )
-from quantized_golden import recipe
 from tp import ROW_PARALLEL
 
 K = "model.layers.1.self_attn.k_proj.weight"
@@ -94,28 +95,93 @@ def values(
     return dense(QuantizedLinear(pack(codes, kind.bits), scales, zeros, kind, None, g_idx))
 
 
+def steps(w: Tensor, kind: Codes, C: int, sym: bool) -> Tensor:
+    """The widest step [N, C] that rounding w [N, K] may take, in float64."""
+    groups, top = w.double().unflatten(1, (C, -1)), 2**kind.bits - 1
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    if sym:
+        return 2 * torch.maximum(-low, high) / top
+    return torch.maximum((high - low) / top, high / (top - 1))
+
+
+@pytest.mark.parametrize("size", [1, 1e-4, 1e-5, 1e-6, 1e-9, 1e-20, 1e-30, 1e7])
 @pytest.mark.parametrize(
     "kind, group_size, C, sym",
     [(INT4, 32, 6, True), (INT4, 64, 3, False), (INT8, -1, 1, True), (INT8, 32, 6, False)],
 )
-def test_rounding_gives_the_nearest_of_evenly_spaced_values(kind, group_size, C, sym):
+def test_rounding_gives_the_nearest_of_evenly_spaced_values(kind, group_size, C, sym, size):
     """Which are as near to each other as fits the group's range: nothing is off by more than half
-    of its step."""
-    w = torch.randn(5, 192) * torch.rand(5, 1)
+    of its step, whether or not fp16 has room for the scales."""
+    w = torch.randn(5, 192) * torch.rand(5, 1) * size
     w[1] = w[1].abs()
     w[2, :64] = 0
     codes, scales, zeros = round_to_nearest(w, kind, group_size, sym)
-    groups, off = (
-        t.double().unflatten(1, (C, -1)) for t in (w, values(codes, scales, zeros, kind) - w)
-    )
-    low, high, top = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), 2**kind.bits - 1
-    step = (
-        2 * torch.maximum(-low, high) / top
-        if sym
-        else torch.maximum((high - low) / top, high / (top - 1))
-    )
-    assert (off.abs().amax(-1) <= 0.57 * step).all()  # of int8 the scale's own rounding is a part
+    off = (values(codes, scales, zeros, kind) - w.double()).unflatten(1, (C, -1))
+    # Of int8 the scale's own rounding is a part.
+    assert (off.abs().amax(-1) <= 0.57 * steps(w, kind, C, sym)).all()
     assert zeros is None if sym else zeros.amin() >= 1
+
+
+def test_scales_are_fp16_where_that_has_room():
+    """To the nearest, or up among the smallest, so that no code is cut off."""
+    scale = torch.cat(
+        [
+            torch.zeros(1),
+            2.0 ** torch.empty(10_000).uniform_(-20, -14),
+            2.0 ** torch.empty(10_000).uniform_(-14, 15.99),
+        ]
+    )
+    held = as_held(scale)
+    assert in_half(held).dtype == torch.float16 and in_half(held).float().equal(held)
+    assert held[0] > 0 and scale[10_001:].half().float().equal(held[10_001:])
+    grown = held[1:10_001].double() / scale[1:10_001].double()
+    assert 1 <= grown.amin() and 1.05 < grown.amax() <= 1 + 1 / 16
+    without_room = torch.tensor([1e-44, 3e-20, 2**-20.1, 7e4, 3e38])
+    assert as_held(without_room)[1:].equal(without_room[1:]) and as_held(without_room)[0] > 0
+    for one in without_room:
+        assert in_half(torch.stack([one, torch.ones(())])).dtype == torch.float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1e-5, 1e-9])
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize("form, bits", [("gptq", 4), ("gptq", 8), ("compressed-tensors", 8)])
+def test_tiny_weights_stay_half_a_step_away_in_layers_files_and_fast(
+    tmp_path, form, bits, sym, size
+):
+    """Also where only some of q, k and v, and some rows, are tiny; in a file, as it is read again,
+    and by fast/cpu.py."""
+    import fast
+
+    make(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors[K] = tensors[K].float() * size
+    down = "model.layers.0.mlp.down_proj.weight"
+    tensors[down] = tensors[down].float()
+    tensors[down][::3] *= size
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    write(tmp_path / "in", tmp_path / "out", bits, 32, sym, form=form)
+    rounded = load_checkpoint(tmp_path / "in", quantize=f"int{bits}", group_size=32)
+    if sym == (bits == 8):  # as --quantize rounds
+        read_again = load_checkpoint(tmp_path / "out")
+        for name, layer in quantized_layers(rounded).items():
+            assert dense(layer).equal(dense(quantized_layers(read_again)[name])), name
+    model = load_checkpoint(tmp_path / "out")
+    kind = INT4 if bits == 4 else INT8
+    table = hf_weights(model.config)
+    for name in (K, down):
+        layer = model.get_submodule(table[name].ours.removesuffix(".weight"))
+        held = table[name].of(layer.dequantize(torch.float64))
+        C, w = tensors[name].shape[1] // 32, tensors[name].double()
+        off = (held - w).unflatten(1, (C, -1)).abs().amax(-1)
+        assert (off <= 0.57 * steps(w, kind, C, sym)).all(), name
+    layer = model.layers[0].ffn.w_down
+    x = torch.randn(3, layer.in_features)
+    want = x.double() @ layer.dequantize(torch.float64).T
+    fast.optimize(model)
+    assert error(model.layers[0].ffn.w_down(x), want) < 1e-5
+    tiny_rows = slice(None, None, 3)
+    assert error(model.layers[0].ffn.w_down(x)[:, tiny_rows], want[:, tiny_rows]) < 1e-5
 
 
 def correlated(K: int):
@@ -492,23 +558,3 @@ def test_the_layers_to_quantize_and_to_sum_over_ranks_are_those_of_the_table_of_
         }
         head = [] if config.tied else ["head"]
         assert quantize.find_layers(model, head=True)[len(matrices) :] == head
-
-
-@torch.no_grad()
-def test_the_recipe_for_a_kind_of_codes_works(monkeypatch):
-    """The lines of Codes' docstring: what they make decodes, by fast/cpu.py too."""
-    import fast
-
-    monkeypatch.setattr(quantize, "CODES", dict(quantize.CODES))
-    monkeypatch.setattr(quantize, "INT2", None, raising=False)
-    exec(recipe(Codes.__doc__, "INT2"), vars(quantize))
-    exact, model = tiny(), tiny()
-    round_model(model, "int2")
-    layers = quantized_layers(model)
-    assert {layer.codes for layer in layers.values()} == {quantize.INT2}
-    assert layers["layers.0.attn.wo"].qweight.numel() * 16 == exact.layers[0].attn.wo.weight.numel()
-    tokens = torch.arange(20, 40)
-    found, four = logits_of(model, tokens), load_checkpoint(TINY, quantize="int4")
-    want = logits_of(exact, tokens)
-    assert error(logits_of(four, tokens), want) < error(found, want) < 1
-    assert error(read(fast.optimize(model).decoder, tokens[None])[0], found) < 1e-5

@@ -11,8 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from helpers import DRAFT, ROOT, TINY, beside, ended, put, read_json
+from helpers import (
+    DRAFT,
+    ROOT,
+    TINY,
+    beside,
+    change_tensors,
+    ended,
+    error,
+    make,
+    put,
+    read_json,
+    rewrite,
+)
 from llm import LLM
 
 # What a recipe's part begins with: the file, and the beginning of the one line beside which it goes.
@@ -20,6 +35,8 @@ PLACE = re.compile(r"^# (?P<file>[\w/]+\.py), (?:(?P<side>above|below): (?P<line
 SOURCES = [
     "README.md",
     "model.py",
+    "quantize.py",
+    "hub/formats.py",
     "drafts/__init__.py",
     "drafts/policies.py",
 ]
@@ -68,7 +85,7 @@ def follow(tree: Path, file: str, side: str | None, line: str | None, code: str)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docs |= set(range(node.lineno - 1, node.end_lineno))
     [at] = [n for n, of in enumerate(lines) if of.strip().startswith(line) and n not in docs]
-    opens = side == "below" and lines[at].endswith("{")
+    opens = side == "below" and lines[at].endswith(("{", "("))
     indent = re.match(" *", lines[at + opens])[0]
     new = textwrap.indent(code, indent).rstrip("\n").split("\n")
     if side == "below":
@@ -91,6 +108,8 @@ def forked(tree: Path) -> Path:
     return tree
 
 
+# Those of the rooms that the recipes change.
+TESTS = "test_house", "test_readme", "test_sampling", "test_quantize", "hub/test_formats"
 GREEDY_20 = dict(temperature=0, max_new_tokens=20)
 USE = """
 import json, sys
@@ -107,6 +126,7 @@ told = dict(
     fp8=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, kv_cache="fp8")(
         "One day", temperature=0
     ).tokens,
+    int2=LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, quantize="int2")("One day").tokens,
 )
 for name, options in dict(
     draft=dict(draft=draft),
@@ -127,6 +147,55 @@ print(json.dumps(told))
 """
 
 
+# A layer's parts, and its products: plain, and with what fast/ makes of it.
+LAYERS = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from fast import optimize
+from hub import formats
+from hub.checkpoint import Checkpoint
+from tp import Shard
+
+Shard.parallelize = lambda self, model: None  # a rank's part is loaded without the other ranks
+tiny, rows8, out = sys.argv[1:]
+load = partial(formats.load, device=torch.device("cpu"), dtype=torch.float32)
+held = {}
+for kind, directory, how in (
+    ("int2", tiny, dict(quantize="int2")),
+    ("rows8", rows8, {}),
+    ("rank 0", rows8, dict(split=partial(Shard, rank=0, ranks=2))),
+    ("rank 1", rows8, dict(split=partial(Shard, rank=1, ranks=2))),
+):
+    model = load(Checkpoint(Path(directory)), **how)
+    layer = model.layers[0].attn.wo
+    x = torch.randn(5, layer.in_features)
+    held |= {f"{kind} {name}": tensor for name, tensor in layer.named_parameters()}
+    held |= {f"{kind} x": x, f"{kind} y": layer(x)}
+    optimize(model)
+    held[f"{kind} fast"] = model.layers[0].attn.wo(x)
+save_file({name: tensor.contiguous() for name, tensor in held.items()}, out)
+"""
+WO = "model.layers.0.self_attn.o_proj.weight"
+
+
+def write_rows8(directory: Path) -> Tensor:
+    """A checkpoint of the format of the recipe -> what WO is, in float64."""
+    for name, dense in make(directory).items():
+        if name.endswith("proj.weight"):
+            numbers = torch.randint(-128, 128, dense.shape)
+            scale = torch.rand(len(dense)) / 100 + 0.001
+            module = name.removesuffix(".weight")
+            held = {name: numbers.to(torch.int8), f"{module}.scale": scale}
+            change_tensors(directory, **held)
+        if name == WO:
+            exact = numbers.double() * scale.double()[:, None]
+    rewrite(directory / "config.json", quantization_config=dict(quant_method="rows8"))
+    return exact
+
+
 @beside
 def fork(directory: Path) -> Callable:
     """The tree; what USE says; the command line's text and its refusal; the fork's own tests."""
@@ -134,19 +203,26 @@ def fork(directory: Path) -> Callable:
     capped = directory / "capped"
     shutil.copytree(TINY, capped)
     put(capped / "config.json", read_json(capped / "config.json") | dict(model_type="capped_llama"))
+    rows8, layers = directory / "rows8", directory / "layers.safetensors"
+    exact = write_rows8(rows8)
     command = (sys.executable, "generate.py", "-p", "One day", "--max-new-tokens", "20", "--quiet")
-    tests = [f"tests/{name}.py" for name in ("test_house", "test_readme", "test_sampling")]
+    tests = [f"tests/{name}.py" for name in TESTS]
 
     def run(*command):
         return ended(command, cwd=tree, PYTHONPATH="")
 
     return lambda: dict(
         use=run(sys.executable, "-c", USE, TINY, DRAFT, capped),
+        layers=run(sys.executable, "-c", LAYERS, TINY, rows8, layers),
+        held=layers.exists() and load_file(layers),
+        rows8=exact,
         greedy=run(*command, "--temperature", "0"),
         always=run(*command, "--epsilon", "1"),
         refused=run(*command, "--epsilon", "2"),
         help=run(sys.executable, "generate.py", "--help"),
-        tests=run(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests),
+        tests=run(
+            sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "not command", *tests
+        ),
     )
 
 
@@ -185,6 +261,38 @@ def test_a_family_by_a_field_of_config(told):
 
 def test_a_kv_cache_of_ones_own(told):
     assert len(told["fp8"]) == 20
+
+
+def products(fork: dict, kind: str, w: Tensor) -> list[float]:
+    """How far a layer's products with x are from those in float64 with w [N, K]."""
+    held = fork["held"]
+    assert held, fork["layers"].stderr
+    want = held[f"{kind} x"].double() @ w.T
+    return [error(held[f"{kind} {how}"], want) for how in ("y", "fast")]
+
+
+def test_a_kind_of_codes_of_ones_own(fork, told):
+    """Its weights are the nearest of four values, half a step away at most."""
+    held = fork["held"]
+    assert held, fork["layers"].stderr
+    words, scales, zeros = (held[f"int2 {name}"] for name in ("qweight", "scales", "zeros"))
+    exact = load_file(TINY / "model.safetensors")[WO].double()
+    q = torch.stack([words >> shift & 3 for shift in range(0, 32, 2)], -1).flatten(1)
+    assert q.shape == exact.shape and [*q.unique()] == [0, 1, 2, 3]
+    of = torch.arange(q.shape[1]) // 32  # each input's group
+    step = scales.double()[:, of]
+    w = (q - zeros[:, of]) * step
+    assert ((w - exact).abs() <= 0.501 * step).all()
+    assert max(products(fork, "int2", w)) < 1e-5
+    assert len(told["int2"]) == 20
+    assert "int2" in fork["help"].stdout
+
+
+def test_a_quantized_format_of_ones_own(fork):
+    w = fork["rows8"]
+    assert max(products(fork, "rows8", w)) < 1e-5
+    for rank, inputs in enumerate(torch.arange(w.shape[1]).chunk(2)):
+        assert max(products(fork, f"rank {rank}", w[:, inputs])) < 1e-5
 
 
 def test_the_forks_own_tests_stay_green(fork):

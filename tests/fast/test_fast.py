@@ -225,7 +225,7 @@ def quantize_apart(block):
         (give_another_cache, "OtherCache in the place of KVCache", "attn"),
         (
             quantize_apart,
-            "q, k and v are quantized apart, or in codes that no kernel knows",
+            "q, k and v are quantized apart, or in codes or scales that no kernel knows",
             "attn",
         ),
     ],
@@ -254,7 +254,7 @@ def test_experts_in_codes_that_no_kernel_knows_stay_as_they_are():
     model.layers[0].ffn.w_down = QuantizedExperts(
         torch.zeros(2, 8, 4).int(), torch.ones(2, 8, 2), None, NVFP4
     )
-    assert plain_halves(model) == {"experts in codes that no kernel knows": 1}
+    assert plain_halves(model) == {"experts in codes or scales that no kernel knows": 1}
 
 
 def test_where_no_half_can_be_replaced_none_is(model, capsys):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fast import nvrtc, packed_few, packed_gemv, packed_linear
 from fast.cpu import CpuQuantizedLinear
+from fast.decoder import fusible
 from fast.layout import KINDS, pack
 from fast.packed_linear import PackedLinear, choice_for
 from gemv_on_cpu import few_on_cpu, gemv_on_cpu
@@ -144,6 +145,29 @@ def test_fp32_scales_beside_zero_points_are_rounded_and_a_line_says_so(capsys):
     weight, x = random_weight(35, 96, "int4", 3, "zeros wide"), torch.randn(3, 96)
     assert 0 < error(PackedLinear(weight.layer)(x), x.double() @ weight.exact.T) < 1e-3
     assert "rounded to fp16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, C", [("int4", 3), ("int8", 1), ("int8", 3)])
+def test_tiny_scales_are_packed_in_fp32_or_beside_zero_points_not_at_all(kind, C):
+    """fp16 would leave nothing of them; where a few groups alone are tiny, it hides half a step of
+    the others at most."""
+    tiny = random_weight(37, 96, kind, C, "wide")
+    tiny = tiny._replace(scales=tiny.scales * 1e-6)
+    x = torch.randn(3, 96)
+    assert fusible(tiny.layer)
+    assert error(PackedLinear(tiny.layer)(x), x.double() @ tiny.exact.T) < 1e-5
+    zeros = torch.randint(1, 2 ** CODES[kind].bits, (37, C))
+    beside = tiny._replace(zeros=zeros)
+    assert not fusible(beside.layer)
+    with pytest.raises(ValueError, match="fp16"):
+        PackedLinear(beside.layer)
+    scales = beside.scales * 1e6
+    scales[5] *= 1e-6
+    mixed = beside._replace(scales=scales)
+    assert fusible(mixed.layer)
+    packed = PackedLinear(mixed.layer)
+    off = packed(torch.eye(96)).T.double() - mixed.exact
+    assert (off.abs()[5] <= scales.max() / 2).all()
 
 
 def test_a_layer_without_outputs_gives_none():

@@ -16,7 +16,7 @@ from fast.tuning import LIBRARY, kernel_for
 from helpers import ROOT, absent, put, read_json
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import tune  # noqa: E402
+import tune
 
 GPU = SimpleNamespace(
     name="made-up GPU", major=9, multi_processor_count=132, shared_memory_per_block_optin=232448

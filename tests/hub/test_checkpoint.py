@@ -7,7 +7,7 @@ real client asks. See test_tokenizer.py.
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
@@ -20,9 +20,23 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from cli.errors import message_of
+from hub.checkpoint import read_text
 from hub.families import config_from_hf
-from hub.vet import find_checkpoint, open_checkpoint, read_text
-from helpers import LLAMA, ROOT, absent, drawn, open_tokenizer, put, python, refusal, with_model
+from hub.vet import find_checkpoint, open_checkpoint
+from helpers import (
+    LLAMA,
+    ROOT,
+    absent,
+    beside,
+    drawn,
+    one_line,
+    open_tokenizer,
+    put,
+    python,
+    read_json,
+    refusal,
+    with_model,
+)
 from helpers import load_checkpoint as load
 from helpers import save_tensors as save
 
@@ -53,33 +67,82 @@ def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_ope
     torch.testing.assert_close(load(tmp_path).state_dict(), whole, rtol=0, atol=0)
 
 
-def test_a_tied_head_is_the_embedding_and_tensors_without_effect_are_skipped(tmp_path):
+def test_a_tied_head_is_the_embedding(tmp_path):
     theirs = make(tmp_path, tie_word_embeddings=True)
-    save(
-        tmp_path,
-        theirs
-        | {
-            "lm_head.weight": torch.ones(64, 32),
-            LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4),
-            LAYER + "self_attn.o_proj.bias": torch.zeros(32),
-        },
-    )
+    save(tmp_path, theirs | {"lm_head.weight": torch.ones(64, 32)})
     model = load(tmp_path)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.head.weight, theirs["model.embed_tokens.weight"])
 
 
+LEFTOVERS = {
+    LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(4),
+    LAYER + "self_attn.rotary_emb.cos_cached": torch.ones(9, 4),
+    LAYER + "self_attn.rotary_emb.sin_cached": torch.ones(9, 4),
+    LAYER + "self_attn.masked_bias": torch.tensor(-1e9),
+    LAYER + "self_attn.bias": torch.ones(1, 1, 9, 9),
+    LAYER + "self_attn.o_proj.bias": torch.zeros(32),
+    "model.layers.2.mlp.up_proj.weight": torch.ones(3),
+    "mtp.layers.0.eh_proj.weight": torch.ones(2),
+    "x.weight": torch.empty(0, 4),
+}
+STRANGE = {
+    LAYER + "self_attn.o_proj.bias": torch.eye(32)[0],
+    LAYER + "self_attn.k_norm.weight": torch.ones(8),
+    "visual.weight": torch.ones(2, 3),
+    "visual.e4m3.bias": torch.ones(3).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+@pytest.mark.parametrize("more", [LEFTOVERS, STRANGE], ids=["leftovers", "strange"])
+def test_what_the_model_has_no_place_for_is_passed_over(tmp_path, capsys, more, shards):
+    """As transformers 5.24 does, whose logits are the same in each case, with a warning: here one
+    line tells what is more than leftovers."""
+    tensors = make(tmp_path)
+    save(tmp_path, tensors)
+    whole = load(tmp_path).state_dict()
+    save(tmp_path, tensors | more, shards=shards)
+    capsys.readouterr()
+    torch.testing.assert_close(load(tmp_path).state_dict(), whole, rtol=0, atol=0)
+    said = capsys.readouterr().err
+    if more is LEFTOVERS:
+        assert said == ""
+    else:
+        assert said.count("\n") == 1
+        assert absent(f"{tmp_path}: {LAYER}self_attn.k_norm.weight 1 more", said) == []
+
+
+def test_the_index_says_which_files_there_are_and_each_file_what_is_in_it(tmp_path):
+    """As in transformers 5.24: with entries of tensors that are nowhere, and without some."""
+    tensors = make(tmp_path)
+    save(tmp_path, tensors, shards=2)
+    whole, held = load(tmp_path).state_dict(), read_json(tmp_path / INDEX)["weight_map"]
+    held[LAYER + "gone.weight"], moved = held[Q], held.pop(Q)
+    assert moved
+    put(tmp_path / INDEX, dict(weight_map=held))
+    torch.testing.assert_close(load(tmp_path).state_dict(), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("begin", ["", "language_model."])
+def test_names_of_a_model_without_its_head(tmp_path, begin):
+    """As transformers 5.24 reads them: "model." may be missing."""
+    tensors = make(tmp_path)
+    save(tmp_path, tensors)
+    whole = load(tmp_path).state_dict()
+    (tmp_path / WHOLE).unlink()
+    save(tmp_path, {begin + name.removeprefix("model."): t for name, t in tensors.items()})
+    torch.testing.assert_close(load(tmp_path).state_dict(), whole, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "name, tensor, words",
     [
-        (LAYER + "self_attn.o_proj.bias", torch.eye(32)[0], ""),
-        ("model.layers.2.mlp.up_proj.weight", torch.ones(1), ""),
         (Q, None, "missing"),
         (Q, torch.ones(16, 32), "[16, [32,"),
         (Q, torch.ones(32, 32).to(torch.int8), "I8"),
-        ("x.bias", torch.zeros(10**6), ""),
     ],
-)  # zeros, but of no layer's size
+)
 def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, words):
     tensors = make(tmp_path) | {name: tensor}
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
@@ -89,10 +152,11 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path, name, tensor, wo
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        *product([SHARD], [None, 4, 100, -1], [""]),
+        (SHARD, None, f"no such file {INDEX} fetch"),
+        *product([SHARD], [4, 100, -1], ["half downloaded fetch"]),
+        (SHARD, b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs pull"),
         (SHARD, (2**40).to_bytes(8, "little"), "Error"),
         (INDEX, dict(weight_map=[]), ""),
-        (INDEX, dict(weight_map={"x": SHARD}), f"{SHARD}: x is not in it"),
         *(
             (INDEX, dict(weight_map={Q: name}), "inside")
             for name in (1, "/x.safetensors", "x/../../x.safetensors")
@@ -205,23 +269,26 @@ def test_only_mistral_has_a_sliding_window():
         )
 
 
-def test_each_file_is_opened_once_to_load(tmp_path, monkeypatch):
+def test_each_file_is_opened_once_to_look_and_once_to_load(tmp_path, monkeypatch):
     """Tensors that lie in two files by turns are read file by file: each opening reads a header."""
     save(tmp_path, make(tmp_path, num_hidden_layers=6), shards=2)
     opened = MagicMock(side_effect=safe_open)
     monkeypatch.setattr("hub.checkpoint.safe_open", opened)
     load(tmp_path)
-    assert opened.call_count == 2
+    assert opened.call_count == 4
 
 
-def test_a_message_shows_control_characters_escaped_and_is_cut(tmp_path):
+def test_a_message_shows_control_characters_escaped_and_is_cut(tmp_path, capsys):
     name = "\x1b]0;title\x07\x9b31m\u202e" + "x" * 10**6 + " end"
     save(tmp_path, make(tmp_path) | {name: torch.ones(1)})
-    said = message_of(pytest.raises(ValueError, load, tmp_path).value)
-    assert r"\x1b]0;title\x07\x9b31m\u202e" in said and said.isprintable() and len(said) <= 1000
-    assert said.startswith(str(tmp_path)) and said.endswith(
-        "config.json is of another model"
-    )  # the remedy is kept
+    load(tmp_path)
+    line = capsys.readouterr().err.removesuffix("\n")
+    put(tmp_path / INDEX, dict(weight_map={name: "/x"}))
+    refused = message_of(pytest.raises(ValueError, load, tmp_path).value)
+    for said, end in ((line, " end"), (refused, "inside of the directory")):
+        assert r"\x1b]0;title\x07\x9b31m\u202e" in said and said.isprintable()
+        assert len(said) <= 1000
+        assert said.startswith(str(tmp_path)) and said.endswith(end)  # the remedy is kept
 
 
 LINKED = [
@@ -438,15 +505,18 @@ def test_a_name_that_is_neither_directory_nor_id_is_refused_without_asking(name)
 
 
 @pytest.mark.parametrize(
-    "file, words", [("M.GGUF", "a GGUF file"), ("m.bin", "a pickle"), ("notes", "a file")]
+    "file, words",
+    [
+        ("M.GGUF", "a GGUF file repository safetensors quantize="),
+        ("m.bin", "a pickle repository safetensors"),
+        ("model.pth", "gpt-fast's a pickle directory safetensors"),
+        ("notes", "a file Hugging Face layout: config.json, *.safetensors"),
+    ],
 )
 def test_a_file_is_no_checkpoint_and_its_directory_is_named_if_it_is_one(tmp_path, file, words):
     path = tmp_path / file
     put(path, b"")
-    said = refusal(find_checkpoint, str(path))
-    assert (
-        f"{path} is {words}" in said and "Hugging Face layout: config.json, *.safetensors" in said
-    )
+    assert absent(f"{path} is {words}", refusal(find_checkpoint, str(path))) == []
     put(tmp_path / "config.json", {})
     assert refusal(find_checkpoint, str(path)).endswith(f"want its directory, {tmp_path}")
 
@@ -479,21 +549,70 @@ def test_near_checkpoints_come_first_and_a_name_without_a_slash_is_not_asked_of_
     assert refusal(find_checkpoint, name).startswith(f"{name}: no such directory {said}")
 
 
-OTHERS = {  # what is in a directory, and words of the line about it
-    "adapter_config.json": "no such file LoRA merge",
-    "m.gguf": "no such file GGUF",
-    "config.json m.gguf": "no model.safetensors GGUF",
-    "config.json pytorch_model.bin": "no model.safetensors pickle convert",
+# What is in a directory, and words of the line about it.
+OTHERS = {
+    "adapter_config.json adapter_model.safetensors": "config.json: no such file LoRA merge",
+    "config.json adapter_model.safetensors": "no model.safetensors LoRA merge",
+    "m.gguf": "config.json: no such file GGUF repository safetensors quantize=",
+    "config.json m.gguf": "no model.safetensors GGUF repository safetensors",
+    "config.json pytorch_model.bin": "no model.safetensors pickle repository convert",
+    "config.json pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json": "pickle repository",
+    "config.json model.pt": "no model.safetensors pickle repository",
+    "model.pth tokenizer.model": "config.json: no such file gpt-fast's pickle directory",
+    "config.json model.pth": "no model.safetensors gpt-fast's pickle directory",
+    "config.json .cache/huggingface/download/x.incomplete": "no model.safetensors broke off fetch",
+    "x.safetensors.incomplete": "config.json: no such file broke off fetch",
+    "params.json consolidated.safetensors": "config.json: no such file Mistral's layout",
+    "config.json model-00001-of-00002.safetensors": f"no model.safetensors {INDEX} fetch",
     "config.json": "no model.safetensors complete?",
-    "config.json model.safetensors.index.json": f"{SHARD} No such file",
+    "tokenizer.model": "config.json: no such file want complete?",
+    "config.json model.safetensors.index.json": f"{SHARD} no such file fetch",
 }
 
 
 @pytest.mark.parametrize("files", OTHERS)
 def test_what_a_directory_holds_in_the_place_of_a_checkpoint_is_said(tmp_path, files):
     for file in files.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         put(tmp_path / file, dict(weight_map={Q: SHARD}) if file == INDEX else LLAMA)
     assert absent(OTHERS[files], refusal(load, tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "config", [dict(model_type="bert"), dict(model_type="clip", text_config=dict(hidden_size=8))]
+)
+def test_an_encoder_is_refused_as_one(tmp_path, config):
+    make(tmp_path)
+    put(tmp_path / "config.json", config)
+    assert absent(f"config.json {config['model_type']} encoder", refusal(load, tmp_path)) == []
+
+
+@beside
+def refused(directory: Path) -> Callable:
+    """What the command line says of directories that hold something else."""
+    named = (
+        "config.json pytorch_model.bin",
+        "m.gguf",
+        "adapter_config.json",
+        "config.json model.pth",
+    )
+    for files in named:
+        (directory / files).mkdir()
+        for file in files.split():
+            put(directory / files / file, LLAMA)
+        with_chat = dict(chat_template="{{ messages }}")
+        put(directory / files / "tokenizer_config.json", with_chat)
+
+    def run(files: str):
+        return python("generate.py", "--checkpoint", directory / files, "-p", "x")
+
+    return lambda: {files: run(files) for files in named}
+
+
+def test_the_command_line_says_so_in_one_line_and_nothing_before(refused):
+    for files, done in refused.items():
+        said = one_line((done.returncode, done.stdout, done.stderr))
+        assert absent(OTHERS.get(files, "LoRA"), said) == []
 
 
 def test_a_directory_is_named_in_full(tmp_path, monkeypatch):

@@ -5,19 +5,21 @@ and what is refused.
 
 import copy
 import functools
-import shutil
+import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hub import formats
 from hub.checkpoint import Checkpoint, hf_weights, part_of, take
 from hub.formats import read_settings
 from helpers import (
+    CPU,
     F32,
     absent,
     change_tensors,
@@ -25,14 +27,16 @@ from helpers import (
     load_checkpoint,
     logits_of,
     make,
+    put,
     quantized_layers,
     read,
+    read_json,
     refusal,
     rewrite,
     write,
 )
 from model import Transformer
-from quantized_golden import CONFIGS, recipe, unfold
+from quantized_golden import CONFIGS, unfold
 from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
 from tp import Shard
 
@@ -121,6 +125,91 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     assert len(quantized_layers(model)) == 5 and error(logits_of(model, tokens), logits) < 1e-5
 
 
+def see(directory: Path, begin: str, quantization: dict) -> None:
+    """Makes of a checkpoint the text part of one that also sees: Mistral 3, whose files call a
+    layer language_model.model.layers.X or, newer ones, model.language_model.layers.X."""
+    config = read_json(directory / "config.json")
+    text = config | dict(model_type="mistral")
+    del text["quantization_config"]
+    vision = dict(model_type="pixtral", hidden_size=32)
+    both = dict(model_type="mistral3", text_config=text, vision_config=vision)
+    put(directory / "config.json", both | dict(quantization_config=quantization))
+    head = "language_model.lm_head" if begin == "language_model.model." else "lm_head"
+    tensors = load_file(directory / "model.safetensors")
+    names = {name: name.replace("model.", begin, 1).replace("lm_head", head) for name in tensors}
+    save_file({names[name]: t for name, t in tensors.items()}, directory / "model.safetensors")
+
+
+# In the manner of files of both ages.
+BEGINNINGS = "model.language_model.", "language_model.model."
+# Rules for MODULE, and whether compressed-tensors 0.20 matches them with the name that
+# transformers 5.24 has of it, model.language_model.layers.1.mlp.down_proj. The last ones match what
+# older files have.
+MODULE = "model.layers.1.mlp.down_proj"
+RULES = {
+    "model.language_model.layers.1.mlp.down_proj": True,
+    r"re:model\.language_model\.layers\.1\.mlp\.down.*": True,
+    r"re:.*language_model.*\.1\.mlp\.down_proj$": True,
+    r"re:model\.layers\..*": False,
+    r"re:^(?!.*(language_model|lm_head)).*": False,
+    "language_model.model.layers.1.mlp.down_proj": None,
+    r"re:language_model\.model\.layers\.1\.mlp\.down.*": None,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("begin", BEGINNINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_a_model_that_also_sees_are_for_its_modules_names(tmp_path, rule, begin):
+    """In `ignore`, where the file has MODULE's weight where it should be left as it was, and in
+    `targets`."""
+    tokens, logits = unfold("several groups", tmp_path)
+    matches = RULES[rule] if RULES[rule] is not None else begin == BEGINNINGS[1]
+    dense = matrices(load_checkpoint(tmp_path))[f"{MODULE}.weight"][:, :, 0]
+    settings = json.dumps(read_json(tmp_path / "config.json")["quantization_config"])
+    settings = json.loads(settings.replace('"model.layers', '"model.language_model.layers'))
+    ignored = settings | dict(ignore=[*settings["ignore"], rule])
+    eight, four, _ = settings["config_groups"].values()
+    groups = {"0": eight | dict(targets=[rule]), "1": four | dict(targets=["Linear"])}
+    if matches:
+        parts = {f"{MODULE}.{part}": None for part in ("weight_packed", "weight_scale")}
+        parts |= {f"{MODULE}.weight_shape": None, f"{MODULE}.weight_zero_point": None}
+        change_tensors(tmp_path, **parts, **{f"{MODULE}.weight": dense})
+    see(tmp_path, begin, ignored)
+    model = load_checkpoint(tmp_path)
+    held = model.get_submodule("layers.1.ffn.w_down")
+    assert isinstance(held, QuantizedLinear) != matches
+    assert error(logits_of(model, tokens), logits) < 1e-5
+    rewrite(tmp_path / "config.json", quantization_config=settings | dict(config_groups=groups))
+    checkpoint = Checkpoint(tmp_path)
+    reader = formats.QuantizedReader(read_settings(checkpoint), CPU, F32)
+    reader.files, reader.table = checkpoint.files(), checkpoint.weights
+    assert reader.find_schemes()[f"{MODULE}.weight"].codes.bits == (8 if matches else 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("begin", BEGINNINGS)
+@pytest.mark.parametrize("other", BEGINNINGS)
+def test_other_formats_lists_of_a_model_that_also_sees(tmp_path, begin, other):
+    """fp8's list may have the other names, as in transformers 5.24; gptqmodel's patterns have the
+    file's or transformers'."""
+    tokens, logits = unfold("fp8 modules_to_not_convert", tmp_path / "fp8")
+    settings = read_json(tmp_path / "fp8" / "config.json")["quantization_config"]
+    left = [name.replace("model.", other, 1) for name in settings["modules_to_not_convert"]]
+    see(tmp_path / "fp8", begin, settings | dict(modules_to_not_convert=left))
+    assert error(logits_of(load_checkpoint(tmp_path / "fp8"), tokens), logits) < 1e-5
+    tokens, logits = unfold("gptq dynamic", tmp_path / "gptq")
+    settings = read_json(tmp_path / "gptq" / "config.json")["quantization_config"]
+    newer = re.escape(BEGINNINGS[0])
+    dynamic = {
+        key.replace("model\\.", newer).replace(".*\\.1\\.", f"{newer}layers\\.1\\."): value
+        for key, value in settings["dynamic"].items()
+    }
+    assert all("language_model" in key for key in dynamic if "down" not in key)
+    see(tmp_path / "gptq", begin, settings | dict(dynamic=dynamic))
+    assert error(logits_of(load_checkpoint(tmp_path / "gptq"), tokens), logits) < 1e-5
+
+
 def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):
     unfold("gptq dynamic", tmp_path)
     assert "192" in refusal(load_rank, tmp_path, 0)
@@ -194,6 +283,27 @@ def test_what_the_file_asks_of_activations_is_told(tmp_path, capsys, setting, sc
     )
     load_checkpoint(tmp_path)
     assert capsys.readouterr().err.count("more exact") == told
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("groups", [{}, None])
+def test_where_the_cache_alone_has_a_scheme_the_model_is_the_plain_one(
+    tmp_path, capsys, groups, quantize
+):
+    """As transformers 5.24 reads it, with a warning."""
+    say_once.cache_clear()
+    make(tmp_path)
+    want = load_checkpoint(tmp_path, quantize=quantize).state_dict()
+    scales = {f"model.layers.1.self_attn.{of}_scale": torch.tensor([0.05]) for of in "kv"}
+    change_tensors(tmp_path, **scales)
+    cache = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    settings = dict(quant_method="compressed-tensors", format="dense", ignore=[])
+    settings |= dict(config_groups=groups, kv_cache_scheme=cache)
+    rewrite(tmp_path / "config.json", quantization_config=settings)
+    got = load_checkpoint(tmp_path, quantize=quantize).state_dict()
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    said = capsys.readouterr().err
+    assert said.count("more exact") == 1 == said.count("\n")
 
 
 def test_rows_that_leave_a_word_of_zero_points_unfilled_are_refused(tmp_path):
@@ -285,7 +395,6 @@ NAN = float("nan")
             torch.ones(128, 128).to(torch.float8_e5m2),
             "weight F8_E5M2 F8_E4M3",
         ),
-        ("fp8 blocks", "self_attn.q_proj.extra", torch.ones(1), "q_proj.extra place"),
         (
             "mxfp4",
             "mlp.experts.down_proj_scales",
@@ -305,27 +414,3 @@ def test_tensors_that_are_not_as_config_json_says_are_refused_by_name(
 ):
     unfold(setting, tmp_path, **{f"model.layers.0.{name}": tensor})
     assert absent(words, refusal(load_checkpoint, tmp_path)) == []
-
-
-def test_the_recipe_for_a_format_works(tmp_path, monkeypatch, lone):
-    """The lines of formats.py's docstring: one rank and two read what a dense checkpoint holds."""
-    for table in ("RULES", "READERS"):
-        monkeypatch.setattr(formats, table, dict(getattr(formats, table)))
-    for name in ("rows8_rules", "read_rows8"):
-        monkeypatch.setattr(formats, name, None, raising=False)
-    exec(recipe(formats.__doc__, "rows8"), vars(formats))
-    dense = make(tmp_path / "dense")
-    shutil.copytree(tmp_path / "dense", tmp_path / "rows8")
-    for name in [name for name in dense if name.endswith("proj.weight")]:
-        scale = torch.rand(len(dense[name])) / 100 + 0.001
-        numbers = torch.randint(-128, 128, dense[name].shape)
-        module = name.removesuffix(".weight")
-        held = {name: numbers.to(torch.int8), f"{module}.scale": scale}
-        change_tensors(tmp_path / "rows8", **held)
-        change_tensors(tmp_path / "dense", **{name: numbers * scale[:, None]})
-    rewrite(tmp_path / "rows8" / "config.json", quantization_config=dict(quant_method="rows8"))
-    want, got = (load_checkpoint(tmp_path / name) for name in ("dense", "rows8"))
-    tokens = torch.arange(20)
-    assert len(quantized_layers(got)) == 2 * 4
-    assert error(logits_of(got, tokens), logits_of(want, tokens)) < 1e-5
-    compare_ranks(tmp_path / "rows8")

@@ -363,7 +363,12 @@ def change_json(rng: Random, path: Path) -> Done:
         path.write_text(text)
         return f"the whole is {text[:20]!r}", True
     at, where = held, []
-    while not where or isinstance(at[key], (dict, list)) and at[key] and rng.random() < 0.7:
+    while (
+        not where
+        or isinstance(at[where[-1]], (dict, list))
+        and at[where[-1]]
+        and rng.random() < 0.7
+    ):
         at = at[where[-1]] if where else held
         key = rng.choice([*at] if isinstance(at, dict) else range(len(at)))
         where.append(key)
@@ -459,13 +464,9 @@ def change_tensor(rng: Random, path: Path) -> Done:
             rng.choice(["x", "\x1b]0;x\x07", "y" * 10**5, "model.layers.9.mlp.up_proj.weight"])
         ] = torch.ones(3)
     save_file(held, path)
-    unread = (
-        how == "gone"
-        and name.endswith("g_idx")
-        or how == "more"
-        and Path(path.parent, INDEX).exists()
-    )
-    return f"{how} {name}", not unread or None
+    if how == "more":  # it is passed over
+        return how, False
+    return f"{how} {name}", None if how == "gone" and name.endswith("g_idx") else True
 
 
 def change_kind(rng: Random, path: Path) -> Done:
@@ -647,7 +648,6 @@ SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that m
     "hub.checkpoint.is_inside": (lambda path: True, 1058),
     "generate.Sampling.__post_init__": (lambda self: None, 1006),
     "hub.tokenizer.Tokenizer.check": (lambda self, key, ids: None, 1014),
-    "hub.checkpoint.refuse_surplus": (lambda files, checkpoint: None, 1064),
     "hub.tokenizer.silenced": (reading, 6110),
     "jinja2.sandbox.ImmutableSandboxedEnvironment": (Environment, 13559),
 }

@@ -33,7 +33,7 @@ def harness(monkeypatch):
     """scripts.tasks.Harness over what it needs of the harness."""
     normalize = lambda settings, limit: (
         dict(max_gen_toks=limit, until=[], temperature=0.0) | settings
-    )  # noqa: E731
+    )
     manager = SimpleNamespace(all_tasks=["task"])
     modules = {
         "lm_eval.tasks": dict(TaskManager=lambda include_path: manager),
