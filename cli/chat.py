@@ -209,7 +209,8 @@ def read_waiting() -> str:
                 waiting += os.read(stdin, 2**16)
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
-    return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
+    # A line that came while input() still read ends with what the key sends; "\0" is Ctrl-D.
+    return waiting.decode(errors="replace").replace("\r", "\n").replace("\0", "")
 
 
 def system_of(messages: list[dict]) -> list[dict]:

@@ -34,6 +34,10 @@ def main():
             f"--chat, --system: {args.checkpoint} has no chat template; without them its text is "
             f"continued"
         )
+    if args.show_thinking and not llm.tokenizer.parts:
+        raise ValueError(
+            f"--show-thinking: {args.checkpoint} marks no thoughts, as gpt-oss does; leave it out"
+        )
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
         # A chat's cache is allocated whole.
@@ -43,15 +47,16 @@ def main():
         if args.chat:
             begin = system_messages(args.system)
             prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
-        elif llm.tokenizer.template and not args.quiet:
+        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
+        room = max(completion.room for completion in completions)
+        llm.prepare(len(completions), room, len(prompts))
+        if llm.tokenizer.template and not args.chat and not args.quiet:
+            # After what may fail: a reason stands first.
             print(
                 "the prompt is continued as it is; --chat puts it into the checkpoint's chat "
                 "template",
                 file=sys.stderr,
             )
-        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
-        room = max(completion.room for completion in completions)
-        llm.prepare(len(completions), room, len(prompts))
     if llm.team.ranks == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.seed is not None:

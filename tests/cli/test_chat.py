@@ -305,6 +305,15 @@ def test_a_session_on_a_terminal(terminal):
     assert terminal.left() == ["Hello fox", "one\ntwo\nthree"]
 
 
+@pytest.mark.parametrize("terminal", [(20, "dumb")], indirect=True)
+def test_lines_that_are_pasted_at_the_prompt_are_turns_without_control_characters(terminal):
+    """Without bracketed paste the first line ends the turn; the others come during its answer, as
+    the key sends them."""
+    terminal.read("tokens/s(?s:.*)> ")
+    terminal.type("one\rtwo\rthree\r", "> two\r\nthree\r\n(?s:.*)tokens/s(?s:.*)> ")
+    assert terminal.left() == ["Hello fox", "one", "two\nthree"]
+
+
 @pytest.mark.parametrize("terminal", [(150, "dumb")], indirect=True)
 def test_lines_that_come_during_an_answer_are_one_turn(terminal):
     """A terminal sends what is pasted then as if it were typed. A last line without an end waits

@@ -236,6 +236,17 @@ MISTAKES = [
     ("--template-option mood", "--template-option: got 'mood', want KEY=VALUE"),
     ("--prompt=a --max_new_tokens 1", "did you mean --max-new-tokens?"),
     ("--nonsense", "--nonsense: no such option; --help lists the options"),
+    ("--temp 0.2", "did you mean --template-option or --temperature?"),
+    ("--system-prompt x", "did you mean --system?"),
+    ("--draft-tokenss 3", "did you mean --draft-tokens?"),
+    ("--stream", "--stream: no such option; --help"),
+    ("--profile ''", "--profile: got '', want a name"),
+    ("--prompt-file ''", "--prompt-file: got '', want a name"),
+    (
+        "--draft prompt_lookup",
+        "draft=prompt_lookup: no such directory; did you mean prompt-lookup?",
+    ),
+    ("--show-thinking", "marks no thoughts, as gpt-oss does; leave it out"),
     ("hello", "hello: no such option, want -p before a prompt; --help"),
 ]
 
@@ -440,6 +451,12 @@ def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, 
         assert ("--chat puts it into the checkpoint's chat template" in err) == (not more)
 
 
+def test_the_reason_of_a_mistake_stands_alone_where_a_template_gives_a_hint(cli, chatty, tmp_path):
+    directory = shutil.copytree(chatty, tmp_path / "pickled")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "a pickle" in one_line(cli(f"--checkpoint {directory}"))
+
+
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
     first = Namespace(
         prompt="",
@@ -515,7 +532,7 @@ accepted  tokens a step
     )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "scripts.shapes"])
 def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
     with patch.object(
