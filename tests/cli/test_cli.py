@@ -305,6 +305,23 @@ def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     assert interrupted(f"{name.replace('.', '/')}.py", path=tmp_path) == (-signal.SIGINT, b"")
 
 
+@pytest.mark.parametrize("name", ["generate", "quantize", "scripts/evaluate"])
+@pytest.mark.parametrize("given, there", [("", "passive"), ("active", "active")])
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(tmp_path, name, given, there):
+    """OpenMP reads the variable when PyTorch is imported. A module that prints it stands for
+    that."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(os.environ['OMP_WAIT_POLICY'], flush=True)\nos._exit(0)"
+    )
+    unset = [] if given else ["-u", "OMP_WAIT_POLICY"]
+    done = ended(
+        ["env", *unset, sys.executable, ROOT / f"{name}.py"],
+        PYTHONPATH=str(tmp_path),
+        OMP_WAIT_POLICY=given,
+    )
+    assert done.stdout.split() == [there]
+
+
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = one_line(
