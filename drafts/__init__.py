@@ -54,7 +54,7 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
     ValueError if it is not for the target."""
     if name is None or name in NAMED:
         return None
-    if meant := get_close_matches(name.lower().replace("_", "-"), NAMED, 1, cutoff=0.8):
+    if meant := get_close_matches(str(name).lower().replace("_", "-"), NAMED, 1, cutoff=0.8):
         if not Path(name).exists():
             raise ValueError(f"draft={name}: no such directory; did you mean {meant[0]}?")
     directory = vet.find_checkpoint(name)
