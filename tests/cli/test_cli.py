@@ -369,6 +369,23 @@ def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
     assert cli(f"{line} --quiet")[1].count("[unfinished]") == unfinished
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_large_batch_says_what_it_needs_and_on_a_terminal_how_far_it_is(
+    cli, monkeypatch, terminal
+):
+    """The texts are the same."""
+    line = "--max-new-tokens 3 --seed 1 --num-samples 65"
+    quiet = cli(f"{line} --quiet")
+    for stream in sys.stdout, sys.stderr:
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    _, out, err = cli(line)
+    # 3 new tokens after 5, and 23 slots more; 5 layers' k and v, of one head of 128 numbers in fp32.
+    size = 65 * 32 * 5 * 2 * 128 * 4 / 2**30
+    assert f"65 rows of up to 8 tokens: {size:.2f} GiB of KV cache, at most 3 steps\n" in err
+    assert ("/3 [" in err) == terminal and (out, "") == quiet[1:]
+    assert "KV cache" not in cli(line.replace("65", "64"))[2]
+
+
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     monkeypatch.setattr(
         "hub.formats.load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
