@@ -180,8 +180,8 @@ class Chat:
         before = termios.tcgetattr(sys.stdin)
         silent = [*before]
         silent[3] &= ~termios.ECHO  # of the local modes
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
         try:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
             yield
         finally:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
