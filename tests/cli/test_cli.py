@@ -373,9 +373,15 @@ def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
 def test_a_large_batch_says_what_it_needs_and_on_a_terminal_how_far_it_is(
     cli, monkeypatch, terminal
 ):
-    """The texts are the same."""
+    """The texts are the same; a terminal gets them when all have ended, behind the bar."""
     line = "--max-new-tokens 3 --seed 1 --num-samples 65"
-    quiet = cli(f"{line} --quiet")
+    quiet, ended = cli(f"{line} --quiet"), []
+
+    def watch(completions, *rest):
+        ended.append(all(completion.finish_reason for completion in completions))
+        show(completions, *rest)
+
+    monkeypatch.setattr("cli.generate.show", watch)
     for stream in sys.stdout, sys.stderr:
         monkeypatch.setattr(stream, "isatty", lambda: terminal)
     _, out, err = cli(line)
@@ -383,6 +389,7 @@ def test_a_large_batch_says_what_it_needs_and_on_a_terminal_how_far_it_is(
     size = 65 * 32 * 5 * 2 * 128 * 4 / 2**30
     assert f"65 rows of up to 8 tokens: {size:.2f} GiB of KV cache, at most 3 steps\n" in err
     assert ("/3 [" in err) == terminal and (out, "") == quiet[1:]
+    assert ended == [terminal]
     assert "KV cache" not in cli(line.replace("65", "64"))[2]
 
 
