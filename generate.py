@@ -23,11 +23,15 @@ stdout is one JSON object on one line.
 #
 # Shapes: B rows, P prompts, T tokens, V vocabulary.
 
+import os
 import signal
 
-# PyTorch takes seconds to import, and compiling takes longer: Ctrl-C ends both at once.
-if __name__ == "__main__":
+if __name__ == "__main__":  # before PyTorch is imported
+    # It takes seconds to import, and compiling takes longer: Ctrl-C ends both at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # OpenMP's threads sleep while they wait: spinning, they take the cores from other processes,
+    # and wait for them. One busy process beside two cores halved the tokens a second and more.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import math
 import sys

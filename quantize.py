@@ -15,11 +15,12 @@ zero.
 Shapes: N outputs, K inputs, C groups of a row (K / G), X experts.
 """
 
+import os
 import signal
 
-# PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
-if __name__ == "__main__":
+if __name__ == "__main__":  # as in generate.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import sys
 from collections.abc import Callable, Iterable

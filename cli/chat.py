@@ -11,19 +11,23 @@ import signal
 import sys
 from bisect import bisect_left
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from select import select
 
 from cli.errors import message_of
 from cli.output import per_token, show
 from cli.prompts import system_messages
+from generate import Sampling
 from llm import LLM, Completion
 
 HELP = """\
-/reset        forget the conversation
-/system TEXT  set the system message and forget the conversation; without TEXT: remove it
-/help         these lines
-/quit         leave, as do exit and Ctrl-D
+/again            draw the last answer anew; greedy, it is the same one
+/temperature 0.2  sample so from now on; /top-k, /top-p and the rest likewise
+/reset            forget the conversation
+/system TEXT      set the system message and forget the conversation; without TEXT: remove it
+/help             these lines
+/quit             leave, as do exit and Ctrl-D
 Ctrl-C stops an answer, or drops what is typed. A pasted text of several lines is one turn."""
 
 
@@ -35,7 +39,9 @@ class Chat:
         self.args = args
         self.tokenizer = llm.tokenizer
         self.team = llm.team
+        self.sampling = llm._sampling(llm.options)
         self.messages = system_messages(args.system)
+        self.last = None  # of the last turn: the messages before it, and its text
         self.cached = []  # the tokens whose keys and values the cache has
         self.answers = deque(maxlen=100)  # what the report is of; more would fill the memory
         self.told_dropped = False
@@ -55,14 +61,15 @@ class Chat:
             leaving = "Ctrl-C and Ctrl-D leave"
         untold = "" if self.tokenizer.template else " No chat template: your text is continued."
         self.say(f"/help lists the commands, {leaving}.{untold}")
+        self.say(described(self.sampling))
         while (line := self.team.agree(self.ask)) is not None:
             if line.strip() in ("exit", "quit", "/exit", "/quit"):
                 break
             try:
-                if command := re.fullmatch(r" */(\w+)(?: +(.*?))? *", line):
+                if command := re.fullmatch(r" */([\w-]+)(?: +(.*?))? *", line):
                     self.command(*command.groups())
                 elif line.strip():
-                    self.turn(line)
+                    self.turn(self.messages, line)
             except ValueError as error:
                 print(message_of(error), file=sys.stderr)
             except KeyboardInterrupt:  # before the answer began
@@ -77,14 +84,13 @@ class Chat:
 
     def ask(self) -> str | None:
         """What the user types; None when it is time to leave."""
-        on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         while True:
             try:
-                return self.read_turn() if on_terminal else input("")
+                return self.read_turn() if on_terminal() else input("")
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                if not on_terminal:
+                if not on_terminal():
                     raise
                 print()
 
@@ -105,40 +111,51 @@ class Chat:
         match name:
             case "help":
                 print(HELP, file=sys.stderr)
+            case "again":
+                if not self.last:
+                    raise ValueError("/again: there is no answer yet")
+                self.turn(*self.last)
             case "reset":
-                self.messages = system_of(self.messages)
+                self.messages, self.last = system_of(self.messages), None
                 self.say("The conversation is forgotten.")
             case "system":
                 if not self.tokenizer.template:
                     raise ValueError("/system: without a chat template there is no system message")
-                self.messages = system_messages(text or None)
+                self.messages, self.last = system_messages(text or None), None
                 now = "the system message is set" if text else "none is set"
                 self.say(f"The conversation is forgotten; {now}.")
+            case _ if (option := name.replace("-", "_")) in vars(self.sampling):
+                if text:
+                    self.sampling = replace(self.sampling, **{option: number(text)})
+                    (self.llm.speculator or self.llm.engine).set_sampling(self.sampling)
+                self.say(described(self.sampling))
             case _:
                 raise ValueError(f"/{name}: no such command; /help lists them")
 
     # A turn
 
-    def turn(self, text: str):
-        """The user's turn and the answer. ValueError where the turn alone is too long; it is then
-        forgotten."""
+    def turn(self, before: list[dict], text: str):
+        """The user's turn after the messages before it, and the answer. ValueError where the turn
+        alone is too long; it is then forgotten."""
         room = self.llm.room
-        messages, tokens = self.fit([*self.messages, dict(role="user", content=text)])
+        messages, tokens = self.fit([*before, dict(role="user", content=text)])
         # The last token is read again, for its logits.
         start = len(os.path.commonprefix([self.cached, tokens[:-1]]))
         limit = min(self.args.max_new_tokens or room, room - len(tokens))
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []
-        before = signal.getsignal(signal.SIGINT)
+        handler = signal.getsignal(signal.SIGINT)
         if self.team.ranks == 1:
             # Ctrl-C ends the answer after the current step. Ranks all end: see errors.run().
             signal.signal(signal.SIGINT, lambda *_: setattr(answer, "finish_reason", "interrupted"))
         try:
-            show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)
+            with self.without_echo():
+                show([answer], self.llm.complete([answer], start=start), self.args.show_thinking)
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, handler)
         if answer.finish_reason == "interrupted" and not answer.tokens:
             return  # as if the turn had not been
+        self.last = before, text
         self.answers.append(answer)
         self.cached = tokens + answer.tokens[:-1]  # the model may not have read the last one
         ending = "" if self.tokenizer.template else "\n"
@@ -150,6 +167,24 @@ class Chat:
         if sys.stderr.isatty() and ms:
             full = ", the context is full" if len(tokens) + len(answer.tokens) == room else ""
             self.say(dim(f"{len(answer.tokens)} tokens, {1e3 / ms:.1f} tokens/s{full}"))
+
+    @contextmanager
+    def without_echo(self):
+        """What is typed or pasted meanwhile is not shown in the middle of the answer: read_turn()
+        shows it. Ranks may end at any time, and would leave the terminal so."""
+        if not (self.readline and on_terminal()) or self.team.ranks > 1:
+            yield
+            return
+        import termios
+
+        before = termios.tcgetattr(sys.stdin)
+        silent = [*before]
+        silent[3] &= ~termios.ECHO  # of the local modes
+        try:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
     def fit(self, messages: list[dict]) -> tuple[list[dict], list[int]]:
         """The messages and their tokens. Where these leave little room for an answer, the oldest
@@ -185,6 +220,26 @@ class Chat:
         return self.tokenizer.encode_typed("".join(message["content"] for message in messages))
 
 
+def described(sampling: Sampling) -> str:
+    """The temperature, and what else is on."""
+    values = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+    off = vars(Sampling()) | dict(temperature=None)
+    said = [f"{name} {value}" for name, value in values.items() if value != off[name]]
+    return f"Sampling: {', '.join(said)}{' (greedy)' if sampling.greedy else ''}."
+
+
+def number(text: str) -> int | float | str:
+    """What is no number stays a text, which Sampling refuses."""
+    for kind in int, float:
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def is_dumb() -> bool:
     """Whether the terminal understands no escape codes."""
     return os.environ.get("TERM") == "dumb"
@@ -209,7 +264,8 @@ def read_waiting() -> str:
                 waiting += os.read(stdin, 2**16)
         finally:
             termios.tcsetattr(stdin, termios.TCSANOW, before)
-    return waiting.decode(errors="replace").replace("\0", "")  # Ctrl-D
+    # A line that came while input() still read ends with what the key sends; "\0" is Ctrl-D.
+    return waiting.decode(errors="replace").replace("\r", "\n").replace("\0", "")
 
 
 def system_of(messages: list[dict]) -> list[dict]:

@@ -14,10 +14,20 @@ import torch
 import generate
 from cli.chat import Chat
 from cli.options import generate_args
-from cli.output import add_headings, format_report, progress, report, show, written_whole
+from cli.output import (
+    add_headings,
+    format_report,
+    progress,
+    report,
+    show,
+    with_bar,
+    written_whole,
+)
 from cli.prompts import read_prompts, system_messages
 from hub.vet import reading
 from llm import LLM, Completion, Options, make_completions, rank_completions
+
+LARGE = 64  # rows; of fewer the texts are streamed
 
 
 def main():
@@ -34,6 +44,10 @@ def main():
             f"--chat, --system: {args.checkpoint} has no chat template; without them its text is "
             f"continued"
         )
+    if args.show_thinking and not llm.tokenizer.parts:
+        raise ValueError(
+            f"--show-thinking: {args.checkpoint} marks no thoughts, as gpt-oss does; leave it out"
+        )
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")
         # A chat's cache is allocated whole.
@@ -43,15 +57,16 @@ def main():
         if args.chat:
             begin = system_messages(args.system)
             prompts = [[*begin, dict(role="user", content=prompt)] for prompt in prompts]
-        elif llm.tokenizer.template and not args.quiet:
+        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
+        room = max(completion.room for completion in completions)
+        llm.prepare(len(completions), room, len(prompts))
+        if llm.tokenizer.template and not args.chat and not args.quiet:
+            # After what may fail: a reason stands first.
             print(
                 "the prompt is continued as it is; --chat puts it into the checkpoint's chat "
                 "template",
                 file=sys.stderr,
             )
-        completions = make_completions(prompts, args, llm.tokenizer, llm.context)
-        room = max(completion.room for completion in completions)
-        llm.prepare(len(completions), room, len(prompts))
     if llm.team.ranks == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.seed is not None:
@@ -74,12 +89,17 @@ def main():
 
 
 def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completion]:
-    """Generates and prints them; with a time budget in the order of their rank, once it is over."""
+    """Generates and prints them; with a time budget in the order of their rank, once it is over. Of
+    a large batch a terminal shows how far it is, then the texts."""
     add_headings(completions, args.chat, args.num_samples)
     steps = llm.complete(completions, args.num_samples, budget=args.time_budget)
-    if args.time_budget:
+    is_large = len(completions) > LARGE and not args.quiet
+    if is_large:
+        steps = with_bar(llm, completions, steps)
+    if args.time_budget or (is_large and sys.stdout.isatty()):
         for _ in steps:
             pass
+    if args.time_budget:
         completions = rank_completions(completions, args.num_samples)
     try:
         show([] if args.json else completions, steps, args.show_thinking)
@@ -87,4 +107,5 @@ def run_prompts(llm: LLM, completions: list[Completion], args) -> list[Completio
         # The message to come has a line of its own.
         print(end="" if args.json else "\n", flush=True)
         raise
+    steps.close()
     return completions

@@ -53,8 +53,8 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return args
         name, usage = unknown[0].partition("=")[0], self.format_usage()
-        near = get_close_matches(name.lstrip("-"), re.findall(r"--([a-z-]+)", usage), 1)
-        advice = f", did you mean --{near[0]}?" if near else ""
+        near = near_options(name.lstrip("-"), re.findall(r"--([a-z-]+)", usage))
+        advice = f", did you mean {' or '.join(f'--{option}' for option in near)}?" if near else ""
         if not name.startswith("-") and "--prompt" in usage:
             advice = ", want -p before a prompt"
         self.error(f"{name}: no such option{advice}")
@@ -75,6 +75,17 @@ class Parser(argparse.ArgumentParser):
                 group.add_argument(*flags, dest=each.name, **settings(each))
 
 
+def near_options(name: str, options: list[str]) -> list[str]:
+    """What was probably meant: those that the name begins, else one that is much like it, else what
+    begins the name."""
+    name = name.replace("_", "-")
+    return (
+        [each for each in options if each.startswith(name)]
+        or get_close_matches(name, options, 1, cutoff=0.7)
+        or [each for each in options if name.startswith(each)]
+    )
+
+
 def settings(each: Field) -> dict:
     """A dataclass's field -> what argparse wants to know about the option."""
     said = each.metadata
@@ -93,7 +104,7 @@ def settings(each: Field) -> dict:
     elif dict in kinds:
         found |= dict(action="append", type=key_and_value)
     elif Path in kinds:
-        found["type"] = Path
+        found["type"] = place
     elif str not in kinds:
         found["type"] = within(int if int in kinds else float, said["low"], said["high"])
         found["metavar"] = found["metavar"] or "N"
@@ -127,6 +138,14 @@ def within(kind: type, low: float = -math.inf, high: float = math.inf) -> Callab
         return value
 
     return parse
+
+
+def place(text: str) -> Path:
+    """A type for argparse. An empty text, an unset variable of the shell say, would name the
+    current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', want a name")
+    return Path(text)
 
 
 def key_and_value(text: str) -> tuple[str, object]:
@@ -174,6 +193,8 @@ class CommandLine(Options):
             )
         if self.system is not None and not (self.chat or self.interactive):
             raise ValueError("--system goes with --chat or --interactive")
+        if self.prompt_file == "":
+            raise ValueError("--prompt-file: got '', want a name")
         if self.whole and not self.prompt_file:
             raise ValueError("--whole goes with --prompt-file")
         if self.logprobs and not self.json:

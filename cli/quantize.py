@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.options import DEVICE, Parser, within
+from cli.options import DEVICE, Parser, place, within
 from cli.output import written_whole
 from gptq import gptq_model
 from hub.checkpoint import Checkpoint, load_model, read_text
@@ -44,7 +44,7 @@ def parse_args() -> Namespace:
     add = parser.add_argument
     switch = partial(add, action="store_true")
     add("--checkpoint", required=True, metavar="DIR", help="directory or Hub id")
-    add("--out", type=Path, required=True, metavar="DIR", help="the directory to make")
+    add("--out", type=place, required=True, metavar="DIR", help="the directory to make")
     add(
         *("--quantize", "--bits"),
         type=lambda text: {"4": "int4", "8": "int8"}.get(text, text),
@@ -63,7 +63,7 @@ def parse_args() -> Namespace:
     switch("--act-order", help="with --gptq: columns of large inputs first (default: off)")
     add(
         "--calibration",
-        type=Path,
+        type=place,
         metavar="FILE",
         help="with --gptq: text of the kind that the model is for (default: none)",
     )

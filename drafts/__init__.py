@@ -32,6 +32,8 @@ One with weights is a case of open_draft(), which reads its directory, and of ma
 
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
 
 from drafts.eagle import EagleDraft, Head, HeadCheckpoint
 from generate import Engine
@@ -52,6 +54,9 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
     ValueError if it is not for the target."""
     if name is None or name in NAMED:
         return None
+    if meant := get_close_matches(str(name).lower().replace("_", "-"), NAMED, 1, cutoff=0.8):
+        if not Path(name).exists():
+            raise ValueError(f"draft={name}: no such directory; did you mean {meant[0]}?")
     directory = vet.find_checkpoint(name)
     if is_head(vet.read_json(directory / "config.json")):
         return HeadCheckpoint(directory, target[0])

@@ -25,11 +25,12 @@ fetches their data.
 # of one character): its bytes do not count. Bytes and words are the text's own. A token is scored
 # after context - stride others at least, or all there are.  Shapes: N tokens, T tokens of a window,
 # W windows, B windows at once, V vocabulary.
+import os
 import signal
 
-if __name__ == "__main__":
-    # PyTorch takes seconds to import; Ctrl-C ends that at once and without a traceback.
+if __name__ == "__main__":  # as in generate.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
 import math

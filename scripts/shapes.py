@@ -1,6 +1,7 @@
 """
-The shapes of public models, as their config.json files have them: what benchmark.py measures with
-random weights, and tune.py chooses kernels for. This lists them:
+The shapes of public models, as their config.json files have them: what
+benchmark.py measures with random weights, and tune.py chooses kernels for. This
+lists them:
 
     python scripts/shapes.py
 """

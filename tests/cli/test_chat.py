@@ -8,8 +8,9 @@ import re
 import select
 import signal
 import sys
+import termios
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -19,6 +20,7 @@ import tokenizers as hf
 
 from cli.chat import Chat, dim
 from helpers import GOLDEN, ROOT, TINY, of_each_family, with_template
+from generate import Sampling
 from hub.checkpoint import Checkpoint
 from hub.tokenizer import Tokenizer
 from llm import LLM
@@ -67,6 +69,7 @@ class Session:
         for stream in (sys.stdin, sys.stdout):
             monkeypatch.setattr(stream, "isatty", lambda: terminal)
         monkeypatch.setattr("cli.chat.read_waiting", lambda: "")
+        monkeypatch.setattr(Chat, "without_echo", nullcontext)
         options = (
             dict(max_new_tokens=12, stop=[], system=None, quiet=False, show_thinking=False)
             | options
@@ -206,12 +209,47 @@ def test_reset_and_system(session):
     assert "/system: without a chat template" in refused
 
 
+def test_the_sampling_is_named_and_changed_and_a_value_beyond_its_limits_changes_nothing(session):
+    ended = session("/temperature 0.2", "/top-k 5", "/min_p 2", "/temperature warm", "/temperature")
+    assert ended.err.splitlines()[1:] == [
+        "Sampling: temperature 0, top_p 0.9 (greedy).",  # top_p: generation_config.json's
+        "Sampling: temperature 0.2, top_p 0.9.",
+        "Sampling: temperature 0.2, top_k 5, top_p 0.9.",
+        "min_p=2: want float from 0 to 1",
+        "temperature='warm': want float from 0 to 100",
+        "Sampling: temperature 0.2, top_k 5, top_p 0.9.",
+    ]
+    assert ended.chat.llm.engine.sampling == Sampling(temperature=0.2, top_k=5, top_p=0.9)
+
+
+@pytest.mark.parametrize("draft", [None, "prompt-lookup"])
+def test_again_draws_another_answer_to_the_same_turn(session, draft):
+    ended = session(
+        "Hello", "And then?", "/temperature 20", "/again", "/temperature 0", "/again", draft=draft
+    )
+    first, asked_then, drawn, greedy = ended.answers
+    assert asked_then.prompt_tokens == drawn.prompt_tokens == greedy.prompt_tokens
+    assert asked_then.tokens == greedy.tokens != drawn.tokens
+    assert [message["content"] for message in ended.chat.messages] == [
+        "Hello",
+        first.text,
+        "And then?",
+        greedy.text,
+    ]
+
+
+def test_again_wants_an_answer(session):
+    for lines in [], ["Hello", "/reset"], ["Hello", "/system Be brief."]:
+        assert "/again: there is no answer yet" in session(*lines, "/again").err
+
+
 @pytest.mark.parametrize(
     "line, said",
     [
         ("/frobnicate", "/frobnicate: no such command; /help"),
         ("/save chat.json", "/save: no such command"),
         ("  /help  ", "/reset  "),
+        ("/seed 3", "/seed: no such command"),
     ],
 )
 def test_what_a_command_says_that_changes_nothing(session, line, said):
@@ -234,9 +272,9 @@ import generate
 from cli.chat import Chat
 from cli.errors import run
 
-def watch(chat, text):
+def watch(chat, before, text):
     turns.append(text)
-    turn(chat, text)
+    turn(chat, before, text)
 
 turns, turn, Chat.turn = [], Chat.turn, watch
 run(generate.main)
@@ -273,13 +311,16 @@ class Terminal:
             self.screen += os.read(self.master, 65536).decode(errors="replace")
         self.seen += found.end()
 
+    def echoes(self) -> bool:
+        return bool(termios.tcgetattr(self.master)[3] & termios.ECHO)
+
     def left(self) -> list[str]:
         """Leaves with Ctrl-D. What each turn was."""
         os.write(self.master, b"\x04")
         with suppress(OSError):  # the last writer has closed it
             self.read("(?!)")
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
-        assert code == 0 and "Traceback" not in self.screen
+        assert code == 0 and "Traceback" not in self.screen and self.echoes()
         return json.loads(self.screen.partition("turns:")[2])
 
 
@@ -305,11 +346,29 @@ def test_a_session_on_a_terminal(terminal):
     assert terminal.left() == ["Hello fox", "one\ntwo\nthree"]
 
 
+@pytest.mark.parametrize("terminal", [(400, "xterm")], indirect=True)
+def test_a_terminal_whose_chat_is_ended_in_an_answer_echoes_again(terminal):
+    assert not terminal.echoes()
+    os.kill(terminal.process, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.process, 0)[1]) == 143
+    assert terminal.echoes()
+
+
+@pytest.mark.parametrize("terminal", [(20, "dumb")], indirect=True)
+def test_lines_that_are_pasted_at_the_prompt_are_turns_without_control_characters(terminal):
+    """Without bracketed paste the first line ends the turn; the others come during its answer, as
+    the key sends them."""
+    terminal.read("tokens/s(?s:.*)> ")
+    terminal.type("one\rtwo\rthree\r", "> two\r\nthree\r\n(?s:.*)tokens/s(?s:.*)> ")
+    assert terminal.left() == ["Hello fox", "one", "two\nthree"]
+
+
 @pytest.mark.parametrize("terminal", [(150, "dumb")], indirect=True)
 def test_lines_that_come_during_an_answer_are_one_turn(terminal):
     """A terminal sends what is pasted then as if it were typed. A last line without an end waits
     for the user's. This terminal understands no escape codes, and gets none."""
     terminal.type("one\ntwo\nthree\n", r"> one\r\ntwo\r\nthree\r\n(?s:.*)\w+ \w+ ")
+    assert terminal.screen.count("two") == 1  # not in the middle of the answer, too
     terminal.type("four\nfive", "tokens/s(?s:.*)> four(?s:.*)five")
     terminal.type(" and six\r", "tokens/s(?s:.*)> ")
     assert terminal.left() == ["Hello fox", "one\ntwo\nthree", "four\nfive and six"]

@@ -249,6 +249,17 @@ MISTAKES = [
     ("--template-option mood", "--template-option: got 'mood', want KEY=VALUE"),
     ("--prompt=a --max_new_tokens 1", "did you mean --max-new-tokens?"),
     ("--nonsense", "--nonsense: no such option; --help lists the options"),
+    ("--temp 0.2", "did you mean --template-option or --temperature?"),
+    ("--system-prompt x", "did you mean --system?"),
+    ("--draft-tokenss 3", "did you mean --draft-tokens?"),
+    ("--stream", "--stream: no such option; --help"),
+    ("--profile ''", "--profile: got '', want a name"),
+    ("--prompt-file ''", "--prompt-file: got '', want a name"),
+    (
+        "--draft prompt_lookup",
+        "draft=prompt_lookup: no such directory; did you mean prompt-lookup?",
+    ),
+    ("--show-thinking", "marks no thoughts, as gpt-oss does; leave it out"),
     ("hello", "hello: no such option, want -p before a prompt; --help"),
 ]
 
@@ -307,6 +318,23 @@ def test_ctrl_c_is_quiet_while_pytorch_is_imported(tmp_path, name):
     assert interrupted(f"{name.replace('.', '/')}.py", path=tmp_path) == (-signal.SIGINT, b"")
 
 
+@pytest.mark.parametrize("name", ["generate", "quantize", "scripts/evaluate"])
+@pytest.mark.parametrize("given, there", [("", "passive"), ("active", "active")])
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(tmp_path, name, given, there):
+    """OpenMP reads the variable when PyTorch is imported. A module that prints it stands for
+    that."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(os.environ['OMP_WAIT_POLICY'], flush=True)\nos._exit(0)"
+    )
+    unset = [] if given else ["-u", "OMP_WAIT_POLICY"]
+    done = ended(
+        ["env", *unset, sys.executable, ROOT / f"{name}.py"],
+        PYTHONPATH=str(tmp_path),
+        OMP_WAIT_POLICY=given,
+    )
+    assert done.stdout.split() == [there]
+
+
 def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = one_line(
@@ -352,6 +380,30 @@ def test_a_time_budget_ranks_what_there_is(cli, result_of, monkeypatch):
     assert ranks == sorted(ranks) and {reason for reason, _ in ranks} == {"stop", "time"}
     unfinished = [reason for reason, _ in ranks].count("time")
     assert cli(f"{line} --quiet")[1].count("[unfinished]") == unfinished
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_large_batch_says_what_it_needs_and_on_a_terminal_how_far_it_is(
+    cli, monkeypatch, terminal
+):
+    """The texts are the same; a terminal gets them when all have ended, behind the bar."""
+    line = "--max-new-tokens 3 --seed 1 --num-samples 65"
+    quiet, ended = cli(f"{line} --quiet"), []
+
+    def watch(completions, *rest):
+        ended.append(all(completion.finish_reason for completion in completions))
+        show(completions, *rest)
+
+    monkeypatch.setattr("cli.generate.show", watch)
+    for stream in sys.stdout, sys.stderr:
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    _, out, err = cli(line)
+    # 3 new tokens after 5, and 23 slots more; 5 layers' k and v, of one head of 128 numbers in fp32.
+    size = 65 * 32 * 5 * 2 * 128 * 4 / 2**30
+    assert f"65 rows of up to 8 tokens: {size:.2f} GiB of KV cache, at most 3 steps\n" in err
+    assert ("/3 [" in err) == terminal and (out, "") == quiet[1:]
+    assert ended == [terminal]
+    assert "KV cache" not in cli(line.replace("65", "64"))[2]
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
@@ -459,6 +511,12 @@ def test_chat_puts_the_prompt_into_the_template_and_takes_a_system_message(cli, 
         assert ("--chat puts it into the checkpoint's chat template" in err) == (not more)
 
 
+def test_the_reason_of_a_mistake_stands_alone_where_a_template_gives_a_hint(cli, chatty, tmp_path):
+    directory = shutil.copytree(chatty, tmp_path / "pickled")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "a pickle" in one_line(cli(f"--checkpoint {directory}"))
+
+
 def test_texts_are_streamed_one_after_the_other_each_under_its_heading(capsys):
     first = Namespace(
         prompt="",
@@ -534,7 +592,7 @@ accepted  tokens a step
     )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "scripts.shapes"])
 def test_help_fits_80_columns_and_names_each_default_but_no_developers_notes(monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
     with patch.object(

@@ -100,7 +100,7 @@ def main() -> bool:
     for i in range(args.generations):
         if args.how == "chat":
             with open("/dev/null", "w") as null, redirect_stdout(null):
-                chat.turn(" ".join(rng.choices(WORDS, k=rng.randrange(1, 30))))
+                chat.turn(chat.messages, " ".join(rng.choices(WORDS, k=rng.randrange(1, 30))))
             answer = chat.answers[-1]
             asked.append(([answer.prompt_tokens, answer.limit], [answer.tokens]))
         else:
