@@ -205,6 +205,7 @@ LACKING = {  # model_type -> what it has that is not here
 KINDS = {int: "int", float: "float", bool: "true or false", str: "a text"}
 KINDS |= {list: "a list", dict: "an object"}
 MOST = {int: 2**20, float: 1e9}
+MOST_POSITIONS = 10**9
 MOST_LAYERS, MOST_EXPERTS = 10**4, 10**5  # experts: of all layers
 NEEDED = object()
 
@@ -328,12 +329,29 @@ def config_from_hf(hf: dict) -> Config:
         head_dim=head_dim(hf),
         ffn_dim=value_of(hf, "intermediate_size", int),
         vocab_size=value_of(hf, "vocab_size", int, most=2**24),
-        context=value_of(hf, "max_position_embeddings", int, most=10**9),
+        context=contexts(hf)[0],
         norm_eps=value_of(hf, "rms_norm_eps", float, most=1),
         tied=value_of(hf, "tie_word_embeddings", bool, False),
         **scales,
         **FAMILIES[kind],
     )
+
+
+def contexts(hf: dict) -> tuple[int, int]:
+    """The positions that the model was trained for, and those that its stretched rope reaches. hf:
+    text_settings()'s.
+
+    Of YaRN, model cards tell users to add the original context and the factor, and to leave
+    max_position_embeddings. Where no original is named, max_position_embeddings may be the one or
+    the other: so the second number is for who asks for it."""
+    context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
+    rope = rope_settings(hf)
+    if rope["rope_type"] not in ("yarn", "linear"):
+        return context, context
+    factor = value_of(rope, "factor", float, 1.0)
+    original = value_of(rope, "original_max_position_embeddings", int, None, most=MOST_POSITIONS)
+    reach = min(MOST_POSITIONS, max(context, int((original or context) * factor)))
+    return (reach if original and rope["rope_type"] == "yarn" else context), reach
 
 
 def head_dim(hf: dict) -> int:
@@ -357,7 +375,7 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     numbers = range(1, n + 1)
     full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
     if kind in ("mistral", "ministral3", "phi3", "mixtral"):
-        full = replace(full, window=value_of(hf, "sliding_window", int, None, most=10**9))
+        full = replace(full, window=value_of(hf, "sliding_window", int, None, most=MOST_POSITIONS))
     if kind == "smollm3":
         nth = 1
         if hf.get("no_rope_layers") is None:
@@ -371,7 +389,7 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
         layers = dict(full_attention=full)
         if "sliding_attention" in kinds:
-            window = value_of(hf, "sliding_window", int, most=10**9)
+            window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
             rope = rope_from_hf(hf, sliding=kind != "gpt_oss")
             layers |= dict(sliding_attention=replace(full, window=window, rope=rope))
         return tuple(layers[of] for of in kinds)
@@ -436,7 +454,6 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     rope = dict(
         rope_theta=theta,
         partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
-        original_max_position_embeddings=hf["max_position_embeddings"],
     )
     rope |= found
     original = hf.get("original_max_position_embeddings")
@@ -449,12 +466,13 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
 
 
 def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
-    context = value_of(hf, "max_position_embeddings", int, most=10**9)
+    context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
     if rope["rope_type"] == "default" and hf["model_type"] != "phi3":
         check_supported(rope, dict(partial_rotary_factor=(1.0,)))  # elsewhere it is not read
-    original = value_of(rope, "original_max_position_embeddings", int, most=10**9)
+    original = value_of(rope, "original_max_position_embeddings", int, context, most=MOST_POSITIONS)
+    rope["original_max_position_embeddings"] = original
     turned = int(head_dim(hf) * value_of(rope, "partial_rotary_factor", float, most=1))
     theta = value_of(rope, "rope_theta", float, most=1e12)
     plain = theta ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]

@@ -17,6 +17,7 @@ from llm import LLM
 from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (
     GOLDEN,
+    TINY,
     change_tensors,
     error,
     load_checkpoint,
@@ -118,6 +119,33 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
         names |= {f"{kind}: rope by layer", f"{kind}: rope by layer, one"}
     names |= {"qwen3_moe: rope by layer", "qwen3_moe: rope by layer, one"}
     assert refused == names
+
+
+@pytest.mark.parametrize(
+    "context, rope, known, reached",
+    [
+        (128, dict(type="yarn", factor=4.0, original_max_position_embeddings=128), 512, 512),
+        (512, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 512, 512),
+        (600, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 600, 600),
+        (128, dict(rope_type="yarn", factor=2.5), 128, 320),
+        (128, dict(rope_type="linear", factor=2.0), 128, 256),
+        (128, dict(rope_type="default"), 128, 128),
+    ],
+)
+def test_a_stretched_rope_gives_more_context(tmp_path, capfd, context, rope, known, reached):
+    """What YaRN's file names counts; what may be meant otherwise, if the user asks for more."""
+    tiny_copy = shutil.copytree(TINY, tmp_path / "tiny")
+    rewrite(tiny_copy / "config.json", max_position_embeddings=context, rope_scaling=rope)
+
+    def opened(length: int | None) -> int:
+        return LLM(str(tiny_copy), device="cpu", load=False, max_seq_length=length).context
+
+    assert (opened(None), opened(known)) == (known, known)
+    assert not capfd.readouterr().err
+    assert opened(reached) == reached
+    said = capfd.readouterr().err
+    assert ("rope reaches" in said and said.count("\n") == 1) == (reached > known)
+    assert f"context is {reached}" in refusal(opened, reached + 1)
 
 
 @torch.no_grad()
