@@ -30,6 +30,7 @@ from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
+from hub.families import contexts
 from hub.tokenizer import Tokenizer, text_of
 from model import CACHES
 from quantize import DEFAULT_GROUP
@@ -457,8 +458,15 @@ class LLM:
         self.tokenizer.template_options = options.template_options or {}
         length = options.max_seq_length
         self.context = self.checkpoint.config.context
-        if length and length > self.context:
-            raise ValueError(f"max_seq_length={length}: the model's context is {self.context}")
+        reach = contexts(self.checkpoint.hf)[1]
+        if length and length > reach:
+            raise ValueError(f"max_seq_length={length}: the model's context is {reach}")
+        if length and length > self.context and not self.team.rank:
+            print(
+                f"max_seq_length={length}: the model's context is {self.context} by config.json, "
+                f"whose stretched rope reaches {reach}",
+                file=sys.stderr,
+            )
         self.context = length or self.context
         self.quantization = formats.read_settings(self.checkpoint)
         formats.check_quantize(

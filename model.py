@@ -285,7 +285,9 @@ class Attention(nn.Module):
         super().__init__()
         self.rope = layer.rope
         self.head_dim = config.head_dim
-        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.scale = config.attention_scale
+        if self.scale is None:
+            self.scale = config.head_dim**-0.5
         self.sizes = [
             n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
         ]

@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from hub.families import config_from_hf, text_settings, value_of
 from model import Config, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
 VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
 # What files have beside a model's weights: what rope and masks computed, and heads that draft.
@@ -185,6 +187,14 @@ class Checkpoint:
             self.config = config_from_hf(self.hf)
         self.generation = read_json(directory / "generation_config.json")
         self.index = read_json(directory / INDEX)
+        if self.config.tied and self.has_own_head():
+            print(
+                f"{directory}: lm_head is another matrix than the embedding, though config.json, "
+                "or its family, ties them: each is read",
+                file=sys.stderr,
+            )
+            self.hf |= dict(tie_word_embeddings=False)
+            self.config = replace(self.config, tied=False)
 
     settings = staticmethod(text_settings)  # what config.json says
 
@@ -238,6 +248,25 @@ class Checkpoint:
             )
             for name in seeing:
                 del paths[name]
+        files = self.of_text(paths)
+        if self.config.tied and EMBEDDING not in files and HEAD in files:
+            files[EMBEDDING] = files.pop(HEAD)  # the one matrix, by its other name
+        return files
+
+    def has_own_head(self) -> bool:
+        """Whether the files hold an output head that is not the embedding: then it counts, whatever
+        config.json says. A directory may lack its weights."""
+        if not self.index and not (self.directory / WHOLE).exists():
+            return False
+        files = self.of_text(self.paths)
+        parts = [name for name in files if name.startswith("lm_head.") and name != "lm_head.bias"]
+        if parts != [HEAD] or EMBEDDING not in files:
+            return parts not in ([], [HEAD])  # true of a quantized head
+        head, embedding = (tensor_at(files[name]) for name in (HEAD, EMBEDDING))
+        return not torch.equal(head.to(embedding.dtype), embedding)
+
+    def of_text(self, paths: dict[str, Path]) -> dict[str, "Place"]:
+        """Tensors by their names in a model of the text part alone."""
         places = {}
         for stored, path in paths.items():
             name = stored.replace("language_model.", "", 1)
@@ -315,11 +344,11 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     quantizing and sharing among ranks go by it."""
     V, D = config.vocab_size, config.dim
     table = {
-        "model.embed_tokens.weight": Weight("embed.weight", 0, (V, D)),
+        EMBEDDING: Weight("embed.weight", 0, (V, D)),
         "model.norm.weight": Weight("norm.weight", 0, (D,), norm=True),
     }
     if not config.tied:
-        table["lm_head.weight"] = Weight("head.weight", 0, (V, D), "vocab")
+        table[HEAD] = Weight("head.weight", 0, (V, D), "vocab")
     for i, layer in enumerate(config.layers):
         for name, weight in hf_layer(config, layer.moe).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
@@ -479,6 +508,11 @@ def open_shard(path: Path):
         raise ValueError(f"half downloaded, or damaged ({error}); fetch it again") from None
 
 
+def tensor_at(place: Place) -> Tensor:
+    with reading(place.path):
+        return open_shard(place.path).get_tensor(place.name)
+
+
 def read_tensor(
     files: dict[str, Place], name: str, shapes: list[tuple], dtypes: str = FLOATS
 ) -> Tensor:
@@ -573,7 +607,7 @@ def is_leftover(files: dict[str, Place], name: str, config: Config) -> bool:
     if (
         LEFTOVERS.match(name)
         or (layer and int(layer[1]) >= config.n_layer)
-        or (name == "lm_head.weight" and config.tied)
+        or (name == HEAD and config.tied)
     ):
         return True
     path, stored = files[name]

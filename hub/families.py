@@ -38,11 +38,74 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
         qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files=("mlp", "router")
     ),
 }
-DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
-    "smollm3": dict(
-        rope_theta=2e6, rms_norm_eps=1e-6, tie_word_embeddings=True, no_rope_layer_interval=4
+# What a missing key stands for, as in the family's configuration class in transformers, by which
+# files leave out what is the class's own. Theta: of rope.
+LLAMA = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+)
+MISTRAL = LLAMA | dict(
+    intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
+)
+QWEN = LLAMA | dict(
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+)
+OLMO2 = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5)
+DEFAULTS = {  # model_type -> its keys
+    "llama": LLAMA,
+    "mistral": MISTRAL | dict(sliding_window=4096),
+    "qwen2": QWEN,
+    "qwen3": QWEN | dict(head_dim=128),
+    "smollm3": LLAMA
+    | dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rope_theta=2e6,
+        tie_word_embeddings=True,
+        no_rope_layer_interval=4,
     ),
-    "olmo3": dict(rope_theta=5e5, sliding_window=4096),
+    "phi3": LLAMA
+    | dict(
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    ),
+    "granite": LLAMA,
+    "ministral3": MISTRAL
+    | dict(
+        vocab_size=131072,
+        num_hidden_layers=34,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e6,
+            factor=16.0,
+            original_max_position_embeddings=16384,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+    ),
+    "olmo2": OLMO2,
+    "olmo3": OLMO2 | dict(rope_theta=5e5, rope_local_base_freq=5e5, sliding_window=4096),
     "gemma3_text": dict(
         vocab_size=262208,
         hidden_size=2304,
@@ -59,19 +122,58 @@ DEFAULTS = {  # model_type -> what a missing key stands for, as in transformers
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
-    "qwen3_moe": dict(moe_intermediate_size=768),
+    "mixtral": MISTRAL
+    | dict(rms_norm_eps=1e-5, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": QWEN
+    | dict(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_key_value_heads=4,
+        num_local_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
     "gpt_oss": dict(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
         head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
         rope_theta=150000.0,
-        rope_scaling=dict(
+        rope_parameters=dict(
             rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
         ),
         sliding_window=128,
+        num_local_experts=128,
+        num_experts_per_tok=4,
         swiglu_limit=7.0,
         swiglu_alpha=1.702,
     ),
 }
-SUPPORTED = {  # key -> the values that are read here, first what a missing key stands for
+# A model that also sees: model_type -> what its text_config is of, where that does not say so, and
+# whether the embedding is the output head, where the file does not say so. None: as the text part
+# has it.
+WRAPPERS = {
+    "gemma3": ("gemma3_text", True),
+    "mistral3": ("mistral", True),
+    "internvl": ("qwen2", True),
+    "got_ocr2": ("qwen2", True),
+    "llava": ("llama", None),
+}
+# What the whole says, and not its text part.
+OF_THE_WHOLE = (
+    "bos_token_id",
+    "compression_config",
+    "eos_token_id",
+    "quantization_config",
+    "vision_config",
+)
+SUPPORTED = {  # key -> the values that are read here, first what a missing key, or null, stands for
     "model_type": tuple(FAMILIES),
     "hidden_act": ("silu",),
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -80,12 +182,12 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key 
     "use_sliding_window": (False,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "use_bidirectional_attention": (False, None),
+    "use_bidirectional_attention": (False,),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
-    "n_group": (1, None),
-    "n_shared_experts": (0, None),
-    "shared_expert_intermediate_size": (0, None),
+    "n_group": (1,),
+    "n_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
     "routed_scaling_factor": (1,),
 }
 LACKING = {  # model_type -> what it has that is not here
@@ -120,16 +222,19 @@ ENCODERS = (
 KINDS = {int: "int", float: "float", bool: "true or false", str: "a text"}
 KINDS |= {list: "a list", dict: "an object"}
 MOST = {int: 2**20, float: 1e9}
+MOST_POSITIONS = 10**9
 MOST_LAYERS, MOST_EXPERTS = 10**4, 10**5  # experts: of all layers
 NEEDED = object()
 
 
-def value_of(hf: dict, key: str, kind: type, default=NEEDED, most: float | None = None):
+def value_of(
+    hf: dict, key: str, kind: type, default=NEEDED, most: float | None = None, or_zero=False
+):
     """The value of a key, or the default where it is missing or null. ValueError without both, and
     for a value of another kind.
 
-    A number is above 0, and at most `most`: what is larger makes no sense, and a model of that size
-    would be made before its weights are missed."""
+    A number is above 0, or_zero: or 0, and at most `most`: what is larger makes no sense, and a
+    model of that size would be made before its weights are missed."""
     if not isinstance(hf, dict):
         raise ValueError(f"{hf!r:.60}: want an object with a {key}")
     value = hf.get(key)
@@ -139,9 +244,10 @@ def value_of(hf: dict, key: str, kind: type, default=NEEDED, most: float | None 
         most = most or MOST[kind]
         limit = most if kind is int else f"{most:g}"
         # True is an int to isinstance(), 1 is one in the place of 1.0, and NaN is not above 0.
-        fits = type(value) in (int, kind) and 0 < value <= most
+        fits = type(value) in (int, kind) and (0 < value <= most or or_zero and value == 0)
         if not fits:
-            raise ValueError(f"{key}={value!r:.60}: want {KINDS[kind]} above 0, up to {limit}")
+            least = "from 0" if or_zero else "above 0,"
+            raise ValueError(f"{key}={value!r:.60}: want {KINDS[kind]} {least} up to {limit}")
     elif type(value) is not kind:
         raise ValueError(f"{key}={value!r:.60}: want {KINDS[kind]}")
     return value
@@ -167,7 +273,9 @@ def numbers_of(hf: dict, key: str) -> list[int] | None:
 def check_supported(settings: dict, supported: dict) -> None:
     """ValueError names the key and the value that are not supported."""
     for key, values in supported.items():
-        found = settings.get(key, values[0])
+        found = settings.get(key)
+        if found is None and key != "model_type":
+            found = values[0]
         if found not in values:
             lacking = ""
             if key == "model_type" and found in LACKING:
@@ -186,11 +294,23 @@ def is_head(hf: dict) -> bool:
 
 
 def text_settings(hf: dict) -> dict:
-    """Those of the language model, where config.json is of a model that also sees, and what missing
-    keys stand for."""
-    settings = hf | value_of(hf, "text_config", dict, {})
-    kind = value_of(settings, "model_type", str, None)
-    kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
+    """Those of the language model, and what missing keys stand for.
+
+    Where config.json is of a model that also sees, text_config alone describes the language model:
+    what the level above says of sizes or rope is not for it. But whether the head is the embedding
+    is said above, as the head is the whole's."""
+    settings, kind = hf, value_of(hf, "model_type", str, None)
+    if kind in WRAPPERS or hf.get("text_config") is not None:
+        text = value_of(hf, "text_config", dict)
+        default, tied = WRAPPERS.get(kind, (kind, None))
+        kind = value_of(text, "model_type", str, default)
+        if tied is None:
+            tied = value_of(DEFAULTS.get(kind, {}) | text, "tie_word_embeddings", bool, False)
+            tied = value_of(hf, "tie_word_embeddings", bool, False) or tied
+        else:
+            tied = value_of(hf, "tie_word_embeddings", bool, tied)
+        settings = {key: hf[key] for key in OF_THE_WHOLE if key in hf} | text
+        settings |= dict(tie_word_embeddings=tied)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     # gpt-oss has the biases that are in no other family.
     check_supported(settings, SUPPORTED | dict(attention_bias=(kind == "gpt_oss",)))
@@ -210,9 +330,9 @@ def config_from_hf(hf: dict) -> Config:
     scales = {}
     if kind == "granite":
         scales = dict(
-            attention_scale=value_of(hf, "attention_multiplier", float, 1.0),
-            embedding_scale=value_of(hf, "embedding_multiplier", float, 1.0),
-            residual_scale=value_of(hf, "residual_multiplier", float, 1.0),
+            attention_scale=value_of(hf, "attention_multiplier", float, 1.0, or_zero=True),
+            embedding_scale=value_of(hf, "embedding_multiplier", float, 1.0, or_zero=True),
+            residual_scale=value_of(hf, "residual_multiplier", float, 1.0, or_zero=True),
             logits_scale=1 / value_of(hf, "logits_scaling", float, 1.0),
         )
     elif kind == "gemma3_text":
@@ -228,12 +348,29 @@ def config_from_hf(hf: dict) -> Config:
         head_dim=head_dim(hf),
         ffn_dim=value_of(hf, "intermediate_size", int),
         vocab_size=value_of(hf, "vocab_size", int, most=2**24),
-        context=value_of(hf, "max_position_embeddings", int, most=10**9),
+        context=contexts(hf)[0],
         norm_eps=value_of(hf, "rms_norm_eps", float, most=1),
         tied=value_of(hf, "tie_word_embeddings", bool, False),
         **scales,
         **FAMILIES[kind],
     )
+
+
+def contexts(hf: dict) -> tuple[int, int]:
+    """The positions that the model was trained for, and those that its stretched rope reaches. hf:
+    text_settings()'s.
+
+    Of YaRN, model cards tell users to add the original context and the factor, and to leave
+    max_position_embeddings. Where no original is named, max_position_embeddings may be the one or
+    the other: so the second number is for who asks for it."""
+    context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
+    rope = rope_settings(hf)
+    if rope["rope_type"] not in ("yarn", "linear"):
+        return context, context
+    factor = value_of(rope, "factor", float, 1.0)
+    original = value_of(rope, "original_max_position_embeddings", int, None, most=MOST_POSITIONS)
+    reach = min(MOST_POSITIONS, max(context, int((original or context) * factor)))
+    return (reach if original and rope["rope_type"] == "yarn" else context), reach
 
 
 def head_dim(hf: dict) -> int:
@@ -254,20 +391,27 @@ def head_dim(hf: dict) -> int:
 def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
     kind, n = hf["model_type"], value_of(hf, "num_hidden_layers", int, most=MOST_LAYERS)
-    window = value_of(hf, "sliding_window", int, None, most=10**9)
     numbers = range(1, n + 1)
-    windowed = kind in ("mistral", "ministral3", "phi3", "mixtral")
-    full = LayerConfig(window if windowed else None, rope_from_hf(hf), moe_from_hf(hf))
+    full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
+    if kind in ("mistral", "ministral3", "phi3", "mixtral"):
+        full = replace(full, window=value_of(hf, "sliding_window", int, None, most=MOST_POSITIONS))
     if kind == "smollm3":
-        nth = value_of(hf, "no_rope_layer_interval", int)
-        turned = values_of(hf, "no_rope_layers", (0, 1), n, [int(i % nth > 0) for i in numbers])
+        nth = 1
+        if hf.get("no_rope_layers") is None:
+            nth = value_of(hf, "no_rope_layer_interval", int)
+        every = [int(i % nth > 0) for i in numbers]
+        turned = values_of(hf, "no_rope_layers", (0, 1), n, every)
         return tuple(full if turn else LayerConfig() for turn in turned)
     if kind in ("olmo3", "gemma3_text", "gpt_oss"):
-        sliding = replace(full, window=window, rope=rope_from_hf(hf, sliding=kind != "gpt_oss"))
-        layers = dict(full_attention=full, sliding_attention=sliding)
         nth = dict(olmo3=4, gpt_oss=2, gemma3_text=value_of(hf, "sliding_window_pattern", int, 6))
         every = ["sliding_attention" if i % nth[kind] else "full_attention" for i in numbers]
-        return tuple(layers[of] for of in values_of(hf, "layer_types", tuple(layers), n, every))
+        kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
+        layers = dict(full_attention=full)
+        if "sliding_attention" in kinds:
+            window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
+            rope = rope_from_hf(hf, sliding=kind != "gpt_oss")
+            layers |= dict(sliding_attention=replace(full, window=window, rope=rope))
+        return tuple(layers[of] for of in kinds)
     if kind == "qwen3_moe":
         dense = numbers_of(hf, "mlp_only_layers") or []
         step = value_of(hf, "decoder_sparse_step", int, 1)
@@ -308,42 +452,55 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
 
     Newer files have them in rope_parameters, in OLMo 3 and Gemma 3 a dictionary for each kind of
     layer. Older files have rope_theta and rope_scaling, which in these two families is not for
-    layers with a window."""
-    found = value_of(hf, "rope_parameters", dict, {}) or value_of(hf, "rope_scaling", dict, {})
-    theta = hf.get("rope_theta", 10000.0)
-    if sliding:
-        theta = hf.get("rope_local_base_freq", theta)
-    if "full_attention" in found or "sliding_attention" in found:
-        of_layers = "sliding_attention" if sliding else "full_attention"
-        found = value_of(found, of_layers, dict, {})
-    elif sliding:
-        found = {}
+    layers with a window. A file may have both, as model cards tell users to add rope_scaling: then
+    rope_scaling wins."""
+    kind = hf["model_type"]
+    default = DEFAULTS[kind].get("rope_parameters", {})
+    found = value_of(hf, "rope_parameters", dict, default)
+    scaling = value_of(hf, "rope_scaling", dict, {})
+    theta = hf["rope_theta"]
+    by_layer = kind in ("olmo3", "gemma3_text")
+    if not by_layer:
+        found = scaling or found
+    if found and by_layer != any(key.endswith("_attention") for key in found):
+        wanted = "full_attention and sliding_attention" if by_layer else "an object for all layers"
+        raise ValueError(f"rope_parameters={found!r:.60}: want {wanted}")
+    if by_layer and sliding:
+        theta = hf["rope_local_base_freq"]
+        found = value_of(found, "sliding_attention", dict, {})
+    elif by_layer:
+        found = value_of(found, "full_attention", dict, {}) | scaling
     rope = dict(
         rope_theta=theta,
         partial_rotary_factor=hf.get("partial_rotary_factor", 1.0),
-        original_max_position_embeddings=hf["max_position_embeddings"],
     )
     rope |= found
-    if "original_max_position_embeddings" in hf:  # Phi has it beside the other settings
-        rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if hf["model_type"] == "phi3" and kind in ("su", "yarn"):  # older names
-        kind = "longrope"
-    return rope | dict(rope_type=kind)
+    original = hf.get("original_max_position_embeddings")
+    if original is not None and not by_layer:  # Phi has it beside the other settings
+        rope["original_max_position_embeddings"] = original
+    stretch = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "phi3" and stretch in ("su", "yarn"):  # older names
+        stretch = "longrope"
+    return rope | dict(rope_type=stretch)
 
 
 def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
-    context = value_of(hf, "max_position_embeddings", int, most=10**9)
+    context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
-    original = value_of(rope, "original_max_position_embeddings", int, most=10**9)
+    if rope["rope_type"] == "default" and hf["model_type"] != "phi3":
+        check_supported(rope, dict(partial_rotary_factor=(1.0,)))  # elsewhere it is not read
+    original = value_of(rope, "original_max_position_embeddings", int, context, most=MOST_POSITIONS)
+    rope["original_max_position_embeddings"] = original
     turned = int(head_dim(hf) * value_of(rope, "partial_rotary_factor", float, most=1))
     theta = value_of(rope, "rope_theta", float, most=1e12)
     plain = theta ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
     rope["stretch"] = value_of(rope, "factor", float, context / original)
     scale, *tables = STRETCH[rope["rope_type"]](plain, rope)
     frequencies, *long = [tuple(table.tolist()) for table in tables]
-    growth = value_of(rope, "llama_4_scaling_beta", float, 0.0)
+    growth = 0.0
+    if hf["model_type"] == "ministral3":
+        growth = value_of(rope, "llama_4_scaling_beta", float, 0.0, or_zero=True)
     return Rope(frequencies, scale, original, *long, q_growth=growth)
 
 
@@ -373,9 +530,10 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
         """The index of the frequency that makes so many turns."""
         return pairs * math.log(original / (2 * math.pi * turns)) / math.log(rope["rope_theta"])
 
-    low = place(value_of(rope, "beta_fast", float, 32))
-    high = place(value_of(rope, "beta_slow", float, 1))
-    if value_of(rope, "truncate", bool, True):
+    # 0 stands for a missing value here, and in mscale: files have both.
+    low = place(value_of(rope, "beta_fast", float, None, or_zero=True) or 32)
+    high = place(value_of(rope, "beta_slow", float, None, or_zero=True) or 1)
+    if value_of(rope, "truncate", bool, "truncate" not in rope):  # null is false
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
@@ -385,7 +543,9 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
 
     scale = value_of(rope, "attention_factor", float, None)
     if scale is None:
-        m, m_all = (value_of(rope, key, float, None) for key in ("mscale", "mscale_all_dim"))
+        m, m_all = (
+            value_of(rope, key, float, None, or_zero=True) for key in ("mscale", "mscale_all_dim")
+        )
         scale = temperature(m) / temperature(m_all) if m and m_all else temperature(1)
     return scale, ramp * plain / factor + (1 - ramp) * plain
 

@@ -167,7 +167,5 @@ def write_checkpoint(
         ignored = quantization_config["ignore"] + routers
         quantization_config = quantization_config | dict(ignore=ignored)
     hf = source.hf | dict(quantization_config=quantization_config)
-    if "text_config" in hf:  # of a model that also sees: what is written is its text part
-        for key in ("text_config", "vision_config", "architectures"):
-            hf.pop(key, None)
+    hf.pop("vision_config", None)  # of a model that also sees what is written is the text part
     write_json(directory / "config.json", hf)

@@ -35,6 +35,7 @@ from helpers import (
     error,
     load_checkpoint,
     of_each_family,
+    make,
     on_each_device,
     read,
     rope_of,
@@ -489,3 +490,9 @@ def test_kernels_change_greedy_tokens_at_ties_only():
         model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
         rows.append(run(ENGINES[mode](model, 80, 4, GREEDY), prompts, 64))
     same_but_for_ties(tiny(), prompts, *rows, 0.02)
+
+
+def test_fast_leaves_a_model_whose_layers_add_nothing_to_the_plain_decoder(tmp_path):
+    """Its kernels divide by the scale of what a layer adds."""
+    make(tmp_path, "granite", residual_multiplier=0)
+    assert unknown_fields(tiny(directory=tmp_path)) == ["Config.residual_scale=0"]

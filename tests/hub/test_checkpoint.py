@@ -69,7 +69,7 @@ def test_shards_give_the_same_model_and_no_file_that_the_index_leaves_out_is_ope
 
 def test_a_tied_head_is_the_embedding(tmp_path):
     theirs = make(tmp_path, tie_word_embeddings=True)
-    save(tmp_path, theirs | {"lm_head.weight": torch.ones(64, 32)})
+    save(tmp_path, theirs | {"lm_head.weight": theirs["model.embed_tokens.weight"].clone()})
     model = load(tmp_path)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.head.weight, theirs["model.embed_tokens.weight"])
@@ -133,6 +133,28 @@ def test_names_of_a_model_without_its_head(tmp_path, begin):
     (tmp_path / WHOLE).unlink()
     save(tmp_path, {begin + name.removeprefix("model."): t for name, t in tensors.items()})
     torch.testing.assert_close(load(tmp_path).state_dict(), whole, rtol=0, atol=0)
+
+
+def test_a_head_that_is_not_the_embedding_counts_although_config_json_ties_them(tmp_path, capsys):
+    """As in transformers, which warns."""
+    theirs = make(tmp_path, tie_word_embeddings=True)
+    head = torch.randn(64, 32)
+    for stored in head, theirs["model.embed_tokens.weight"] + 1e-6, head.bfloat16():
+        save(tmp_path, theirs | {"lm_head.weight": stored})
+        model = load(tmp_path)
+        assert torch.equal(model.head.weight, stored.float()) and not model.config.tied
+        assert torch.equal(model.embed.weight, theirs["model.embed_tokens.weight"])
+        assert "lm_head is another matrix than the embedding" in capsys.readouterr().err
+
+
+def test_a_tied_file_may_hold_the_one_matrix_by_the_heads_name(tmp_path):
+    theirs = make(tmp_path, tie_word_embeddings=True)
+    matrix = theirs.pop("model.embed_tokens.weight")
+    save(tmp_path, theirs | {"lm_head.weight": matrix})
+    model = load(tmp_path)
+    assert model.head.weight is model.embed.weight and torch.equal(model.head.weight, matrix)
+    save(tmp_path, theirs)
+    assert "model.embed_tokens.weight is missing" in refusal(load, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hub import vet
-from hub.checkpoint import Checkpoint, count_parameters
+from hub.checkpoint import count_parameters
 from cli.options import generate_args
 from hub.families import config_from_hf
 from llm import LLM
 from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (
     GOLDEN,
+    TINY,
     change_tensors,
     error,
     load_checkpoint,
@@ -34,6 +35,7 @@ from helpers import (
     with_template,
     write,
 )
+from judge import by_us, cases, is_same
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
@@ -84,7 +86,90 @@ def published(family: str) -> dict:
 
 @of_each_family
 def test_older_files_mean_the_same(family):
-    assert config_from_hf(published(family)) == Checkpoint(GOLDEN / family).config
+    hf = read_json(GOLDEN / family / "config.json")
+    if (
+        family == "olmo3"
+    ):  # older files' rope_theta is not for layers with a window, which have this
+        hf["rope_parameters"]["sliding_attention"]["rope_theta"] = 5e5
+    assert config_from_hf(published(family)) == config_from_hf(hf)
+
+
+def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_of_them():
+    """transformers 5.24's values, by makers/make_resolved.py. What we refuse of these files has no
+    meaning that could be guarded: a window of 0 or none where layers have one, and rope by the kind
+    of layer in families that have one rope, or one rope where there are two, of which transformers
+    reads nothing."""
+    expected, refused = read_json(GOLDEN.parent / "golden_resolved.json"), set()
+    for name, hf in cases().items():
+        if name in expected:
+            try:
+                found = by_us(hf)
+            except ValueError:
+                refused.add(name)
+            else:
+                assert is_same(found, expected[name]), (name, found, expected[name])
+    assert len(expected) == 616
+    windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss"
+    names = {f"{kind}: sliding_window 0" for kind in windowed}
+    names |= {f"{kind}: sliding_window null" for kind in windowed[4:]}
+    for kind in ("olmo3", "gemma3_text"):
+        for of in ("parameters", "yarn in parameters", "both, one null"):
+            names.add(f"{kind}: rope {of}")
+    for kind in ("llama", "mistral", "phi3", "granite", "ministral3", "olmo2", "mixtral"):
+        names |= {f"{kind}: rope by layer", f"{kind}: rope by layer, one"}
+    names |= {"qwen3_moe: rope by layer", "qwen3_moe: rope by layer, one"}
+    assert refused == names
+
+
+@pytest.mark.parametrize(
+    "context, rope, known, reached",
+    [
+        (128, dict(type="yarn", factor=4.0, original_max_position_embeddings=128), 512, 512),
+        (512, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 512, 512),
+        (600, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 600, 600),
+        (128, dict(rope_type="yarn", factor=2.5), 128, 320),
+        (128, dict(rope_type="linear", factor=2.0), 128, 256),
+        (128, dict(rope_type="default"), 128, 128),
+    ],
+)
+def test_a_stretched_rope_gives_more_context(tmp_path, capfd, context, rope, known, reached):
+    """What YaRN's file names counts; what may be meant otherwise, if the user asks for more."""
+    tiny_copy = shutil.copytree(TINY, tmp_path / "tiny")
+    rewrite(tiny_copy / "config.json", max_position_embeddings=context, rope_scaling=rope)
+
+    def opened(length: int | None) -> int:
+        return LLM(str(tiny_copy), device="cpu", load=False, max_seq_length=length).context
+
+    assert (opened(None), opened(known)) == (known, known)
+    assert not capfd.readouterr().err
+    assert opened(reached) == reached
+    said = capfd.readouterr().err
+    assert ("rope reaches" in said and said.count("\n") == 1) == (reached > known)
+    assert f"context is {reached}" in refusal(opened, reached + 1)
+
+
+@torch.no_grad()
+def test_granites_multipliers_may_be_zero(tmp_path):
+    """Then what they multiply has no effect."""
+
+    def logits(changes: dict, part: str):
+        rewrite(tmp_path / "config.json", **changes)
+        model = tiny(directory=tmp_path)
+        plain = logits_of(model)
+        for name, parameter in model.named_parameters():
+            if part in name:
+                rows = parameter[:96] if part == "wqkv" else parameter  # of q and k
+                rows.copy_(torch.randn(rows.shape))
+        return plain, logits_of(model)
+
+    make(tmp_path, "granite")
+    zero = dict(attention_multiplier=0), dict(residual_multiplier=0.0), dict(embedding_multiplier=0)
+    parts = "wqkv", "layers.", "embed"
+    for changes, part in zip(zero, parts):
+        key = next(iter(changes))
+        assert not torch.allclose(*logits({key: 0.5}, part))
+        torch.testing.assert_close(*logits(changes, part))
+        rewrite(tmp_path / "config.json", **{key: 1.0})
 
 
 def test_what_a_published_file_leaves_out_is_known():
@@ -125,7 +210,11 @@ def test_yarn_stretches_the_frequencies_of_the_paper():
         'gemma3 {"hidden_activation": "gelu"}': "hidden_activation='gelu' is not supported: want 'gelu_pytorch_tanh'",
         'gemma3 {"model_type": "gemma2"}': "'gemma2' is not supported, as its caps of attention scores",
         'granite {"model_type": "granitemoe"}': "'granitemoe' is not supported, as its kind of experts are not here",
-        'granite {"residual_multiplier": 0}': "residual_multiplier=0: want float above 0",
+        'granite {"logits_scaling": 0}': "logits_scaling=0: want float above 0",
+        'granite {"residual_multiplier": -1}': "residual_multiplier=-1: want float from 0 up to",
+        'gemma3 {"rope_parameters": {"rope_theta": 1e4}}': "want full_attention and sliding_attention",
+        'llama3 {"partial_rotary_factor": 0.5}': "partial_rotary_factor=0.5 is not supported: want 1.0",
+        'mistral {"model_type": "mistral3"}': "text_config=None: want an object",
         'smollm3 {"no_rope_layers": [1, 0]}': "no_rope_layers",
         'smollm3 {"no_rope_layers": "1"}': "no_rope_layers",
         'gemma3 {"layer_types": ["full_attention"]}': "layer_types",

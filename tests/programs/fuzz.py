@@ -18,6 +18,10 @@ change nothing (weights that are a link); of the others the judge only wants one
 A pickle, a template and an index are hostile in some trials: no code of theirs may run, and nothing
 outside may be read. In the end each of some checks is switched off for a trial, which must be bad
 then.
+
+As many trials go to what config.json means: keys missing, zero and null, at both levels of a model
+that also sees, with both keys of rope. There transformers is the judge, where it is installed and
+reads the file: what we make of it must be the same, or a refusal.
 """
 
 import argparse
@@ -30,6 +34,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,6 +50,7 @@ import generate  # noqa: E402
 import quantize  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
 from hub.vet import reading  # noqa: E402
+import judge as meaning  # noqa: E402
 from helpers import (  # noqa: E402
     awq,
     change,
@@ -644,6 +650,90 @@ class Fuzzer:
         return kind, f"{base.name} {' '.join(command[:2])}: {said}", err
 
 
+# What config.json means
+
+
+ROPE_TYPES = "default", "linear", "yarn", "llama3", "longrope"
+FEW = [None, 0, 0.0, 1, 0.5, 2.0, meaning.GONE]
+
+
+def draw_rope(rng: Random, kind: str) -> dict:
+    """Parameters of one rope, with some missing, null or 0."""
+    names, nulls = ["rope_type"], ["factor", "attention_factor", "rope_theta"]
+    if kind not in meaning.BY_LAYER:  # of which transformers does not read the two
+        names, nulls = ["rope_type", "rope_type", "type"], [*nulls, "truncate"]
+    rope = {rng.choice(names): rng.choice(ROPE_TYPES)}
+    rope |= dict(factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0)
+    rope |= dict(high_freq_factor=4.0, short_factor=[1.5] * 8, long_factor=[2.5] * 8)
+    for key in rng.sample(["mscale", "mscale_all_dim", "beta_fast", "beta_slow"], 2):
+        rope[key] = rng.choice(FEW)
+    more = dict(rope_theta=rng.choice([5e4, meaning.GONE]), llama_4_scaling_beta=0.0)
+    if rng.random() < 0.2:
+        more[rng.choice(nulls)] = None
+    if rng.random() < 0.2:
+        more[rng.choice(list(rope))] = meaning.GONE
+    return meaning.changed(rope, more)
+
+
+def draw_config(rng: Random) -> dict:
+    """A config.json of any family, perhaps within that of a model that also sees."""
+    whole = rng.choice([None, None, *meaning.WRAPPERS])
+    kind = rng.choice(meaning.WRAPPERS[whole] if whole else [*meaning.FAMILIES])
+    config = meaning.SHAPE | meaning.MORE.get(kind, {}) | dict(model_type=kind)
+    changes = dict(tie_word_embeddings=rng.choice([True, False, None, meaning.GONE]))
+    keys = [*meaning.KEYS, *meaning.ZERO, "rope_theta", "logits_scaling"]
+    for key in rng.sample(keys, rng.randrange(4)):
+        changes[key] = rng.choice([None, 0, meaning.GONE, meaning.GONE])
+    for key in ("rope_scaling", "rope_parameters"):
+        by_layer = {of: draw_rope(rng, kind) for of in ("full_attention", "sliding_attention")}
+        layers = kind in meaning.BY_LAYER and key == "rope_parameters"
+        rope = by_layer if layers else draw_rope(rng, kind)
+        changes[key] = rng.choice([rope, rope, None, {}, meaning.GONE, meaning.GONE])
+    config = meaning.changed(config, changes)
+    if not whole:
+        return config
+    above = meaning.changed(config, {}) if rng.random() < 0.3 else {}
+    if rng.random() < 0.5:
+        above["tie_word_embeddings"] = rng.choice([True, False])
+    return above | dict(model_type=whole, text_config=config)
+
+
+def judge_meaning(seed: int) -> str:
+    """The class of a trial of draw_config(), "bad" with the reason."""
+    hf = draw_config(Random(seed))
+    try:
+        ours = meaning.by_us(hf)
+    except ValueError as error:
+        return "refused" if str(error).isprintable() else f"bad: {error!r}"
+    except Exception as error:
+        return f"bad: {error!r} {json.dumps(hf)}"
+    try:
+        theirs = meaning.by_transformers(hf)
+    except Exception:  # many kinds; each means that it does not read the file
+        return "not read by transformers"
+    if meaning.is_same(ours, theirs):
+        return "same meaning"
+    parts = [key for key in theirs if not meaning.is_same(ours.get(key, ""), theirs[key])]
+    return f"bad: other {parts}: {json.dumps(hf)}"
+
+
+def judge_meanings(first: int, trials: int) -> Counter:
+    try:
+        import transformers
+    except ImportError:
+        print("what config.json means is not judged, as transformers is not installed")
+        return Counter()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    counts = Counter()
+    for seed in range(first, first + trials):
+        kind = judge_meaning(seed)
+        counts[kind.partition(":")[0]] += 1
+        if kind.startswith("bad"):
+            print(f"seed {seed}: {kind}", flush=True)
+    return counts
+
+
 SABOTAGES = {  # a check -> what switches it off, and the seed of a trial that must be bad then
     "hub.checkpoint.is_inside": (lambda path: True, 1058),
     "generate.Sampling.__post_init__": (lambda self: None, 1006),
@@ -675,6 +765,7 @@ def main() -> int:
             if not kind.startswith("bad"):
                 print(f"without {check} seed {wrong} is not bad: {kind}: {said}")
                 counts["bad"] += 1
+    counts += judge_meanings(args.seed, args.trials)
     print(
         f"{args.trials} trials in {time.monotonic() - begun:.0f} s: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items())

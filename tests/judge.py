@@ -1,0 +1,250 @@
+"""
+What a config.json means, in one dictionary: as transformers resolves it, and as we do. The first is
+what makers/make_resolved.py stores for test_families.py, and what programs/fuzz.py compares with;
+transformers is imported there alone, as it is no dependency.
+
+Shapes: R / 2 frequencies of a head.
+"""
+
+import json
+from importlib import import_module
+
+from hub.families import FAMILIES, config_from_hf, text_settings
+
+WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
+BY_LAYER = "olmo3", "gemma3_text"  # rope differs by the kind of layer
+
+
+def by_transformers(hf: dict) -> dict:
+    """Raises what transformers raises for a config.json that it does not read."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    hf = json.loads(json.dumps(hf))  # it changes what it is given
+    whole = CONFIG_MAPPING[hf.pop("model_type")](**hf)
+    text = whole.get_text_config()
+    kind, n = text.model_type, text.num_hidden_layers
+    module = import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__module__)
+    made = [value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")]
+    rope = made[0](text)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * n
+    window = getattr(text, "sliding_window", None)
+    if kind in BY_LAYER:
+        turns = [
+            turn_of(getattr(rope, f"{of}_inv_freq"), getattr(rope, f"{of}_attention_scaling"))
+            for of in kinds
+        ]
+    else:
+        turns = [turn_of(rope.inv_freq, rope.attention_scaling)] * n
+    if kind == "smollm3":
+        turns = [turn if on else None for turn, on in zip(turns, text.no_rope_layers)]
+    if kind not in (*WINDOWED, *BY_LAYER, "gpt_oss"):
+        window = None
+    windows = [window if kind in WINDOWED or "sliding" in of else None for of in kinds]
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    found = dict(
+        dim=text.hidden_size,
+        n_layer=n,
+        n_head=text.num_attention_heads,
+        n_kv_head=text.num_key_value_heads,
+        head_dim=size,
+        ffn_dim=text.intermediate_size,
+        vocab_size=text.vocab_size,
+        norm_eps=text.rms_norm_eps,
+        tied=bool(whole.tie_word_embeddings),
+        **by_kind(windows, turns),
+    )
+    if kind == "ministral3":
+        found["growth"] = text.rope_parameters.get("llama_4_scaling_beta") or 0
+    if kind == "granite":
+        found["scales"] = [
+            text.attention_multiplier,
+            text.embedding_multiplier,
+            text.residual_multiplier,
+            1 / text.logits_scaling,
+        ]
+    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
+        experts = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+        found["experts"] = [getattr(text, experts), text.num_experts_per_tok]
+    return found
+
+
+def by_us(hf: dict) -> dict:
+    """ValueError for what we refuse."""
+    settings = text_settings(hf)
+    config = config_from_hf(settings)
+    kind = settings["model_type"]
+    ropes = [layer.rope for layer in config.layers]
+    found = dict(
+        dim=config.dim,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
+        head_dim=config.head_dim,
+        ffn_dim=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        norm_eps=config.norm_eps,
+        tied=config.tied,
+        **by_kind(
+            [layer.window for layer in config.layers],
+            [turn_of(of.frequencies, of.scale) if of.frequencies else None for of in ropes],
+        ),
+    )
+    if kind == "ministral3":
+        found["growth"] = ropes[0].q_growth
+    if kind == "granite":
+        found["scales"] = [
+            config.attention_scale,
+            config.embedding_scale,
+            config.residual_scale,
+            config.logits_scale,
+        ]
+    mixtures = [layer.moe for layer in config.layers if layer.moe]
+    if mixtures:
+        found["experts"] = [mixtures[0].n_expert, mixtures[0].n_chosen]
+    return found
+
+
+def by_kind(windows: list, turns: list) -> dict:
+    """The kinds of layers, and which of them each layer is."""
+    layers = [[window, turn] for window, turn in zip(windows, turns)]
+    kinds = [layer for i, layer in enumerate(layers) if layer not in layers[:i]]
+    return dict(kinds=kinds, layers="".join(str(kinds.index(layer)) for layer in layers))
+
+
+def turn_of(frequencies, scale: float) -> list[float]:
+    """[R / 2] and the scale of cos and sin -> what tells two ropes apart: how many there are, one
+    of the middle, the slowest."""
+    n = len(frequencies)
+    told = frequencies[n // 2], frequencies[-1], scale
+    return [n, *(float(f"{float(value):.7g}") for value in told)]
+
+
+def is_same(ours, theirs) -> bool:
+    """Numbers to a relative 1e-5, as transformers computes in float32."""
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(is_same(ours[k], theirs[k]) for k in theirs)
+    if isinstance(theirs, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, (int, float)):
+        return abs(ours - theirs) <= 1e-5 * abs(theirs)
+    return ours == theirs
+
+
+# Cases
+
+
+GONE = object()
+SHAPE = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    rope_theta=3e4,
+    tie_word_embeddings=False,
+    sliding_window=5,
+)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+MORE = dict(
+    mixtral=EXPERTS,
+    gpt_oss=EXPERTS,
+    gemma3_text=dict(sliding_window_pattern=2),
+    qwen3_moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+)
+PLAIN = dict(rope_type="default", rope_theta=5e4)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+LINEAR = dict(rope_type="linear", factor=2.0)
+NULLS = dict.fromkeys(("mscale", "mscale_all_dim", "beta_slow", "beta_fast", "attention_factor"))
+ZEROS = dict.fromkeys(("mscale", "mscale_all_dim", "beta_slow", "beta_fast"), 0.0)
+ROPES = {
+    "no theta": dict(rope_theta=GONE),
+    "null": dict(rope_theta=GONE, rope_parameters=None, rope_scaling=None),
+    "empty": dict(rope_theta=GONE, rope_parameters={}, rope_scaling={}),
+    "parameters": dict(rope_parameters=PLAIN),
+    "yarn": dict(rope_scaling=YARN),
+    "yarn, no theta": dict(rope_theta=GONE, rope_scaling=YARN),
+    "yarn in parameters": dict(rope_parameters=YARN),
+    "linear": dict(rope_scaling=LINEAR),
+    "older names": dict(rope_scaling=dict(type="linear", factor=2.0)),
+    "both": dict(rope_parameters=PLAIN, rope_scaling=YARN),
+    "both, the other way": dict(rope_parameters=YARN, rope_scaling=LINEAR),
+    "both, one null": dict(rope_parameters=YARN, rope_scaling=None),
+    "by layer": dict(rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN)),
+    "by layer, both": dict(
+        rope_parameters=dict(full_attention=PLAIN, sliding_attention=PLAIN), rope_scaling=YARN
+    ),
+    "by layer, one": dict(rope_parameters=dict(full_attention=YARN)),
+    "zeros": dict(rope_scaling=YARN | ZEROS | dict(llama_4_scaling_beta=0.0)),
+    "one zero": dict(rope_scaling=YARN | dict(mscale=0.5, mscale_all_dim=0.0)),
+    "nulls": dict(rope_scaling=YARN | NULLS),
+    "mscale": dict(rope_scaling=YARN | dict(mscale=0.5, mscale_all_dim=0.2)),
+    "original above": dict(rope_scaling=YARN, original_max_position_embeddings=64),
+}
+KEYS = (
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "original_max_position_embeddings",
+    "use_sliding_window",
+    "mlp_bias",
+)
+ZERO = (
+    "sliding_window",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+)
+WRAPPERS = dict(
+    gemma3=("gemma3_text",),
+    mistral3=("mistral", "ministral3"),
+    llava=("llama", "mistral", "qwen2"),
+    internvl=("qwen2", "qwen3"),
+)
+
+
+def changed(base: dict, changes: dict) -> dict:
+    return {key: value for key, value in (base | changes).items() if value is not GONE}
+
+
+def cases() -> dict[str, dict]:
+    """A name -> a config.json."""
+    found = {}
+    for kind in FAMILIES:
+        base = SHAPE | MORE.get(kind, {}) | dict(model_type=kind)
+        found[f"{kind}: no key"] = dict(model_type=kind)
+        ropes = dict(ROPES)
+        if kind in BY_LAYER:  # there transformers reads no `type` but rope_type: plain rope
+            del ropes["older names"]
+        for name, changes in ropes.items():
+            found[f"{kind}: rope {name}"] = changed(base, changes)
+        for key in KEYS:
+            # 32 heads, as defaults have 32 key heads.
+            found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
+            found[f"{kind}: {key} null"] = changed(base, {key: None})
+        for key in ZERO:
+            found[f"{kind}: {key} 0"] = changed(base, {key: 0})
+    for whole, kinds in WRAPPERS.items():
+        for kind in (None, *kinds):
+            text = changed(SHAPE, dict(model_type=kind or GONE, tie_word_embeddings=GONE))
+            for above in (GONE, False, True):
+                for below in (GONE, False, True):
+                    part = changed(text, dict(tie_word_embeddings=below))
+                    flags = {True: "yes", False: "no", GONE: "none"}
+                    name = f"{whole}, {kind}: tied {flags[above]} above, {flags[below]} below"
+                    hf = dict(model_type=whole, text_config=part, tie_word_embeddings=above)
+                    found[name] = changed(hf, {})
+            above = dict(rope_theta=9e4, rope_scaling=YARN, head_dim=8, sliding_window=7)
+            below = changed(text, dict.fromkeys(("head_dim", "sliding_window"), GONE))
+            found[f"{whole}, {kind}: keys above"] = dict(
+                above, model_type=whole, text_config=changed(below, dict(rope_theta=GONE))
+            )
+            found[f"{whole}, {kind}: no key"] = dict(
+                model_type=whole, text_config=changed({}, dict(model_type=kind or GONE))
+            )
+    return found
