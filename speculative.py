@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from generate import Sampling, choose, draw, probabilities
+from generate import Sampling, choose, draw, logprobs_of, probabilities
 
 # Slots beyond a text's limit: its last step may draft across the limit, and so may the step in
 # flight, of which the host has not heard. Two steps of up to 33 tokens are 66; 72 is the next
@@ -71,8 +71,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
     # All zero: p and q differ by rounding only.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
-    logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return tokens, logprobs, accepted
+    return tokens, logprobs_of(logits, tokens), accepted
 
 
 def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
@@ -390,13 +389,11 @@ class Speculator:
         if k:
             drafted, q, proposed = self.draft.propose(self.text, last, k, n_slots)
             tokens = torch.cat([tokens, drafted], dim=1)
-        logits = target.forward(tokens, at, target.slots(n_slots))
+        logits = target.read(tokens, at, target.slots(n_slots))
         if k:
-            tokens, logprobs, accepted = target.twin(accept)(
-                logits, tokens, q, proposed, target.sampling
-            )
+            tokens, logprobs, accepted = target.sample(accept, logits, at, tokens, q, proposed)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            chosen = target.twin(choose)(logits.squeeze(1), target.sampling)
+            chosen = target.sample(choose, logits.squeeze(1), last)
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
         # What is no text is overwritten before it is read. Of rows that are done nothing is read
@@ -445,7 +442,7 @@ class Speculator:
         """Captures, compiles and times the steps that the policy, and step() where a draft's cache
         is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
-        self.captures = target.captures and self.draft.captures
+        self.captures, self.penalized = self.captured()
         # They run over texts of two tokens, none of which is done.
         self.ends.fill_(target.max_seq_len)
         self.host_last = [1]
@@ -493,8 +490,14 @@ class Speculator:
         return min(times)
 
     def set_sampling(self, sampling: Sampling):
-        """For the steps from now on. Graphs stay: they read the values on the device."""
+        """For the steps from now on. Graphs stay, as they read the values on the device, unless
+        penalties come or go: without them a step has nothing of theirs."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
-        if self.captures != (self.target.captures and self.draft.captures):
+        if self.captured() != (self.captures, self.penalized):
             self.prepare()
+
+    def captured(self) -> tuple[bool, bool]:
+        """Whether steps are CUDA graphs, and whether these have penalties in them."""
+        captures = self.target.captures and self.draft.captures
+        return captures, captures and self.target.penalties is not None
