@@ -29,6 +29,7 @@ from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
+from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer
 from model import CACHES
 from speculative import SLACK, Speculator
@@ -396,6 +397,9 @@ class LLM:
         self.dtype = vet.find_dtype(options.dtype, self.device)
         opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(checkpoint)
         self.tokenizer.template_options = options.template_options or {}
+        self.recommended, said = read_sampling(self.checkpoint)
+        if said:
+            print(said, file=sys.stderr)
         length = options.max_seq_length
         self.context = self.checkpoint.config.context
         if length and length > self.context:
@@ -471,7 +475,7 @@ class LLM:
     def _sampling(self, options: Options) -> Sampling:
         """The options that were given, else generation_config.json's, else Sampling's defaults."""
         found = {}
-        for source in (self.checkpoint.generation, vars(options)):
+        for source in (self.recommended, vars(options)):
             for each in fields(Sampling):
                 if source.get(each.name) is not None:
                     found[each.name] = source[each.name]

@@ -170,6 +170,9 @@ def text_settings(hf: dict) -> dict:
     """Those of the language model, where config.json is of a model that also sees, and what missing
     keys stand for."""
     settings = hf | value_of(hf, "text_config", dict, {})
+    # As transformers' GenerationConfig.from_model_config().
+    ends = "bos_token_id", "eos_token_id"
+    settings |= {key: hf[key] for key in ends if hf.get(key) is not None}
     kind = value_of(settings, "model_type", str, None)
     kind = dict(gemma3="gemma3_text", mistral3="mistral").get(kind, kind)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)

@@ -13,14 +13,12 @@ import re
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from generate import Sampling
 from hub.checkpoint import (
     INDEX,
     MOST_TEXT,
@@ -34,6 +32,7 @@ from hub.checkpoint import (
     reading,
 )
 from hub.families import is_head
+from hub.generation import read_sampling
 from hub.tokenizer import MOST_TOKENIZER, Tokenizer
 from model import Config, KVCache
 
@@ -77,9 +76,7 @@ def open_checkpoint(
         )
     checkpoint = Checkpoint(directory)
     check_weights(checkpoint)
-    with reading(directory / "generation_config.json"):
-        given = {each.name: checkpoint.generation.get(each.name) for each in fields(Sampling)}
-        Sampling(**{name: value for name, value in given.items() if value is not None})
+    read_sampling(checkpoint)  # may raise
     return checkpoint, Tokenizer(checkpoint) if tokenizer else None
 
 

@@ -209,7 +209,7 @@ MISTAKES = [
     ("--temperature nan", "--temperature: got 'nan', want float from 0 to 100"),
     ("--temperature 200", "--temperature: got '200', want float from 0 to 100"),
     ("--temperature warm", "'warm'"),
-    ("--top-k x", "--top-k: got 'x', want int from 0 to inf"),
+    ("--top-k x", "--top-k: got 'x', want int from -1 to inf"),
     ("--seed 1.5", "--seed: got '1.5', want int from 0 to 9223372036854775807"),
     ("--quantize int5", "--quantize: invalid choice: 'int5' (choose from"),
     ("--num-samples 99999", "out of memory"),
