@@ -86,11 +86,16 @@ def read_sampling(checkpoint: Checkpoint) -> tuple[dict, str]:
             taken.append(f"top_p={found['top_p']} as greedy")
         if not value_of(file, "do_sample", bool, True):
             found["temperature"] = 0.0
-    inert = [
-        f"{key}={file[key]!r:.60}"
-        for key, neutral in INERT.items()
-        if file.get(key) not in (None, neutral)
-    ]
     said = [f"taken: {', '.join(taken)}"] if taken else []
-    said += [f"does nothing here: {', '.join(inert)}"] if inert else []
+    if without_effect := inert(file):
+        said.append(f"does nothing here: {', '.join(without_effect)}")
     return found, f"{path}: {'; '.join(said)}" if said else ""
+
+
+def inert(settings: dict) -> list[str]:
+    """Which of the settings would change a text in transformers and do nothing here."""
+    return [
+        f"{key}={settings[key]!r:.60}"
+        for key, neutral in INERT.items()
+        if settings.get(key) not in (None, neutral)
+    ]
