@@ -253,7 +253,8 @@ class Engine:
     Penalties go by history [B, L], the tokens by position, and begins [B], where each row's prompt
     ends. The history is written, while penalties are on, as the cache is: by what reads tokens,
     before they become visible. So drafts that were rejected and padding need no clean-up there,
-    either.
+    either. A text that goes on from the cache after penalties came on has its beginning from
+    llm.LLM.complete().
 
     fast/engine.py's FastEngine overrides compile(), set_sampling(), twin(), penalized(), slots(),
     columns() and capture()."""

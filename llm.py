@@ -638,6 +638,10 @@ class LLM:
         # With a budget all ranks must stop at the same step.
         agree = self.team.agree if budget else float
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
+        if start:  # penalties may be new, and want to know what is in the cache
+            cached = [completion.prompt_tokens[:start] for completion in completions[::samples]]
+            at = torch.arange(start, device=self.device)[None]
+            self.engine.remember(torch.tensor(cached, device=self.device), at)
         with vet.memory_advice(self.advice):
             for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
                 seconds = agree(time.perf_counter() - begun)

@@ -28,7 +28,7 @@ from helpers import (
     tiny,
     tiny_head,
 )
-from llm import LLM
+from llm import LLM, Completion
 from model import Transformer
 from test_speculative import check_counts
 
@@ -104,6 +104,23 @@ def test_a_text_that_goes_on_knows_its_beginning(prompts, drafted):
     more = [*text[-1:], 300, 301]
     found = run(engine, [more], 20, start=len(text) - 1)[0]
     assert found == by_loop(tiny(), text + more[1:], 20, PENALTIES[-1])
+
+
+@pytest.mark.parametrize("options", [{}, dict(draft=str(DRAFT), draft_tokens=3)])
+def test_penalties_may_come_in_the_middle_of_a_chat(prompts, options):
+    """What was read without them counts."""
+    llm = LLM(str(TINY), device="cpu", quiet=True, temperature=0, **options)
+    llm.prepare(1, 80)
+
+    def complete(tokens: list[int], start: int) -> list[int]:
+        answer = Completion("", tokens, llm.tokenizer, 20)
+        list(llm.complete([answer], start=start))
+        return answer.tokens
+
+    text = prompts[0] + complete(prompts[0], 0)
+    (llm.speculator or llm.engine).set_sampling(ALL)
+    more = [*text, 300, 301]
+    assert complete(more, len(text) - 1) == by_loop(tiny(), more, 20, PENALTIES[-1])
 
 
 @pytest.mark.parametrize("drafted", [False, True])
