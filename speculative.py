@@ -442,7 +442,7 @@ class Speculator:
         """Captures, compiles and times the steps that the policy, and step() where a draft's cache
         is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
-        self.captures, self.penalized = self.captured()
+        self.captures = target.captures and self.draft.captures
         # They run over texts of two tokens, none of which is done.
         self.ends.fill_(target.max_seq_len)
         self.host_last = [1]
@@ -459,6 +459,14 @@ class Speculator:
                 seconds[k] = self.measure(step)
             self.step_of[k] = step
         self.policy.begin(seconds, lengths)
+        self.steps_of = {target.penalties is not None: self.step_of}
+
+    def first_step(self, k: int):
+        """A step of k drafts for which there is no graph yet: it is made for the next ones."""
+        step = partial(self.speculate, k)
+        results = step()
+        self.step_of[k] = self.target.capture(step, results)
+        return results
 
     def lengths(self) -> list[int]:
         """The values of k that a step is made for: those of the policy for which the draft's cache
@@ -490,14 +498,13 @@ class Speculator:
         return min(times)
 
     def set_sampling(self, sampling: Sampling):
-        """For the steps from now on. Graphs stay, as they read the values on the device, unless
-        penalties come or go: without them a step has nothing of theirs."""
+        """For the steps from now on. Graphs stay: they read the values on the device. With penalties
+        there are others, made when they are first wanted: prepare() would write over a chat's
+        cache."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
-        if self.captured() != (self.captures, self.penalized):
+        if self.captures != (self.target.captures and self.draft.captures):
             self.prepare()
-
-    def captured(self) -> tuple[bool, bool]:
-        """Whether steps are CUDA graphs, and whether these have penalties in them."""
-        captures = self.target.captures and self.draft.captures
-        return captures, captures and self.target.penalties is not None
+        if self.captures:
+            new = {k: partial(self.first_step, k) for k in self.step_of}
+            self.step_of = self.steps_of.setdefault(self.target.penalties is not None, new)

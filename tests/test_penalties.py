@@ -2,12 +2,15 @@
 drafts, and captured."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from fast import engine as fast_engine
+from drafts import make_draft
+from drafts.policies import make_policy
 from fast import use_kernels
 from generate import Engine, Sampling, generate, probabilities
 from helpers import (
@@ -30,6 +33,7 @@ from helpers import (
 )
 from llm import LLM, Completion
 from model import Transformer
+from speculative import SLACK, Speculator
 from test_speculative import check_counts
 
 PENALTIES = (1.3, 0, 0), (1, 0.9, 0), (1, 0, -0.4), (1.2, -0.5, 0.7)
@@ -206,6 +210,35 @@ def test_kernels_sample_behind_the_penalties(prompts, monkeypatch):
         assert run(engine, prompts, 20) == plain != rows and len(made) == 2
         engine.set_sampling(GREEDY)
         assert run(engine, prompts, 20) == plain and len(made) == 2
+
+
+class Capturing(Engine):
+    """Whose graphs are none."""
+
+    captures = True
+
+    def capture(self, step, results):
+        self.made.append(step.args)
+        return step
+
+
+def test_graphs_with_penalties_are_made_when_they_are_wanted_and_leave_the_cache_alone(prompts):
+    """In a chat penalties may come and go between turns. There is a graph for each k with them and
+    one without."""
+    engine = partial(Capturing, batch_size=1, sampling=GREEDY)
+    engine.func.made = []
+    target = engine(tiny(), 120, spare=SLACK)
+    draft = make_draft(target, tiny(directory=DRAFT), engine)
+    made = Speculator(target, draft, make_policy("3"))
+    text = prompts[0] + run(made, prompts[:1], 10)[0]
+    for penalties in (PENALTIES[0], (1, 0, 0), PENALTIES[-1], (1, 0, 0)):
+        made.set_sampling(with_penalties(penalties))
+        found = run(made, [[text[-1], 300]], 10, start=len(text) - 1)[0]
+        text.append(300)
+        if penalties == (1, 0, 0):
+            assert found == run(Engine(tiny(), 120, 1, GREEDY), [text], 10)[0]
+        text += found
+    assert engine.func.made == [(3,)]
 
 
 @pytest.mark.gpu
