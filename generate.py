@@ -344,11 +344,11 @@ class Engine:
         return tokens, logprobs_of(logits, tokens), *more
 
     def penalized(self, logits: Tensor, at: Tensor) -> Tensor:
+        """penalize(), for sample()."""
         B, V = len(at), logits.shape[-1]
         of_rows = self.history[:B], self.begins[:B]
-        return penalize(logits.reshape(B, -1, V), at.reshape(B, -1), *of_rows, self.penalties).view(
-            logits.shape
-        )
+        found = penalize(logits.reshape(B, -1, V), at.reshape(B, -1), *of_rows, self.penalties)
+        return found.view(logits.shape)
 
     def columns(self) -> int:
         """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a
