@@ -15,6 +15,7 @@ stdout is one JSON object on one line.
 # This file is the plain engine: from tokens to tokens, with model.py and nothing else.
 #
 #     Sampling, probabilities(), draw(), choose()   the next token, from its logits
+#     penalize()                                    its logits, by the tokens before it
 #     prefill(), chunks(), decode_one_token()       the two ways to call the model
 #     Engine                                        a model with its cache, eager or compiled
 #     generate()                                    the loop
@@ -37,6 +38,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -81,17 +83,33 @@ class Sampling:
     and fast/ leaves sampling to this file wherever the rule is on."""
 
     temperature: float = option(0.8, "0: greedy, the likeliest token", 0, 100)
-    top_k: int = option(0, "draw from the K likeliest tokens; 0: off", 0)
-    # 0 would leave no token.
-    top_p: float = option(1.0, "draw from the likeliest that make up P; 1: off", 1e-6, 1)
+    top_k: int = option(0, "draw from the K likeliest tokens; 0 or -1: off", -1)
+    top_p: float = option(1.0, "draw from the likeliest that make up P; 1: off, 0: greedy", 0, 1)
     min_p: float = option(0.0, "drop what is less likely than P times the likeliest; 0: off", 0, 1)
+    repetition_penalty: float = option(
+        1.0, "above 1: tokens of the prompt and the text become less likely; 1: off", 0.01, 100
+    )
+    presence_penalty: float = option(
+        0.0, "taken from the logit of each token of the text, without the prompt; 0: off", -2, 2
+    )
+    frequency_penalty: float = option(
+        0.0, "the same, as many times as the text has the token; 0: off", -2, 2
+    )
 
     def __post_init__(self):
         check_limits(self)
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5  # it is to within rounding; a division by far less overflows
+        # So small, it is to within rounding; a division by far less overflows, and a top_p of 0
+        # would leave no token.
+        return self.temperature < 1e-5 or self.top_p < 1e-6
+
+    @property
+    def penalties(self) -> tuple[float, float, float] | None:
+        """Those of repetition, presence and frequency; None: all are off."""
+        found = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return None if found == (1, 0, 0) else found
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -140,7 +158,34 @@ def choose(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         tokens = logits.argmax(-1)
     else:
         tokens = draw(probabilities(logits, sampling), sampling)
-    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, logprobs_of(logits, tokens)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """logits [..., V], tokens [...] -> the tokens' log-probabilities [...]."""
+    return logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def penalize(
+    logits: Tensor, at: Tensor, history: Tensor, begins: Tensor, penalties: Tensor | tuple
+) -> Tensor:
+    """logits [B, T, V] behind the tokens at positions at [B, T] -> what tokens are drawn from, fp32.
+
+    history [B, L]: each row's tokens by position; begins [B]: where the prompt ends; penalties: as
+    Sampling has them. Repetition, of the prompt's tokens too, is transformers' (arXiv 1909.05858);
+    presence and frequency, of the others alone, are those of OpenAI's API and of vLLM."""
+    repetition, presence, frequency = penalties
+    place = torch.arange(history.shape[1], device=history.device)
+    before = place <= at[:, :, None]  # [B, T, L]
+    made = before & (place >= begins[:, None, None])
+    tokens = history[:, None].expand_as(before)
+    logits = logits.float()
+    zeros = torch.zeros_like(logits)
+    seen = zeros.scatter_add(-1, tokens, before.float()) > 0  # [B, T, V]
+    count = zeros.scatter_add(-1, tokens, made.float())
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - presence * (count > 0) - frequency * count
 
 
 # Prefill and decode
@@ -152,6 +197,7 @@ def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
     logits, end = None, start
     for tokens, positions, last, is_last in chunks(prompts, start, engine.columns(), engine.device):
         end += tokens.shape[1]
+        engine.remember(tokens, positions)
         found = engine.model(tokens, positions, engine.slots(end), last)
         # A prompt's logits are those of the piece that has its last token.
         logits = found if logits is None else torch.where(is_last[:, None], found, logits)
@@ -184,12 +230,12 @@ def decode_one_token(
     positions: Tensor,
     slots: Tensor,
     choose: Callable,
-    sampling: Sampling | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B]. In place,
-    tokens become the next ones, and positions go up by one."""
+    """tokens, positions [B] -> the next tokens [B] and their log-probabilities [B], which
+    choose(logits [B, V], positions) gives. In place, tokens become the next ones, and positions go
+    up by one."""
     logits = model(tokens[:, None], positions[:, None], slots).squeeze(1)  # [B, V]
-    chosen, logprobs = choose(logits, sampling)
+    chosen, logprobs = choose(logits, positions)
     tokens.copy_(chosen)
     positions += 1
     return chosen, logprobs
@@ -207,6 +253,12 @@ class Engine:
     self.model reads prompts: model(tokens, positions, slots, last). self.forward decodes and
     verifies: forward(tokens [B, T], positions [B, T], slots) -> logits [B, T, V]. Eager, both are
     the model; compiled, forward is the model as a CUDA graph of torch.compile.
+
+    Penalties go by history [B, L], the tokens by position, and begins [B], where each row's prompt
+    ends. The history is written, while penalties are on, as the cache is: by what reads tokens,
+    before they become visible. So drafts that were rejected and padding need no clean-up there,
+    either. A text that goes on from the cache after penalties came on has its beginning from
+    llm.LLM.complete().
 
     fast/engine.py's FastEngine overrides what kernels change."""
 
@@ -233,6 +285,8 @@ class Engine:
         model.setup(max_seq_len, batch_size, features, cache, behind)
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
+        self.begins = torch.zeros_like(self.tokens)
+        self.history = self.tokens.new_zeros(batch_size, len(model.slots))
         self.compiled = compile
         if compile:
             self.compile()
@@ -267,11 +321,39 @@ class Engine:
         code, and kernels read the values on the device. But where kernels know a value no longer,
         such as a field of your own, the forward is compiled, once, for the sampling beside it."""
         self.sampling = sampling
+        self.penalties = sampling.penalties
 
     def twin(self, function: Callable) -> Callable:
         """What runs in the place of a function of this file, or of speculative.py, whose last
         argument is the sampling: here itself."""
         return function
+
+    def read(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """forward(), for a text's own tokens."""
+        self.remember(tokens, positions)
+        return self.forward(tokens, positions, slots)
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        """tokens [B, T] that are read at positions [B, T] or [1, T]."""
+        if self.penalties is not None:
+            self.history[: len(tokens)].scatter_(1, positions.expand_as(tokens), tokens)
+
+    def sample(self, function: Callable, logits: Tensor, at: Tensor, *given) -> tuple[Tensor, ...]:
+        """What choose() gives or, function, speculative.accept(): tokens, log-probabilities, and
+        more. The logits [B, V] or [B, T, V] are behind the tokens at positions at [B] or [B, T].
+        given: what function takes beside logits and sampling."""
+        function = self.twin(function)
+        if self.penalties is None:
+            return function(logits, *given, self.sampling)
+        tokens, _, *more = function(self.penalized(logits, at), *given, self.sampling)
+        return tokens, logprobs_of(logits, tokens), *more
+
+    def penalized(self, logits: Tensor, at: Tensor) -> Tensor:
+        """penalize(), for sample()."""
+        B, V = len(at), logits.shape[-1]
+        of_rows = self.history[:B], self.begins[:B]
+        found = penalize(logits.reshape(B, -1, V), at.reshape(B, -1), *of_rows, self.penalties)
+        return found.view(logits.shape)
 
     def columns(self) -> int:
         """A prompt is filled up to a multiple of this. dynamic=True would compile once more for a
@@ -302,8 +384,11 @@ class Engine:
         if samples > 1:
             rows = [row for row in range(len(prompts)) for _ in range(samples)]
             self.model.arrange_rows(rows, start + max(map(len, prompts)))
+            self.history[: len(rows)] = self.history[rows]
             logits = logits.repeat_interleave(samples, dim=0)
-        return self.twin(choose)(logits, self.sampling)
+        lengths = [start + len(prompt) for prompt in prompts for _ in range(samples)]
+        self.begins[: len(lengths)] = torch.tensor(lengths)
+        return self.sample(choose, logits, self.begins[: len(lengths)] - 1)
 
     def begin(
         self, prompts: list[list[int]], new_tokens: int, start: int, samples: int
@@ -311,15 +396,14 @@ class Engine:
         """prefill(), and makes step() ready for the new_tokens - 1 tokens that follow."""
         chosen, logprobs = self.prefill(prompts, start, samples)
         used = len(chosen)
-        lengths = [start + len(prompt) for prompt in prompts for _ in range(samples)]
         self.tokens[:used] = chosen
         self.positions.zero_()
-        self.positions[:used] = torch.tensor(lengths)
+        self.positions[:used] = self.begins[:used]
         # Eager, the rows that are not in use are left out. A CUDA graph wants the same tensors each
         # time.
         rows = slice(None if self.compiled else used)
         self.state = self.tokens[rows], self.positions[rows]
-        self.length = max(lengths)
+        self.length = start + max(map(len, prompts))
         self.end = self.length + new_tokens - 1
         return chosen, logprobs
 
@@ -335,7 +419,7 @@ class Engine:
 
     def decode(self) -> tuple[Tensor, Tensor]:
         slots = self.slots(self.length)
-        return decode_one_token(self.forward, *self.state, slots, self.twin(choose), self.sampling)
+        return decode_one_token(self.read, *self.state, slots, partial(self.sample, choose))
 
     def receive(self, tokens: Tensor, logprobs: Tensor) -> list[list[tuple[int, float]]]:
         """A step's tensors, now on the host -> the new tokens of each row and their

@@ -31,6 +31,7 @@ from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
 from hub.families import contexts
+from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer, text_of
 from model import CACHES
 from quantize import DEFAULT_GROUP
@@ -456,6 +457,9 @@ class LLM:
         self.dtype = vet.find_dtype(options.dtype, self.device)
         opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(checkpoint)
         self.tokenizer.template_options = options.template_options or {}
+        self.recommended, said = read_sampling(self.checkpoint)
+        if said:
+            print(said, file=sys.stderr)
         length = options.max_seq_length
         self.context = self.checkpoint.config.context
         reach = contexts(self.checkpoint.hf)[1]
@@ -564,7 +568,7 @@ class LLM:
     def _sampling(self, options: Options) -> Sampling:
         """The options that were given, else generation_config.json's, else Sampling's defaults."""
         found = {}
-        for source in (self.checkpoint.generation, vars(options)):
+        for source in (self.recommended, vars(options)):
             for each in fields(Sampling):
                 if source.get(each.name) is not None:
                     found[each.name] = source[each.name]
@@ -738,6 +742,10 @@ class LLM:
         # With a budget all ranks must stop at the same step.
         agree = self.team.agree if budget else float
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
+        if start:  # penalties may be new, and want to know what is in the cache
+            cached = [completion.prompt_tokens[:start] for completion in completions[::samples]]
+            at = torch.arange(start, device=self.device)[None]
+            self.engine.remember(torch.tensor(cached, device=self.device), at)
         with vet.memory_advice(self.advice):
             for rows in generate(self.speculator or self.engine, prompts, limit, start, samples):
                 seconds = agree(time.perf_counter() - begun)

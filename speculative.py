@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from generate import Sampling, choose, draw, probabilities
+from generate import Sampling, choose, draw, logprobs_of, probabilities
 
 # Slots beyond a text's limit: its last step may draft across the limit, and so may the step in
 # flight, of which the host has not heard. Two steps of up to 33 tokens are 66; 72 is the next
@@ -71,8 +71,7 @@ def accept(logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, sampling
     # All zero: p and q differ by rounding only.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     tokens = F.pad(drafted, (0, 1)).scatter(1, accepted[:, None], draw(residual, sampling)[:, None])
-    logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return tokens, logprobs, accepted
+    return tokens, logprobs_of(logits, tokens), accepted
 
 
 def choose_draft(logits: Tensor, vocab_size: int, sampling: Sampling):
@@ -395,13 +394,11 @@ class Speculator:
         if k:
             drafted, q, proposed = self.draft.propose(self.text, last, k, n_slots)
             tokens = torch.cat([tokens, drafted], dim=1)
-        logits = target.forward(tokens, at, target.slots(n_slots))
+        logits = target.read(tokens, at, target.slots(n_slots))
         if k:
-            tokens, logprobs, accepted = target.twin(accept)(
-                logits, tokens, q, proposed, target.sampling
-            )
+            tokens, logprobs, accepted = target.sample(accept, logits, at, tokens, q, proposed)
         else:  # with accept() here, too, a useless draft cost the bundled model 11 to 20% on a CPU
-            chosen = target.twin(choose)(logits.squeeze(1), target.sampling)
+            chosen = target.sample(choose, logits.squeeze(1), last)
             tokens, logprobs = (each[:, None] for each in chosen)
             accepted = proposed = torch.zeros_like(last)
         # What is no text is overwritten before it is read. Of rows that are done nothing is read
@@ -468,6 +465,14 @@ class Speculator:
                 seconds[k] = self.measure(step)
             self.step_of[k] = step
         self.policy.begin(seconds, lengths)
+        self.steps_of = {target.penalties is not None: self.step_of}
+
+    def first_step(self, k: int):
+        """A step of k drafts for which there is no graph yet: it is made for the next ones."""
+        step = partial(self.speculate, k)
+        results = step()
+        self.step_of[k] = self.target.capture(step, results)
+        return results
 
     def lengths(self) -> list[int]:
         """The values of k that a step is made for: those of the policy for which the draft's cache
@@ -501,9 +506,13 @@ class Speculator:
         return min(times)
 
     def set_sampling(self, sampling: Sampling):
-        """For the steps from now on. Graphs stay, as they read the values on the device, unless
-        kernels do not know a value."""
+        """For the steps from now on. Graphs stay, as they read the values on the device. With penalties
+        there are others, made when they are first wanted: prepare() would write over a chat's
+        cache. It runs where kernels begin to know a value, or no longer do."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
         if self.captures != (self.target.captures and self.draft.captures):
             self.prepare()
+        if self.captures:
+            new = {k: partial(self.first_step, k) for k in self.step_of}
+            self.step_of = self.steps_of.setdefault(self.target.penalties is not None, new)

@@ -38,21 +38,29 @@ class FastEngine(Engine):
         self.decoder = self.fast.decoder if self.fast else self.model
         self.kernels = bool(self.fast and self.fast.kernels)
         self.compiled_decoder = self.compile_whole(self.decoder)
-        self.settings = torch.zeros(4, device=self.device)  # the kernels' values of Sampling
-        self.graph = self.pool = None
+        self.settings = torch.zeros(7, device=self.device)  # the kernels' values of Sampling
+        self.graphs = {}  # of a step, with penalties and without
+        self.pool = None
 
     def set_sampling(self, sampling: Sampling) -> None:
+        super().set_sampling(sampling)
         values = self.fast.settings(sampling) if self.kernels else None
         self.captures = values is not None
+        self.forward = self.decoder if self.captures else self.compiled_decoder
         if self.captures:
             self.settings.copy_(values)
-            self.sampling, self.forward = self.settings, self.decoder
-        else:
-            self.sampling, self.forward = sampling, self.compiled_decoder
+            self.sampling = self.settings
+            if self.penalties is not None:
+                self.penalties = self.settings[4:]
 
     def twin(self, function: Callable) -> Callable:
         """The function of that name in fast/sampling.py, while kernels sample."""
         return getattr(self.fast, function.__name__) if self.captures else function
+
+    def penalized(self, logits: Tensor, at: Tensor) -> Tensor:
+        """Rounded to what kernels read, while they sample."""
+        found = super().penalized(logits, at)
+        return found.type_as(logits) if self.captures else found
 
     def slots(self, n: int) -> Tensor:
         """Empty with kernels: they find the slots in use by themselves, also those that are in the
@@ -65,15 +73,16 @@ class FastEngine(Engine):
         torch.compile would trace all layers to record the same launches: Llama-2-7B would be ready
         in 17 s with empty caches and in 6 with full ones, captured it is in 8.5 and 2.6 (H200). The
         graph has no arguments: it reads tokens, positions and settings where they are, and changes
-        the first two there."""
+        the first two there. With penalties it is another one."""
         if not self.captures:
             return super().decode()
-        if self.graph:
-            return self.graph()
-        parts = self.forward, *self.state, self.slots(0), self.twin(choose), self.sampling
+        penalized = self.penalties is not None
+        if penalized in self.graphs:
+            return self.graphs[penalized]()
+        parts = self.read, *self.state, self.slots(0), partial(self.sample, choose)
         step = partial(decode_one_token, *parts)
         chosen = step()
-        self.graph = self.capture(step, chosen)
+        self.graphs[penalized] = self.capture(step, chosen)
         return chosen
 
     def capture(self, step: Callable, results: tuple[Tensor, ...]) -> Callable:

@@ -44,7 +44,15 @@ KNOWN = {
     LayerConfig: {"window", "rope", "moe"},
     Rope: {"frequencies", "scale", "original", "long", "q_growth"},
     MoEConfig: {"n_expert", "n_chosen", "ffn_dim", "normalize", "bias", "clamp"},
-    Sampling: {"temperature", "top_k", "top_p", "min_p"},
+    Sampling: {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    },
 }
 
 

@@ -1,9 +1,10 @@
 """
 Kernels of sampling and of speculative acceptance: no sort, and the host waits for nothing.
 
-The kernels read the settings from a tensor on the GPU: fp32 [4] with temperature, top-k, top-p and
-min-p. So a CUDA graph serves all settings. sample() launches its kernels always, and those that the
-settings do not want return at once:
+The kernels read the settings from a tensor on the GPU: fp32 [7] with temperature, top-k, top-p and
+min-p. So a CUDA graph serves all settings. Behind them stand Sampling.penalties, which
+generate.penalize() reads before the kernels. sample() launches its kernels always, and those that
+the settings do not want return at once:
 
     histogram_kernel     twice, for top-k alone
     choose_kernel        temperature and top-k: many programs for each row
@@ -40,15 +41,15 @@ from quantize import say_once
 
 
 def make_settings(sampling: Sampling, device: torch.device) -> Tensor | None:
-    """What the kernels read: fp32 [4]. None, and a line on stderr, where a field that they do not
+    """What the kernels read: fp32 [7]. None, and a line on stderr, where a field that they do not
     know has another value than its default."""
     if unknown := unknown_values(sampling):
         say_once(f"plain PyTorch samples: fast/ does not know {', '.join(unknown)}")
         return None
     temperature = 0.0 if sampling.greedy else sampling.temperature
-    return torch.tensor(
-        [temperature, sampling.top_k, sampling.top_p, sampling.min_p], device=device
-    )
+    cuts = max(sampling.top_k, 0), sampling.top_p, sampling.min_p
+    penalties = sampling.penalties or (1, 0, 0)
+    return torch.tensor([temperature, *cuts, *penalties], dtype=torch.float32, device=device)
 
 
 @jit

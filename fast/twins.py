@@ -151,7 +151,7 @@ def plain_distribute(
     logits: Tensor, noise: Tensor | None, settings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of distribute()."""
-    temperature, top_k, top_p, min_p = settings.tolist()
+    temperature, top_k, top_p, min_p = settings[:4].tolist()
     logits = logits.float()
     probs = probabilities(logits, Sampling(temperature, int(top_k), top_p, min_p))
     return probs, logits.logsumexp(-1), (probs if noise is None else probs / noise).argmax(-1)

@@ -310,6 +310,9 @@ def text_settings(hf: dict) -> dict:
         else:
             tied = value_of(hf, "tie_word_embeddings", bool, tied)
         settings = {key: hf[key] for key in OF_THE_WHOLE if key in hf} | text
+        # As transformers' GenerationConfig.from_model_config().
+        ends = "bos_token_id", "eos_token_id"
+        settings |= {key: hf[key] for key in ends if hf.get(key) is not None}
         settings |= dict(tie_word_embeddings=tied)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     # gpt-oss has the biases that are in no other family.

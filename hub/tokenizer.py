@@ -186,11 +186,13 @@ class Tokenizer:
                 self.check("eos_token_id", ids[-1:])
             if self.add_bos:
                 self.check("bos_token_id", [self.bos])
-        for file, found in ("config", checkpoint.hf), ("generation_config", checkpoint.generation):
+        for file, found in ("generation_config", checkpoint.generation), ("config", checkpoint.hf):
             with reading(directory / f"{file}.json"):
                 ends = read_ends(found)
                 self.check("eos_token_id", ends)
-            ids += ends
+            if ends:  # they take the place of config.json's
+                break
+        ids += ends
         self.stops = {*ids} - {None}
         parts = {self.backend.id(text): text for text in PARTS}
         self.parts = {} if None in parts else parts  # those tokens, of a model that has them all
@@ -322,10 +324,11 @@ def any_of(texts: Iterable[str]) -> str:
     return "|".join(map(re.escape, longest_first)) or "(?!)"
 
 
-def read_ends(settings: dict) -> list[int | None]:
+def read_ends(settings: dict) -> list[int]:
     """eos_token_id of a JSON file: a token, a list of tokens, or nothing."""
     ids = settings.get("eos_token_id")
-    return ids if isinstance(ids, list) else [ids]
+    ids = ids if isinstance(ids, list) else [ids]
+    return [i for i in ids if i is not None]
 
 
 class Tokens(NamedTuple):

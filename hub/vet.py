@@ -13,13 +13,11 @@ import re
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 
-from generate import Sampling
 from hub.checkpoint import (
     INDEX,
     LAYOUT,
@@ -28,10 +26,10 @@ from hub.checkpoint import (
     hf_weights,
     instead_of,
     read_json,
-    reading,
     what_is,
 )
 from hub.families import is_head
+from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer
 from model import Config, KVCache
 
@@ -71,9 +69,7 @@ def open_checkpoint(
     checkpoint = Checkpoint(directory)
     if not checkpoint.paths:  # a file of weights that is not there, or not whole, raises
         raise ValueError(f"{directory}: no tensors in its files; fetch the checkpoint again")
-    with reading(directory / "generation_config.json"):
-        given = {each.name: checkpoint.generation.get(each.name) for each in fields(Sampling)}
-        Sampling(**{name: value for name, value in given.items() if value is not None})
+    read_sampling(checkpoint)  # may raise
     return checkpoint, Tokenizer(checkpoint) if tokenizer else None
 
 

@@ -7,10 +7,10 @@ Shapes: P contexts, n choices of each, T tokens of the longest choice, V vocabul
 """
 
 if __name__ == "__main__":
-    print(f"No command: scripts/evaluate.py --tasks runs this.\n{__doc__}")
-    raise SystemExit
+    raise SystemExit("tasks.py: pip install lm_eval, then scripts/evaluate.py --tasks runs this")
 
 from collections import defaultdict
+from dataclasses import fields
 from itertools import groupby
 
 import torch
@@ -19,6 +19,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from generate import Sampling
+from hub.generation import inert
 from llm import Completion
 from model import KVCache
 
@@ -57,6 +59,12 @@ class Harness(TemplateLM):
         decoding gives."""
         choices, results = defaultdict(list), {}  # context -> its continuations and their places
         for place, (_, context, continuation) in enumerate(requests):
+            n, most = len(continuation), self.llm.context
+            if not context or not 0 < n <= most:
+                raise ValueError(
+                    f"a task asks for {n} tokens behind {len(context)}: want 1 to {most}, the "
+                    "model's context, behind 1 at least; leave the task out"
+                )
             context = [*context, *continuation][
                 -self.llm.context - 1 : -len(continuation)
             ]  # the last one is not read
@@ -124,17 +132,33 @@ class Harness(TemplateLM):
             totals[place] += total
         return totals
 
+    def settings(self, given: dict):
+        """A task's generation_kwargs -> how many tokens at most, what ends a text, llm.Options.
+        ValueError for what the harness refuses, too, and for what it does and we do not."""
+        settings = normalize_gen_kwargs(given, 256)
+        limit, most = settings["max_gen_toks"], self.llm.context
+        if not 0 < limit < most:
+            raise ValueError(
+                f"max_gen_toks={limit}: want 1 to {most - 1}, as the model's context is {most}; "
+                "set it in the task's generation_kwargs"
+            )
+        if unknown := inert(settings):
+            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not done here")
+        wanted = {each.name: settings.get(each.name) for each in fields(Sampling)}
+        wanted["temperature"] = wanted["temperature"] if settings["do_sample"] else 0.0
+        return limit, list(filter(None, settings["until"])), self.llm._options(wanted)
+
     def generate_until(self, requests: list, **_) -> list[str]:
         kinds, texts = defaultdict(list), {}
         for place, request in enumerate(requests):
-            kinds[repr(request.args[1])].append((self.tok_encode(request.args[0]), place))
+            tokens = self.tok_encode(request.args[0]) or [self.prefix_token_id]
+            kinds[repr(request.args[1])].append((tokens, place))
+        # All of them, before the first text is generated.
+        how = [self.settings(requests[items[0][1]].args[1]) for items in kinds.values()]
         with tqdm(
             total=len(requests), desc="generate_until", disable=self.llm.team.rank > 0
         ) as bar:
-            for items in kinds.values():
-                settings = normalize_gen_kwargs(requests[items[0][1]].args[1], 256)
-                limit, stops = settings["max_gen_toks"], list(filter(None, settings["until"]))
-                options = self.llm._options(dict(temperature=settings["temperature"]))
+            for items, (limit, stops, options) in zip(kinds.values(), how):
                 items.sort(key=lambda item: -len(item[0]))
                 # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads
                 # all weights.

@@ -145,6 +145,24 @@ def absent(words: str, text: str) -> list[str]:
     return [word for word in words.split() if word not in text]
 
 
+def penalized(
+    logits: Tensor,
+    prompt: list[int],
+    made: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> Tensor:
+    """logits [V] behind these tokens, token by token in float64."""
+    logits = logits.double().clone()
+    for token in {*prompt, *made}:
+        x = logits[token].item()
+        logits[token] = x / repetition if x > 0 else x * repetition
+    for token in {*made}:
+        logits[token] -= presence + frequency * made.count(token)
+    return logits
+
+
 # Models
 
 

@@ -68,7 +68,8 @@ def test_an_engine_used_by_hand_keeps_no_gradients():
     assert not any(tensor.requires_grad for tensor in results + caches)
 
 
-SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), GREEDY
+PENALIZED = Sampling(0.9, 50, 1, 0, 1.3, 0.5, 0.4)
+SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), PENALIZED, GREEDY
 
 
 def same_for_all(eager: Engine, compiled: Engine, monkeypatch) -> None:

@@ -17,8 +17,8 @@ from fast.sampling import (
     sample,
 )
 from llm import CallOptions
-from helpers import error, on_each_device
-from generate import Sampling, choose, draw, probabilities
+from helpers import error, on_each_device, penalized
+from generate import Sampling, choose, draw, penalize, probabilities
 from speculative import accept, choose_draft
 
 
@@ -26,9 +26,12 @@ from speculative import accept, choose_draft
     "name, good, bad",
     [
         ("temperature", [0, 0.5, 100], [-0.1, 100.5, math.nan]),
-        ("top_k", [0, 7, 10**12], [-1, 0.5]),
-        ("top_p", [1e-6, 0.5, 1], [0, 1e-46, 1.5, math.nan]),
+        ("top_k", [-1, 0, 7, 10**12], [-2, 0.5]),
+        ("top_p", [0, 1e-46, 0.5, 1], [-0.1, 1.5, math.nan]),
         ("min_p", [0, 0.05, 1], [-0.1, 1.5, math.nan]),
+        ("repetition_penalty", [0.01, 1, 1.3, 100], [0, -1.3, 101, math.nan]),
+        ("presence_penalty", [-2, 0, 1.5, 2], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2, 0, 1.5, 2], [-2.1, 2.1, math.nan]),
     ],
 )
 def test_files_and_options_have_the_same_limits(name, good, bad):
@@ -44,6 +47,9 @@ SAMPLINGS = [
     Sampling(0.0),
     Sampling(0.0, 3, 0.5, 0.5),
     Sampling(0.8),
+    Sampling(0.8, 0, 0.0),
+    Sampling(0.8, -1, 1e-46),
+    Sampling(0.7, -1),
     Sampling(0.7, 3),
     Sampling(0.7, 1),
     Sampling(0.7, 200),
@@ -108,6 +114,43 @@ def test_probabilities_and_the_sampling_kernels(device, V, sampling):
     assert chosen.equal(tokens)
     ref = logits.double().gather(-1, chosen[:, None])[:, 0] - logsumexp
     torch.testing.assert_close(logprobs.double(), ref, rtol=0, atol=1e-4)
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("penalties", [(1.4, 0, 0), (0.7, 0, 0), (1, 0.7, 0), (1, -0.3, 1.1)])
+def test_penalties_are_those_of_a_loop(penalties, dtype, device):
+    """Of rows of several tokens, as verification has them. What lies behind a token, of a draft that
+    was rejected, does not count."""
+    B, T, L, V = 5, 3, 29, 13
+    logits = (3 * torch.randn(B, T, V)).to(dtype)
+    logits[0, 0, :3] = torch.tensor([0.0, -math.inf, math.inf])
+    history, at = torch.randint(V, (B, L)), torch.randint(L - T, (B, 1)) + torch.arange(T)
+    begins = torch.randint(1, L, (B,))
+    expected = logits.double()
+    for b, t in ((b, t) for b in range(B) for t in range(T)):
+        text = history[b, : at[b, t] + 1].tolist()
+        expected[b, t] = penalized(expected[b, t], text[: begins[b]], text[begins[b] :], *penalties)
+    given = (each.to(device) for each in (logits, at, history, begins))
+    found = penalize(*given, Sampling(0.8, 0, 1, 0, *penalties).penalties)
+    assert found.dtype == torch.float32 and logits.double().ne(expected).any()
+    assert torch.allclose(found.cpu().double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "penalty, expected",
+    [
+        (1.3, [1.538461566, -1.949999928, 0.75, 3.076923132, -0.25, 0.0, -3.899999857, 1.0]),
+        (0.8, [2.5, -1.200000048, 0.75, 5.0, -0.25, 0.0, -2.400000095, 1.0]),
+    ],
+)
+def test_repetition_is_that_of_transformers(penalty, expected):
+    """Of RepetitionPenaltyLogitsProcessor, for the tokens 3 1 3 0 6; all are the prompt's or none."""
+    logits = torch.tensor([[[2.0, -1.5, 0.75, 4.0, -0.25, 0.0, -3.0, 1.0]]])
+    history, at = torch.tensor([[3, 1, 3, 0, 6, 7, 7]]), torch.tensor([[4]])
+    for begins in (1, 5):
+        found = penalize(logits, at, history, torch.tensor([begins]), (penalty, 0.0, 0.0))
+        assert torch.allclose(found, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def seeded(seed: int, function: Callable, *args):

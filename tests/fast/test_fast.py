@@ -168,7 +168,7 @@ def test_a_new_field_of_sampling_turns_the_sampling_kernels_off_by_its_value_and
 ):
     fast, sampling = use_kernels(model), Sampling(0.7, 50, 0.9, 0.1)
     known, other = (with_field(sampling, "typical", value) for value in (None, 0.5))
-    expected = torch.tensor([0.7, 50, 0.9, 0.1])
+    expected = torch.tensor([0.7, 50, 0.9, 0.1, 1, 0, 0])
     assert fast.settings(known).equal(expected)
     assert fast.settings(other) is fast.settings(other) is None
     assert (

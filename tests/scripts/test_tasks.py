@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from generate import Sampling
 from llm import LLM
-from helpers import DRAFT, TINY, logits_of
+from helpers import DRAFT, ROOT, TINY, absent, ended, logits_of, refusal
 from scripts import evaluate
 
 OPENINGS = [
@@ -31,9 +32,12 @@ def windows(tokens: list[int], prefix: int, max_seq_len: int, context_len: int):
 @pytest.fixture
 def harness(monkeypatch):
     """scripts.tasks.Harness over what it needs of the harness."""
-    normalize = lambda settings, limit: (
-        dict(max_gen_toks=limit, until=[], temperature=0.0) | settings
-    )
+
+    def normalize(settings, limit):
+        """As lm_eval 0.4.13, which leaves out a temperature that nobody gave."""
+        found = dict(max_gen_toks=limit, until=[], do_sample=bool(settings.get("temperature")))
+        return found | settings
+
     manager = SimpleNamespace(all_tasks=["task"])
     modules = {
         "lm_eval.tasks": dict(TaskManager=lambda include_path: manager),
@@ -123,6 +127,77 @@ def test_generated_texts_are_those_of_each_prompt_alone(harness, draft):
     found = harness.generate_until(requests)
     assert [text.lstrip() for text in found] == [completion.text.lstrip() for completion in alone]
     assert sum(map(bool, found)) > 9
+
+
+@pytest.mark.parametrize("n", [0, 513, 600])
+def test_a_continuation_that_is_empty_or_too_long_is_refused(harness, n):
+    """As lm_eval's HFLM, whose assertions want 1 token to 512, the model's context. One of 512
+    leaves room for one token before it."""
+    context, whole = harness.tok_encode(OPENINGS[0]), [7] * 512
+    said = refusal(harness._loglikelihood_tokens, [(None, context, [7]), (None, context, [7] * n)])
+    assert absent(f"{n} tokens 1 to 512", said) == []
+    assert "7 tokens behind 0" in refusal(harness._loglikelihood_tokens, [(None, [], [7] * 7)])
+    [(total, _)] = harness._loglikelihood_tokens([(None, context, whole)])
+    expected = plain_score(harness.llm, context[-1:], whole)[0]
+    assert total == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(max_gen_toks=512), "max_gen_toks=512: 1 to 511 512"),
+        (dict(max_gen_toks=10**6), "max_gen_toks=1000000: 1 to 511"),
+        (dict(max_gen_toks=0), "max_gen_toks=0: 1 to 511"),
+        (dict(max_gen_toks=-1), "max_gen_toks=-1: 1 to 511"),
+        (dict(num_beams=4, max_gen_toks=9), "num_beams=4"),
+        (dict(top_p=7.0, max_gen_toks=9), "top_p=7.0"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_before_anything_is(harness, given, words):
+    """HFLM asserts that max_gen_toks is less than the context."""
+    harness.llm._steps = Mock(side_effect=AssertionError)
+    asked = [(OPENINGS[0], dict(max_gen_toks=5)), (OPENINGS[1], given)]
+    said = refusal(harness.generate_until, [SimpleNamespace(args=args) for args in asked])
+    assert absent(words, said) == []
+
+
+def test_of_a_prompt_the_end_is_kept_and_an_empty_one_begins_a_text(harness):
+    """HFLM cuts a prompt from the left, to the context less max_gen_toks."""
+    read, steps = [], harness.llm._steps
+    harness.llm._steps = lambda done, options: read.extend(done) or steps(done, options)
+    text = "One day Tom ran. " * 90
+    tokens = harness.tok_encode(text)
+    limits = 1, 500, 511
+    asked = [SimpleNamespace(args=(text, dict(max_gen_toks=limit))) for limit in limits]
+    harness.generate_until(asked)
+    assert [each.prompt_tokens for each in read] == [tokens[-(512 - limit) :] for limit in limits]
+    harness.tok_encode = lambda text: []
+    harness.generate_until([SimpleNamespace(args=("", dict(max_gen_toks=5)))])
+    assert read[-1].prompt_tokens == [harness.prefix_token_id]
+
+
+def test_a_tasks_own_sampling_reaches_the_model(harness):
+    """Without do_sample a text is greedy, whatever else is said."""
+    told = []
+    harness.llm._steps = lambda done, options: told.append(harness.llm._sampling(options)) or ()
+    for given in (
+        dict(until=["."]),
+        dict(do_sample=False, temperature=0.7),
+        dict(do_sample=True, temperature=0.7, top_k=9, repetition_penalty=1.3),
+    ):
+        harness.generate_until([SimpleNamespace(args=(OPENINGS[0], given))])
+    # top_p is the checkpoint's.
+    assert told == [
+        Sampling(0.0, 0, 0.9),
+        Sampling(0.0, 0, 0.9),
+        Sampling(0.7, 9, 0.9, repetition_penalty=1.3),
+    ]
+
+
+def test_the_file_alone_says_in_one_line_what_to_install():
+    done = ended((sys.executable, "scripts/tasks.py"), cwd=ROOT)
+    assert done.returncode and done.stdout == "" and done.stderr.count("\n") == 1
+    assert absent("pip install lm_eval scripts/evaluate.py --tasks", done.stderr) == []
 
 
 def test_all_ranks_have_rank_0s_results(harness, monkeypatch):
