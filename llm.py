@@ -30,6 +30,7 @@ from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
 from hub import formats, vet
+from hub.checkpoint import reading
 from hub.families import contexts
 from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer, text_of
@@ -117,7 +118,7 @@ def check_tools(tools):
             f"tools={tools!r:.60}: want a list of JSON schemas, [{{'type': 'function', "
             "'function': {'name': ..., 'parameters': ...}}, ...]"
         )
-    with vet.reading("tools"):
+    with reading("tools"):
         json.dumps(tools)
 
 
@@ -187,7 +188,7 @@ class Options(CallOptions):
             )
         if "messages" in values:
             raise ValueError("template_options: messages are what a call is given, no option")
-        with vet.reading("template_options"):
+        with reading("template_options"):
             json.dumps(values)
             check_tools(values.get("tools"))
         if self.group_size and not self.quantize:
@@ -379,7 +380,7 @@ def encode(
     prompt: str | list[dict], tools: list[dict] | None, tokenizer: Tokenizer
 ) -> tuple[str, list[int]]:
     """A text, or a chat's last message, and the tokens of all."""
-    with vet.reading("a prompt"):
+    with reading("a prompt"):
         # Raises for half of a character: a command line that is not UTF-8.
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
         if isinstance(prompt, str):

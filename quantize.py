@@ -71,7 +71,7 @@ def from_e8m0(scales: Tensor):
 class Codes:
     """What the codes of a weight stand for: a weight is (decode(q) - zero) * scale.
 
-    Your own kind of codes is two places, the second for --quantize:
+    Your own kind of codes, if they are whole numbers, is two places, the second for --quantize:
 
         # quantize.py, below: CODES = {
         INT2 = Codes("int2", 2, 2, from_numbers, from_numbers)
@@ -324,7 +324,10 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = No
     """w [..., G], fp32 -> scale and zero [..., 1] of the range that spans the weights and 0.
 
     widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
-    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read."""
+    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read. ValueError for
+    codes that are no whole numbers."""
+    if codes.decode is not from_numbers:
+        raise ValueError(f"{codes.name}: only codes that are whole numbers are rounded to")
     top = 2**codes.bits - 1
     low = w.amin(-1, keepdim=True).clamp(max=0)
     high = w.amax(-1, keepdim=True).clamp(min=0)
@@ -391,7 +394,7 @@ def round_model(
     progress: bool = False,
 ):
     """Replaces each linear layer, and the experts of a layer, by ones with codes, rounded to "int8"
-    or "int4".
+    or "int4", or another of CODES that is whole numbers.
 
     group_size, sym: None for those of --quantize. shard: the tp.Shard whose part of the model this
     is; group_size is then the whole model's."""

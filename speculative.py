@@ -19,7 +19,7 @@ Names:
 
     text [B, L]    each row's tokens; behind the last one stands anything
     last [B]       the index of each row's last token, which is known but not yet in the target's cache
-    proposed [B]   how many of the k drafted tokens count: all, or 0 where a draft has nothing to say
+    proposed [B]   how many of the k drafted tokens count; 0 where a draft has nothing to say
     accepted [B]   how many of these the target kept; each step adds accepted + 1 tokens to the text
     q [B, T, V]    the distributions that the drafted tokens were drawn from; the last one is zero
     slot           a place in a KV cache, numbered as the text's tokens are: that of token t is slot t

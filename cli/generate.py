@@ -24,7 +24,7 @@ from cli.output import (
     written_whole,
 )
 from cli.prompts import read_prompts, system_messages
-from hub.vet import reading
+from hub.checkpoint import reading
 from llm import LLM, Completion, Options, make_completions, rank_completions
 
 LARGE = 64  # rows; of fewer the texts are streamed

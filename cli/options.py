@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cli.output import partial_directory
 from generate import Sampling
-from hub.vet import reading
+from hub.checkpoint import reading
 from llm import TINY, Options, of_output, of_prompt
 
 # The headings of --help, in their order.

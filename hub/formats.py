@@ -78,9 +78,10 @@ from hub.checkpoint import (
     load_model,
     part_of,
     read_tensor,
+    reading,
     take,
 )
-from hub.vet import free_memory, reading
+from hub.vet import free_memory
 from model import KVCache, Transformer
 from quantize import (
     CODES,

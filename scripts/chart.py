@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cli.errors import report_errors
 from cli.options import Parser
-from hub.vet import reading
+from hub.checkpoint import reading
 
 # px from the left; the longest bar ends at BARS_END.
 WIDTH, MARGIN, LABELS, BARS, BARS_END = 838, 24, 100, 340, 734

@@ -391,6 +391,12 @@ def test_both_commands_round_alike_in_the_largest_groups_that_fit(
         assert layer.in_features == group * layer.scales.shape[1]
 
 
+@pytest.mark.parametrize("codes", ["fp8", "mxfp4", "nvfp4"])
+def test_only_whole_numbers_are_rounded_to(codes):
+    with pytest.raises(ValueError, match=f"{codes}: only codes that are whole numbers"):
+        round_model(tiny(), codes, 32)
+
+
 def test_inputs_that_no_group_divides_are_refused(tmp_path):
     make(tmp_path, intermediate_size=80)
     assert "80 inputs; want a multiple of 32" in refusal(load_checkpoint, tmp_path, quantize="int4")

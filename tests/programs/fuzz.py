@@ -49,7 +49,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import generate  # noqa: E402
 import quantize  # noqa: E402
 from cli.errors import report_errors  # noqa: E402
-from hub.vet import reading  # noqa: E402
+from hub.checkpoint import reading  # noqa: E402
 import judge as meaning  # noqa: E402
 from helpers import (  # noqa: E402
     awq,
