@@ -68,7 +68,7 @@ def test_an_engine_used_by_hand_keeps_no_gradients():
     assert not any(tensor.requires_grad for tensor in results + caches)
 
 
-PENALIZED = Sampling(0.9, 50, 1, 0, 1.3, 0.5, 0.4)
+PENALIZED = Sampling(0.9, 50, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
 SAMPLINGS = Sampling(0.9, 50, 0.95), Sampling(0.7), Sampling(1.2, 20, 0.8, 0.1), PENALIZED, GREEDY
 
 

@@ -132,7 +132,8 @@ def test_penalties_are_those_of_a_loop(penalties, dtype, device):
         text = history[b, : at[b, t] + 1].tolist()
         expected[b, t] = penalized(expected[b, t], text[: begins[b]], text[begins[b] :], *penalties)
     given = (each.to(device) for each in (logits, at, history, begins))
-    found = penalize(*given, Sampling(0.8, 0, 1, 0, *penalties).penalties)
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    found = penalize(*given, Sampling(**dict(zip(names, penalties))).penalties)
     assert found.dtype == torch.float32 and logits.double().ne(expected).any()
     assert torch.allclose(found.cpu().double(), expected, atol=1e-5)
 
