@@ -1,7 +1,7 @@
 """
 What config.json says of a model, for each family: model.Config. A new family is an entry of
 FAMILIES, of DEFAULTS where keys may be missing, and, where its layers differ, a case of
-layers_from_hf(); its names are checkpoint.LAYER's.
+layers_from_hf(); hub/checkpoint.py's hf_layer() names its weights.
 
 hf: the content of config.json, or text_settings() of it. Whatever is read of it is checked where it
 is read, by value_of(): a ValueError names the key, the value and what is wanted.
@@ -458,7 +458,7 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     layers with a window. A file may have both, as model cards tell users to add rope_scaling: then
     rope_scaling wins."""
     kind = hf["model_type"]
-    default = DEFAULTS[kind].get("rope_parameters", {})
+    default = DEFAULTS.get(kind, {}).get("rope_parameters", {})
     found = value_of(hf, "rope_parameters", dict, default)
     scaling = value_of(hf, "rope_scaling", dict, {})
     theta = hf["rope_theta"]

@@ -29,6 +29,7 @@ from helpers import (
     with_json,
     with_model,
 )
+from hub import vet
 from hub.tokenizer import Tokenizer
 from llm import encode
 
@@ -253,7 +254,7 @@ def test_the_hub_is_asked_for_all_files_that_are_read(tmp_path, monkeypatch):
 
     (tmp_path / "found" / templates.name).mkdir(parents=True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    tokenizer = open_tokenizer("owner/name")
+    tokenizer = open_tokenizer(vet.find_checkpoint("owner/name"))
     assert tokenizer.special_tokens == dict(eos_token=X)
     assert tokenizer.stops == {261, EOT, IM_END}
     assert tokenizer.templates == dict(default="a", tool_use="b")
