@@ -7,7 +7,8 @@ Shapes: P contexts, n choices of each, T tokens of the longest choice, V vocabul
 """
 
 if __name__ == "__main__":
-    raise SystemExit("tasks.py: pip install lm_eval, then scripts/evaluate.py --tasks runs this")
+    print("tasks.py is no command: pip install lm_eval, then scripts/evaluate.py --tasks runs it")
+    raise SystemExit
 
 from collections import defaultdict
 from dataclasses import fields

@@ -347,6 +347,7 @@ def test_what_is_for_one_process_is_not_for_torchrun(call, monkeypatch, tmp_path
 
 
 def test_a_draft_with_other_tokens_is_named_by_the_first(cli, tmp_path):
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
     with_json(tmp_path)
     assert "token 0 is '!' there and '<unk>' in" in one_line(cli(f"--draft {tmp_path}"))
 

@@ -22,7 +22,8 @@ def test_an_unknown_option_is_one_line(script, call):
 
 def test_tasks_is_no_command():
     done = python("scripts/tasks.py", "--help")
-    assert (done.returncode, done.stderr) == (0, "") and "evaluate.py --tasks" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
+    assert "pip install lm_eval" in done.stdout and "evaluate.py --tasks" in done.stdout
 
 
 def test_shapes_are_listed(call):
