@@ -27,7 +27,7 @@ from model import KVCache
 
 
 class Harness(TemplateLM):
-    """llm: a generate.LLM whose weights are loaded."""
+    """llm: an llm.LLM whose weights are loaded."""
 
     eot_token_id = prefix_token_id = None
 

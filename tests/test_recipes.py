@@ -27,6 +27,8 @@ from helpers import (
     put,
     read_json,
     rewrite,
+    same_but_for_ties,
+    tiny,
 )
 from llm import LLM
 
@@ -248,6 +250,36 @@ def test_a_sampler_of_ones_own(fork, told):
     assert fork["refused"].returncode == 2
     assert "epsilon: got '2', want float from 0 to 1" in fork["refused"].stderr
     assert fork["refused"].stderr.count("\n") == 1
+
+
+ON_A_GPU = """
+import json, sys
+from llm import LLM
+
+tiny, draft = sys.argv[1:]
+for options in ({}, dict(draft=draft, draft_tokens=3)):
+    llm = LLM(tiny, device="cuda", compile=True, quiet=True, max_new_tokens=40, **options)
+    told = []
+    for how in (dict(temperature=0), dict(epsilon=1), dict(temperature=0)):
+        made = llm("One day", **how)
+        told.append((llm.engine.captures, llm.engine.kernels, made.tokens))
+    print(json.dumps([made.prompt_tokens, told]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_sampler_of_ones_own_with_kernels(tmp_path):
+    """Where the rule is on, the sampling kernels step aside, a line says so, and the model's stay;
+    then they are back."""
+    tree = forked(tmp_path / "tree")
+    done = ended((sys.executable, "-c", ON_A_GPU, TINY, DRAFT), cwd=tree, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        prompt, told = json.loads(line)
+        captures, kernels, (greedy, always, again) = zip(*told)
+        assert captures == (True, False, True) and all(kernels) and again == greedy
+        same_but_for_ties(tiny(), [prompt], [greedy], [always], 0.02)
+    assert "plain PyTorch samples: fast/ does not know Sampling.epsilon" in done.stderr
 
 
 def test_a_draft_and_a_policy_of_ones_own(told):
