@@ -742,6 +742,8 @@ class LLM:
         begun, limit = time.perf_counter(), completions[0].limit
         # With a budget all ranks must stop at the same step.
         agree = self.team.agree if budget else float
+        if self.speculator and self.speculator.overwritten:
+            start = 0  # see Speculator.prepare()
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
         if start:  # penalties may be new, and want to know what is in the cache
             cached = [completion.prompt_tokens[:start] for completion in completions[::samples]]

@@ -340,6 +340,7 @@ class Speculator:
     def begin(self, prompts, new_tokens, start, samples):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are
         done."""
+        self.overwritten = False
         tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
@@ -445,8 +446,10 @@ class Speculator:
     @torch.no_grad()
     def prepare(self):
         """Captures, compiles and times the steps that the policy, and step() where a draft's cache
-        is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
+        is full, may use: step_of[k](). It writes over texts and caches from slot 1 on: until a text
+        has begun, the next one must be read from its beginning."""
         target = self.target
+        self.overwritten = True
         self.captures = target.captures and self.draft.captures
         # They run over texts of two tokens, none of which is done.
         self.last.fill_(1)
@@ -507,8 +510,8 @@ class Speculator:
 
     def set_sampling(self, sampling: Sampling):
         """For the steps from now on. Graphs stay, as they read the values on the device. With penalties
-        there are others, made when they are first wanted: prepare() would write over a chat's
-        cache. It runs where kernels begin to know a value, or no longer do."""
+        there are others, made when they are first wanted: prepare() writes over a chat's cache. It
+        runs where kernels begin to know a value, or no longer do."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
         if self.captures != (self.target.captures and self.draft.captures):
