@@ -384,7 +384,7 @@ def encode(
         # Raises for half of a character: a command line that is not UTF-8.
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
         if isinstance(prompt, str):
-            if tools is not None:
+            if tools:
                 raise ValueError("tools go with messages; a text is continued as it is")
             return prompt, tokenizer.encode_text(prompt)
         if not isinstance(prompt, list):
@@ -433,8 +433,8 @@ class LLM:
         llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", compile=True)
         print(llm("The capital of France is", max_new_tokens=20, temperature=0).text)
 
-    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those from
-    max_new_tokens on may be given here, for all calls, or to a call.
+    Keywords are the options of generate.py: max_new_tokens=20 is --max-new-tokens 20. Those of
+    CallOptions may be given here, for all calls, or to a call.
 
     The KV cache has max_batch_size rows (prompts times samples) of max_seq_length tokens. The first
     call sets what is not given, and a larger call lets it grow. With compile=True the first call
@@ -459,7 +459,7 @@ class LLM:
         opened = self.checkpoint, self.tokenizer = vet.open_checkpoint(checkpoint)
         self.tokenizer.template_options = options.template_options or {}
         self.recommended, said = read_sampling(self.checkpoint)
-        if said:
+        if said and not self.team.rank:
             print(said, file=sys.stderr)
         length = options.max_seq_length
         self.context = self.checkpoint.config.context
@@ -585,7 +585,9 @@ class LLM:
         read = partial(formats.load, **where)
         self.advice = self._check_memory(rows, length)
         with vet.memory_advice(self.advice):
-            self.model = read(
+            # Kept once all is read: Ctrl-C may come in between.
+            draft = None
+            model = read(
                 self.checkpoint,
                 quantize=options.quantize,
                 group_size=options.group_size,
@@ -593,13 +595,14 @@ class LLM:
                 split=splitter(self.team),
             )
             if self.draft_checkpoint:
-                self.draft_model = read(
+                draft = read(
                     self.draft_checkpoint,
                     quantize=options.draft_quantize,
                     split=draft_splitter(self.team, self.draft_checkpoint.counted()),
                 )
-                if isinstance(self.draft_model, Head):
-                    self.draft_model.share_embedding(self.model)
+                if isinstance(draft, Head):
+                    draft.share_embedding(model)
+        self.model, self.draft_model = model, draft
         self.load_s = time.perf_counter() - begun
 
     def _check_memory(self, rows: int, length: int) -> str:
@@ -652,12 +655,14 @@ class LLM:
 
     @contextmanager
     def _loaded_again(self) -> Iterator[None]:
-        """Where compiling ends early, by Ctrl-C or for want of memory, kernels may be in the model
-        already: the next call loads it again."""
+        """Where making the engine ends early, by Ctrl-C or for want of memory, the next call makes it
+        anew. Compiled, kernels may be in the model already, and it is loaded again."""
         try:
             yield
         except BaseException:
-            self.model = self.draft_model = self.engine = self.speculator = None
+            self.engine = self.speculator = None
+            if self.options.compile:
+                self.model = self.draft_model = None
             raise
 
     def _free_cache(self, rows: int, length: int) -> None:
@@ -705,14 +710,14 @@ class LLM:
 
     def _steps(self, completions: list[Completion], options) -> Iterator[None]:
         """What complete() yields for a call, once room for it is made."""
-        if self._running:
-            self._running.close()  # a stream that goes on ends here
-            self._running = None
         rows, most = len(completions), self.options.max_batch_size
         if most and rows > most:
             raise ValueError(
                 f"{rows} rows (prompts x samples) exceed max_batch_size={most}: give fewer"
             )
+        if self._running:
+            self._running.close()  # a stream that goes on ends here
+            self._running = None
         length = max(completion.room for completion in completions)
         # max_batch_size and max_seq_length if given, else what is needed, and never less than there
         # is.
@@ -742,8 +747,6 @@ class LLM:
         begun, limit = time.perf_counter(), completions[0].limit
         # With a budget all ranks must stop at the same step.
         agree = self.team.agree if budget else float
-        if self.speculator and self.speculator.overwritten:
-            start = 0  # see Speculator.prepare()
         prompts = [completion.prompt_tokens[start:] for completion in completions[::samples]]
         if start:  # penalties may be new, and want to know what is in the cache
             cached = [completion.prompt_tokens[:start] for completion in completions[::samples]]

@@ -340,7 +340,6 @@ class Speculator:
     def begin(self, prompts, new_tokens, start, samples):
         """Reads the prompts, as Engine.begin() does: see there. Rows that are not in use are
         done."""
-        self.overwritten = False
         tokens, logprobs = self.target.prefill(prompts, start, samples)  # [P x samples]
         rows = [prompt for prompt in prompts for _ in range(samples)]
         used = len(rows)
@@ -446,10 +445,8 @@ class Speculator:
     @torch.no_grad()
     def prepare(self):
         """Captures, compiles and times the steps that the policy, and step() where a draft's cache
-        is full, may use: step_of[k](). It writes over texts and caches from slot 1 on: until a text
-        has begun, the next one must be read from its beginning."""
+        is full, may use: step_of[k](). It writes over texts and caches from slot 1 on."""
         target = self.target
-        self.overwritten = True
         self.captures = target.captures and self.draft.captures
         # They run over texts of two tokens, none of which is done.
         self.last.fill_(1)
@@ -468,7 +465,7 @@ class Speculator:
                 seconds[k] = self.measure(step)
             self.step_of[k] = step
         self.policy.begin(seconds, lengths)
-        self.steps_of = {target.penalties is not None: self.step_of}
+        self.steps_of = {self.kind_of_steps(): self.step_of}
 
     def first_step(self, k: int):
         """A step of k drafts for which there is no graph yet: it is made for the next ones."""
@@ -509,13 +506,16 @@ class Speculator:
         return min(times)
 
     def set_sampling(self, sampling: Sampling):
-        """For the steps from now on. Graphs stay, as they read the values on the device. With penalties
-        there are others, made when they are first wanted: prepare() writes over a chat's cache. It
-        runs where kernels begin to know a value, or no longer do."""
+        """For the steps from now on. Graphs stay, as they read the values on the device. Steps of
+        another kind are made when they are first wanted: prepare() would write over a chat's
+        cache."""
         self.target.set_sampling(sampling)
         self.draft.set_sampling(sampling)
-        if self.captures != (self.target.captures and self.draft.captures):
-            self.prepare()
-        if self.captures:
-            new = {k: partial(self.first_step, k) for k in self.step_of}
-            self.step_of = self.steps_of.setdefault(self.target.penalties is not None, new)
+        self.captures = self.target.captures and self.draft.captures
+        make = self.first_step if self.captures else self.speculate
+        new = {k: partial(make, k) for k in self.lengths()}
+        self.step_of = self.steps_of.setdefault(self.kind_of_steps(), new)
+
+    def kind_of_steps(self) -> tuple[bool, bool]:
+        """Whether steps are CUDA graphs, and whether these have penalties in them."""
+        return self.captures, self.captures and self.target.penalties is not None

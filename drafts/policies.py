@@ -8,7 +8,7 @@ each step that kept all is two places:
     @dataclass
     class Growing(Changing):
         def update(self, accepted, k, seconds):
-            self.k = min(self.k + 1, 32) if max(accepted) == k else 1
+            self.k = min(self.k + 1, self.longest) if max(accepted) == k else 1
 
 
     # drafts/policies.py, below: POLICIES = {

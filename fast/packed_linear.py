@@ -16,6 +16,7 @@ layout.py draws them.
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
@@ -174,7 +175,7 @@ def packed_linear(
     if not x.is_cuda:
         return plain_packed_linear(x, w, norm, bias, residual, eps)
     rows = len(x)
-    if prompt and rows > MOST_ROWS:  # fewer are rows of the output head
+    if prompt and rows > MOST_ROWS:  # few() serves fewer
         rows = next((most for most in PROMPT_ROWS if rows <= most), rows)
     choice = choice_for(w, rows, x.device)
     x = x.contiguous()
@@ -228,11 +229,14 @@ def packs(layer: QuantizedLinear) -> bool:
     zero points stand beside. It has if no weight is moved by more than half the widest step."""
     if layer.codes.name not in KINDS or layer.zeros is None:
         return layer.codes.name in KINDS
-    if not layer.scales.numel():
-        return True
     scales, most = layer.scales.float(), 2**layer.codes.bits - 1
-    off = (scales.half().float() - scales).abs().amax()
-    return bool(off * most <= scales.amax() / 2)
+    fits = scales.new_ones(())
+    if scales.numel():
+        off = (scales.half().float() - scales).abs().amax()
+        fits = (off * most <= scales.amax() / 2).float()
+    if dist.is_initialized():  # ranks that went different ways would wait for each other
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+    return bool(fits)
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
@@ -311,7 +315,8 @@ class PackedLinear(nn.Module):
         return packed_product(x, self.qweight, columns, norm, residual, eps, prompt)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Prefill: x [..., K] -> [..., N]; gated: [..., N / 2]"""
+        """Prefill, and the halves of a layer that stay model.py's: x [..., K] -> [..., N]; gated:
+        [..., N / 2]"""
         return self.fused(x.flatten(0, -2), prompt=True).unflatten(0, x.shape[:-1])
 
     def try_prompts(self, most: int, dtype: torch.dtype) -> None:

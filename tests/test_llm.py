@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from llm import LLM
 from generate import Engine
+from hub import formats
 from helpers import (
     DRAFT,
     EAGLE,
@@ -193,7 +194,7 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
         (MESSAGES, dict(tools=[len]), "tools=[<built-in function len>]: want a list of JSON"),
         (MESSAGES, dict(tools=[dict(of={1})]), "tools: "),
         (MESSAGES, dict(tools=[dict(name="find")]), "the chat template: it reads no tools"),
-        ("One day", dict(tools=[]), "tools go with messages"),
+        ("One day", dict(tools=[dict(name="find")]), "tools go with messages"),
         ("One day", dict(max_new_tokens=600), "600 new ones exceed 512"),
         ([], {}, "no prompt"),
         ([[]], {}, "[]: want a text, or messages"),
@@ -308,6 +309,31 @@ def test_eager_code_unpacks_quantized_weights_once(chatty, tmp_path, monkeypatch
     packed = load()
     assert packed("One day").text == text and quantized_layers(packed.model)
     assert "at every step, for lack of memory" in capsys.readouterr().err
+
+
+def test_a_draft_whose_loading_was_interrupted_is_loaded(chatty, monkeypatch):
+    llm, load, loaded = LLM(chatty, load=False, draft=str(DRAFT), **GREEDY), formats.load, []
+
+    def interrupt(checkpoint, **how):
+        if loaded:
+            raise KeyboardInterrupt
+        loaded.append(checkpoint)
+        return load(checkpoint, **how)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(formats, "load", interrupt)
+        llm("One day")
+    assert llm("One day").text == LLM(chatty, **GREEDY)("One day").text
+    assert llm.speculator
+
+
+def test_a_call_that_is_refused_ends_no_stream(chatty):
+    llm = LLM(chatty, max_batch_size=1, **GREEDY)
+    stream = llm.stream("Tom and Sue")
+    first = next(stream)
+    with pytest.raises(ValueError, match="max_batch_size"):
+        llm(["a", "b"])
+    assert first + "".join(stream) == llm("Tom and Sue").text
 
 
 def test_an_interrupted_compilation_is_repeated(chatty, monkeypatch):

@@ -110,7 +110,7 @@ def test_a_text_that_goes_on_knows_its_beginning(prompts, drafted):
     assert found == by_loop(tiny(), text + more[1:], 20, PENALTIES[-1])
 
 
-@pytest.mark.parametrize("options", [{}, dict(draft=str(DRAFT))])
+@pytest.mark.parametrize("options", [{}, dict(draft=str(DRAFT), draft_tokens=3)])
 def test_penalties_may_come_in_the_middle_of_a_chat(prompts, options):
     """What was read without them counts."""
     llm = LLM(str(TINY), device="cpu", quiet=True, temperature=0, **options)
@@ -123,10 +123,19 @@ def test_penalties_may_come_in_the_middle_of_a_chat(prompts, options):
 
     text = prompts[0] + complete(prompts[0], 0)
     (llm.speculator or llm.engine).set_sampling(ALL)
-    if llm.speculator:  # as where kernels no longer know a value
-        llm.speculator.prepare()
     more = [*text, 300, 301]
     assert complete(more, len(text) - 1) == by_loop(tiny(), more, 20, PENALTIES[-1])
+
+
+def test_kernels_see_small_penalties():
+    """They read 16 bits, and bf16 has no number between 39.75 and 40."""
+    engine = fast_engine.FastEngine(tiny(), 20, 1, with_penalties((1.0, 0.1, 0.0)))
+    engine.captures = True
+    engine.history[0, 3], engine.begins[0] = 7, 2
+    logits = torch.full((1, 4096), 40.0).bfloat16()
+    found = engine.penalized(logits, torch.tensor([5]))
+    assert found.itemsize == 2 and found[0, 7].item() == pytest.approx(39.9, abs=0.02)
+    assert found[0, 8] == 40
 
 
 @pytest.mark.parametrize("drafted", [False, True])

@@ -2,6 +2,7 @@
 what they say."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ from helpers import (
     traced,
 )
 from model import Transformer
-from drafts.policies import DRAFT_LENGTHS, Auto, Bass, Heuristic
+from drafts import make_draft
+from drafts.policies import DRAFT_LENGTHS, Auto, Bass, Heuristic, make_policy
 from generate import Sampling, probabilities
 from speculative import SLACK, Speculator, accept, lookup
 
@@ -188,6 +190,30 @@ def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+class Sometimes(Engine):
+    """Its steps are captured for a top_k of 0 alone, as fast/'s are for what kernels know."""
+
+    def set_sampling(self, sampling):
+        super().set_sampling(sampling)
+        self.captures = sampling.top_k == 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "3"])
+def test_steps_of_another_kind_leave_a_chats_cache_as_it_is(prompts, policy):
+    engine = partial(Sometimes, batch_size=1, sampling=GREEDY)
+    target = engine(tiny(), 120, spare=SLACK)
+    draft = make_draft(target, tiny(directory=DRAFT), engine)
+    made = Speculator(target, draft, make_policy(policy))
+    text = []
+    for n, top_k in enumerate((0, 5, 0, 5)):
+        made.set_sampling(Sampling(0, top_k))
+        start = max(0, len(text) - 1)
+        text += [300 + n, *prompts[0][:5]]
+        answer = run(Engine(tiny(), 120, 1, GREEDY), [text], 12)[0]
+        assert run(made, [text[start:]], 12, start) == [answer]
+        text += answer
+
+
 def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; as on a GPU, another step is launched before the host
     learns of it. Where a row is alone, it keeps its place: in a chat the cache serves the next
