@@ -384,9 +384,7 @@ class FusedDecoder(nn.Module):
         )
         self.kernels = all(layer.attention.fused for layer in self.layers)
         self.scale = model.config.residual_scale
-        self.head, self.plain_head = None, model.head
-        if isinstance(model.head, PackedLinear):
-            self.plain_head = model.head.fused  # whose forward() takes a prompt's kernels
+        self.head = None
         if fusible(model.head) and type(model.norm) is RMSNorm and model.config.logits_scale == 1:
             self.head = fused_linear(model.head)
 
@@ -411,7 +409,9 @@ class FusedDecoder(nn.Module):
         if self.head is not None:
             x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale**2)
         else:
-            x = self.plain_head(model.norm(x * self.scale) * model.config.logits_scale)
+            # forward() would take a prompt's kernels.
+            head = model.head.fused if isinstance(model.head, PackedLinear) else model.head
+            x = head(model.norm(x * self.scale) * model.config.logits_scale)
         return x.unflatten(0, tokens.shape)
 
     def keep(

@@ -189,7 +189,6 @@ def test_a_rejection_that_leaves_nothing_draws_from_all_of_p():
     check_counts(tokens[accepted == 0, 0].bincount(minlength=4), torch.full((4,), 0.25))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 class Sometimes(Engine):
     """Its steps are captured for a top_k of 0 alone, as fast/'s are for what kernels know."""
 
@@ -214,6 +213,7 @@ def test_steps_of_another_kind_leave_a_chats_cache_as_it_is(prompts, policy):
         text += answer
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 def test_the_context_fills_to_its_last_slot_with_a_step_in_flight(rows):
     """One token is left when 32 are kept; as on a GPU, another step is launched before the host
     learns of it. Where a row is alone, it keeps its place: in a chat the cache serves the next
