@@ -169,7 +169,8 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def penalize(
     logits: Tensor, at: Tensor, history: Tensor, begins: Tensor, penalties: Tensor | tuple
 ) -> Tensor:
-    """logits [B, T, V] behind the tokens at positions at [B, T] -> what tokens are drawn from, fp32.
+    """logits [B, T, V] behind the tokens at positions at [B, T] -> what tokens are drawn from,
+    fp32.
 
     history [B, L]: each row's tokens by position; begins [B]: where the prompt ends; penalties: as
     Sampling has them. Repetition, of the prompt's tokens too, is transformers' (arXiv 1909.05858);

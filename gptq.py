@@ -91,8 +91,9 @@ def gptq(
     act_order: bool,
     drift: Tensor | None = None,
 ):
-    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> q [N,
-    K], uint8, scales [N, C] as round_to_nearest() gives them, zeros [N, C] or None, g_idx [K] or None, loss.
+    """arXiv 2210.17323, algorithm 1. w [N, K], hessian X X^T [K, K], fp32, of inputs X -> q [N, K],
+    uint8, scales [N, C] as round_to_nearest() gives them, zeros [N, C] or None, g_idx [K] or None,
+    loss.
 
     drift: (Y - X) X^T [K, K], where Y are the inputs of the model before it is quantized. The
     weights are first moved so that their outputs for X come nearest to those for Y: by W drift (X

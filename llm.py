@@ -540,8 +540,8 @@ class LLM:
         return pieces(completions[0], self._taken(steps, completions[0]))
 
     def _taken(self, steps: Iterator[None], completion: Completion) -> Iterator[None]:
-        """A stream's steps, as it takes them, one under the lock at a time: who leaves a stream holds
-        up nobody."""
+        """A stream's steps, as it takes them, one under the lock at a time: who leaves a stream
+        holds up nobody."""
         ended = object()
         while True:
             with self._lock:
@@ -655,8 +655,8 @@ class LLM:
 
     @contextmanager
     def _loaded_again(self) -> Iterator[None]:
-        """Where making the engine ends early, by Ctrl-C or for want of memory, the next call makes it
-        anew. Compiled, kernels may be in the model already, and it is loaded again."""
+        """Where making the engine ends early, by Ctrl-C or for want of memory, the next call makes
+        it anew. Compiled, kernels may be in the model already, and it is loaded again."""
         try:
             yield
         except BaseException:

@@ -81,7 +81,8 @@ class Codes:
         "int2",
 
     round_model(model, "int2") and gptq_model() then make such layers, hub/formats.py may read them,
-    and fast/cpu.py serves them. The kernels serve the kinds that fast/layout.py has an entry for."""
+    and fast/cpu.py serves them. The kernels serve the kinds that fast/layout.py has an entry
+    for."""
 
     name: str
     bits: int  # of a code: 2, 4 or 8
@@ -324,8 +325,8 @@ def find_scales(w: Tensor, codes: Codes, sym: bool, widest: Callable | None = No
     """w [..., G], fp32 -> scale and zero [..., 1] of the range that spans the weights and 0.
 
     widest(low, high): the range of a group of which only a part is here. Zero points start at 1:
-    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read. ValueError for
-    codes that are no whole numbers."""
+    files of the "gptq" format store zero - 1, and engines disagree on how -1 is read. ValueError
+    for codes that are no whole numbers."""
     if codes.decode is not from_numbers:
         raise ValueError(f"{codes.name}: only codes that are whole numbers are rounded to")
     top = 2**codes.bits - 1

@@ -1,8 +1,8 @@
 """
 How many tokens to draft: policies that choose k from step to step. See speculative.Policy.
 
-One of your own is a subclass here and its name in POLICIES. A policy that drafts one token more after
-each step that kept all is two places:
+One of your own is a subclass here and its name in POLICIES. A policy that drafts one token more
+after each step that kept all is two places:
 
     # drafts/policies.py, above: POLICIES = {
     @dataclass

@@ -1,6 +1,6 @@
 """
-What benchmark.py and benchmark_speculation.py share: engines as the options say, what each line says
-of its measurement, and a GPU's clocks.
+What benchmark.py and benchmark_speculation.py share: engines as the options say, what each line
+says of its measurement, and a GPU's clocks.
 """
 
 import statistics
