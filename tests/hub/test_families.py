@@ -348,6 +348,7 @@ def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(
 
 def test_gpt_oss_is_rounded_as_it_is_loaded_alone(tmp_path, call):
     make(tmp_path, "gpt_oss", **EXPERTS)
+    shutil.copy(TINY / "tokenizer.model", tmp_path)
     refused = one_line(
         call("quantize.py", main, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out"))
     )
