@@ -558,10 +558,9 @@ class LLM:
     def _options(self, given: dict) -> Options:
         """The constructor's options with those of a call in their place. None: as if it were not
         given."""
-        for name in given.keys() & {each.name for each in fields(Options)}:
-            if name not in {each.name for each in fields(CallOptions)}:
-                raise ValueError(f"{name}: an option of LLM(...), not of a call")
-        check_names(CallOptions, given)
+        check_names(Options, given)
+        for name in given.keys() - {each.name for each in fields(CallOptions)}:
+            raise ValueError(f"{name}: an option of LLM(...), not of a call")
         return replace(
             self.options, **{name: value for name, value in given.items() if value is not None}
         )

@@ -158,7 +158,7 @@ def main():
     args = parse_args()
     device = find_device(args.device)
     dtype = find_dtype(args.dtype, device)
-    source, tokenizer = open_checkpoint(args.checkpoint, tokenizer=args.gptq)
+    source, tokenizer = open_checkpoint(args.checkpoint)
     group = find_group(source.weights, args.quantize, args.group_size)
     bits = CODES[args.quantize].bits
     quantization_config = CONFIGS[args.format](bits, group, args.sym, args.act_order, args.head)

@@ -9,14 +9,15 @@ knows what its config means, tokenizer.py its texts.
 Nothing is unpickled, no code of a checkpoint runs, and no path leads out of its directory. What is
 wrong with a file is a ValueError of one line that begins with the file's name: see reading().
 
-What is read, and what it means (as in transformers 5.24, but for the last):
+What is read, and what it means (as in transformers 5.24, but where a line says otherwise):
 
 - model.safetensors.index.json says which files there are; what is in a file, its own header says.
-  With an index model.safetensors is not opened.
+  With an index model.safetensors is opened only if the index names it; transformers takes it first.
 - "model." may be missing from the names, and language_model. may stand in them.
 - What the model has no place for is left out. A line names what is more than LEFTOVERS, layers
-  behind the last, tensors without numbers and biases of zeros.
+  behind the last, a tied head, tensors without numbers and biases of zeros.
 - A weight of the model that is missing is refused: transformers draws one, with a warning.
+- Whether the output head is the embedding: see hub/__init__.py.
 
 Shapes: as in model.py.
 """

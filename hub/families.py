@@ -165,7 +165,7 @@ WRAPPERS = {
     "got_ocr2": ("qwen2", True),
     "llava": ("llama", None),
 }
-# What the whole says, and not its text part.
+# What the whole says, before its text part.
 OF_THE_WHOLE = (
     "bos_token_id",
     "compression_config",
@@ -309,11 +309,8 @@ def text_settings(hf: dict) -> dict:
             tied = value_of(hf, "tie_word_embeddings", bool, False) or tied
         else:
             tied = value_of(hf, "tie_word_embeddings", bool, tied)
-        settings = {key: hf[key] for key in OF_THE_WHOLE if key in hf} | text
-        # As transformers' GenerationConfig.from_model_config().
-        ends = "bos_token_id", "eos_token_id"
-        settings |= {key: hf[key] for key in ends if hf.get(key) is not None}
-        settings |= dict(tie_word_embeddings=tied)
+        whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
+        settings = text | whole | dict(tie_word_embeddings=tied)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
     # gpt-oss has the biases that are in no other family.
     check_supported(settings, SUPPORTED | dict(attention_bias=(kind == "gpt_oss",)))

@@ -497,8 +497,8 @@ def more_than_weights(checkpoint: Checkpoint) -> bool:
 
 
 def read_settings(checkpoint: Checkpoint) -> dict:
-    """What config.json's quantization_config says; {} where there is none. ValueError for a format
-    that is not read, and where it wants no weights quantized.
+    """What config.json's quantization_config says; {} where there is none, or it wants no weights
+    quantized. ValueError for a format that is not read.
 
     quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact
     scheme."""

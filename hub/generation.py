@@ -14,9 +14,8 @@ generate() makes of it):
     top_k: 50.0                   50
     presence_penalty,             as vLLM reads them; transformers has neither
     frequency_penalty
-    eos_token_id                  it alone, if it is there; else config.json's, of which the top level
-                                  wins over text_config: hub/tokenizer.py. Where the file is there
-                                  without the key, transformers would not end at all
+    eos_token_id                  read by hub/tokenizer.py: if it is there, config.json's is not. Where
+                                  the file is there without the key, transformers would not end at all
     sampling keys in config.json  not read; transformers takes them where this file is missing
     INERT's keys                  one line names those that would change a text and do nothing here
     any other key                 is of no matter to a text, or unknown to transformers

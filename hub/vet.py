@@ -76,11 +76,13 @@ def open_checkpoint(
 def find_checkpoint(name: str) -> Path:
     """A directory is taken as it is. A Hub id (owner/name) comes from the Hub's cache and is
     downloaded if needed."""
+    if not name:  # an unset variable of the shell, say; a Path makes it the current directory
+        raise ValueError("checkpoint='': want a directory, or a Hub id of the form owner/name")
     path = Path(os.path.expanduser(name))
     parent = path.absolute().parent
-    if name and os.path.isdir(path):
+    if os.path.isdir(path):
         return path.resolve()  # in full, for the messages to come: the name may be "."
-    if name and os.path.exists(path):
+    if os.path.exists(path):
         if (parent / "config.json").exists():
             raise ValueError(f"{name} is a file: want its directory, {parent}")
         raise ValueError(f"{name} is {what_is(path.name) or f'a file: want {LAYOUT}'}")

@@ -186,6 +186,7 @@ def test_options_of_the_constructor_hold_for_all_calls_and_a_calls_for_it_alone(
     "prompts, options, said",
     [
         ("One day", dict(temprature=0), "temprature: no such option, did you mean temperature?"),
+        ("One day", dict(compil=True), "compil: no such option, did you mean compile?"),
         ("One day", dict(temperature=200), "temperature=200: want float from 0 to 100"),
         ("One day", dict(top_k=True), "top_k=True: want int"),
         ("One day", dict(stop=[""]), "an empty text"),

@@ -77,6 +77,7 @@ def command(tmp_path, monkeypatch):
         quantize.main()
 
     make(tmp_path / "in")
+    shutil.copy(TINY / "tokenizer.model", tmp_path / "in")
     return run
 
 
@@ -375,6 +376,7 @@ def test_both_commands_round_alike_in_the_largest_groups_that_fit(
     said."""
     source, out = tmp_path / "in", tmp_path / "out"
     make(source, hidden_size=dim, intermediate_size=ffn, head_dim=64)
+    shutil.copy(TINY / "tokenizer.model", source)
     argv = ["quantize.py", "--checkpoint", source, "--out", out, word, codes, "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*map(str, argv)])
     quantize.main()
@@ -529,18 +531,28 @@ def test_nothing_is_copied_through_a_link_but_the_hubs_blobs(tmp_path, command):
     for place in (templates, blobs):
         place.mkdir(parents=True)
     make(source)
-    for place, file in (
-        (blobs, source / "vocab.txt"),
-        (tmp_path, source / "secret.txt"),
-        (blobs, templates / "tool_use.jinja"),
-        (tmp_path, templates / "secret.jinja"),
-    ):
+    shutil.copy(TINY / "tokenizer.model", source)
+
+    def link(place: Path, file: Path) -> None:
         (place / file.name).write_text("words")
         file.symlink_to(place / file.name)
+
+    link(blobs, source / "vocab.txt")
+    link(tmp_path, source / "secret.txt")
+    link(blobs, templates / "tool_use.jinja")
     command("--checkpoint", source)
     out = tmp_path / "out"
-    assert names(out) == [templates.name, "config.json", "model.safetensors", "vocab.txt"]
+    held = ["config.json", "model.safetensors", "tokenizer.model", "vocab.txt"]
+    assert names(out) == [templates.name, *held]
     assert names(out / templates.name) == ["tool_use.jinja"]
+    link(tmp_path, templates / "secret.jinja")  # what is read, too, is refused
+    assert "out of its directory" in refusal(command, "--checkpoint", source, "--out", out / "b")
+
+
+def test_what_generate_would_refuse_for_its_tokenizer_is_not_written(tmp_path, command):
+    (tmp_path / "in" / "tokenizer.model").unlink()
+    assert absent("no tokenizer fetch copy", refusal(command)) == []
+    assert names(tmp_path) == ["in"]
 
 
 def test_a_disk_without_room_is_said(monkeypatch, command):

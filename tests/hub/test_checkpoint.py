@@ -526,6 +526,11 @@ def test_a_name_that_is_neither_directory_nor_id_is_refused_without_asking(name)
     assert "not a Hub id" in refusal(find_checkpoint, name)
 
 
+def test_an_empty_name_is_refused_as_one():
+    """It would be the current directory's, as a Path."""
+    assert refusal(find_checkpoint, "").startswith("checkpoint='': want a directory, or a Hub id")
+
+
 @pytest.mark.parametrize(
     "file, words",
     [

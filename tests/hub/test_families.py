@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hub import vet
 from hub.checkpoint import count_parameters
 from cli.options import generate_args
-from hub.families import config_from_hf
+from hub.families import config_from_hf, text_settings
 from llm import LLM
 from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (
@@ -346,8 +346,19 @@ def test_experts_that_saw_few_tokens_are_rounded_and_the_end_says_how_many(
         assert (found == plain).flatten(1).all(1).tolist() == few
 
 
+@pytest.mark.parametrize("above, meant", [({}, 4), (None, 4), (dict(bits=8), 8)])
+def test_what_concerns_the_whole_is_that_of_the_level_above_if_it_is_there(above, meant):
+    """transformers reads quantization_config of the whole."""
+    text = dict(model_type="mistral", quantization_config=dict(bits=4))
+    hf = dict(model_type="mistral3", text_config=text)
+    if above != {}:
+        hf |= dict(quantization_config=above)
+    assert text_settings(hf)["quantization_config"] == dict(bits=meant)
+
+
 def test_gpt_oss_is_rounded_as_it_is_loaded_alone(tmp_path, call):
     make(tmp_path, "gpt_oss", **EXPERTS)
+    shutil.copy(TINY / "tokenizer.model", tmp_path)
     refused = one_line(
         call("quantize.py", main, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out"))
     )

@@ -20,8 +20,9 @@ outside may be read. In the end each of some checks is switched off for a trial,
 then.
 
 As many trials go to what config.json means: keys missing, zero and null, at both levels of a model
-that also sees, with both keys of rope. There transformers is the judge, where it is installed and
-reads the file: what we make of it must be the same, or a refusal.
+that also sees, with both keys of rope; and as many to messages in a chat template: nulls, text
+parts, tools. There transformers is the judge, where it is installed and reads the same: what we
+make of it must be the same, or a refusal.
 """
 
 import argparse
@@ -52,9 +53,12 @@ from cli.errors import report_errors  # noqa: E402
 from hub.checkpoint import reading  # noqa: E402
 import judge as meaning  # noqa: E402
 from helpers import (  # noqa: E402
+    CHATS,
+    TINY,
     awq,
     change,
     make,
+    open_tokenizer,
     put,
     read_json,
     rewrite,
@@ -163,6 +167,8 @@ WRONG = [  # a file, a key whose limits are known, and values that must be refus
     (GENERATION, "temperature", [True, -1, 101, "x", math.nan]),
     (GENERATION, "top_k", [True, -5, 0.5, "x"]),
     (GENERATION, "top_p", [True, -1, 2, math.nan, "x"]),
+    (GENERATION, "repetition_penalty", [True, 0, -1, 101, math.nan, "x"]),
+    (GENERATION, "do_sample", [1, "false", []]),
     (GENERATION, "min_p", [True, -1, 1.5, math.nan, "x"]),
     (CONFIG, "head_dim", [7, -2, "x", True]),
     (CONFIG, "tie_word_embeddings", ["false", "x", 2, [], {}]),
@@ -172,6 +178,19 @@ WRONG = [  # a file, a key whose limits are known, and values that must be refus
     (CONFIG, "quantization_config", [{"quant_method": "gptq", "bits": 3}]),
     *((CONFIG, key, NO_SIZE) for key in SIZES),
 ]
+# What published files have beside a model's weights: it changes nothing, and no line names it.
+LEFTOVERS = {
+    "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(1, 1, 4, 4),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    "model.rotary_emb.inv_freq": torch.ones(4),
+    "model.layers.0.self_attn.masked_bias": torch.tensor(-1e4),
+    "model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4),
+    "model.layers.0.self_attn.o_proj.bias": torch.zeros(64),
+    "model.layers.9.mlp.up_proj.weight": torch.ones(4, 4),
+    "model.mtp.fc.weight": torch.ones(4, 4),
+    "mtp.layers.0.input_layernorm.weight": torch.ones(4),
+    "model.none.weight": torch.ones(0, 4),
+}
 HOSTILE = [  # templates that would run code, or read what they are not given
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ raise_exception.__globals__['__builtins__']['open']('MARK', 'w') }}",
@@ -396,6 +415,8 @@ def change_key(rng: Random, directory: Path) -> Done:
     file, key, values = rng.choice(WRONG)
     value = rng.choice(values)
     rewrite(directory / file, **{key: value})
+    if (file, key) == (CONFIG, "eos_token_id"):  # read where the other file has none
+        rewrite(directory / GENERATION, eos_token_id=None)
     return f"{file}: {key}={value!r:.40}", True
 
 
@@ -447,10 +468,11 @@ def change_header(rng: Random, path: Path) -> Done:
 
 
 def change_tensor(rng: Random, path: Path) -> Done:
-    """A tensor is gone, of another type or shape, or one too many."""
+    """A tensor is gone, of another type or shape, or one too many; or as published files have
+    them: more than the model reads, an index that names more, names without model."""
     held = load_file(path)
     name = rng.choice([name for name in held if held[name].numel() > 1])
-    how = rng.choice(["gone", "shape", "type", "more", "nan"])
+    how = rng.choice(["gone", "shape", "type", "more", "nan", "leftovers", "index", "bare"])
     if how == "gone":
         del held[name]
     elif how == "shape":
@@ -464,12 +486,24 @@ def change_tensor(rng: Random, path: Path) -> Done:
     elif how == "nan":
         name = next(name for name in held if held[name].is_floating_point())
         held[name][:] = torch.nan
+    elif how == "leftovers":
+        names = rng.sample([*LEFTOVERS], rng.randrange(1, 4))
+        held = {of: LEFTOVERS[of] for of in names} | held
+    elif how == "index":  # as where a tensor was dropped as the files were written
+        index = path.with_name(INDEX)
+        places = (
+            read_json(index)["weight_map"] if index.exists() else dict.fromkeys(held, path.name)
+        )
+        names = rng.sample([*LEFTOVERS, "lm_head.weight", "x"], 2)
+        put(index, dict(weight_map=dict.fromkeys(names, path.name) | places))
+    elif how == "bare":
+        held = {of.removeprefix("model."): tensor for of, tensor in held.items()}
     else:
         held[
             rng.choice(["x", "\x1b]0;x\x07", "y" * 10**5, "model.layers.9.mlp.up_proj.weight"])
         ] = torch.ones(3)
     save_file(held, path)
-    if how == "more":  # it is passed over
+    if how in ("more", "leftovers", "index", "bare"):
         return how, False
     return f"{how} {name}", None if how == "gone" and name.endswith("g_idx") else True
 
@@ -616,9 +650,6 @@ class Fuzzer:
         shutil.copytree(base, self.root / "in")
         said, refused = mutate(rng, self.root / "in") if rng else ("nothing", None)
         quantizes = command[0] == "quantize.py"
-        copied = GENERATION, TOKENIZER, PIECES, SETTINGS, TEMPLATE, "eos_token_id"
-        if quantizes and any(name in said for name in copied):
-            refused = None  # quantize.py copies these and does not read them
         if "--chat" not in command and "change_template" in said:
             refused = None  # which only a chat renders
         streams = self.root / "stdout", self.root / "stderr"
@@ -637,6 +668,8 @@ class Fuzzer:
         if quantizes and code == 2:
             err = "".join(err.splitlines(True)[-1:])  # progress comes before
         kind = judge(code, out, err, self.expected.get((base.name, *command[:2])), refused)
+        if "leftovers" in said and "left out" in err:
+            kind = "bad: a line for what is in many files"
         if left != ({"out"} if quantizes and code == 0 else set()):
             kind = f"bad: left {left}"
         return kind, said, err, out
@@ -716,20 +749,94 @@ def judge_meaning(seed: int) -> str:
     return f"bad: other {parts}: {json.dumps(hf)}"
 
 
-def judge_meanings(first: int, trials: int) -> Counter:
+# What a chat template makes of messages
+
+
+TOOL_TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}{{ bos_token }}{{ m.role }}
+  {%- if m.name is defined %} by {{ m.name }}{% endif %}
+  {%- if "tool_calls" in m %}{% for call in m.tool_calls %} {{ call | tojson }}{% endfor %}{% endif %}
+  {%- if m.content is string %}: {{ m.content }}
+  {%- else %}{% for part in m.content or [] %}: {{ part.text }}{% endfor %}{% endif %}
+{%- endfor %}
+"""
+
+
+def draw_messages(rng: Random) -> list[dict]:
+    """Turns of a chat: contents that are texts, text parts or null beside a call of a tool, and
+    other keys that are there, missing or null."""
+    messages = []
+    for turn in range(rng.choice([1, 3, 5])):
+        texts = rng.choices(["a", " b\n", 'It\'s "<c>"', "é"], k=2)
+        parts = [dict(type="text", text=text) for text in texts]
+        message = dict(role=("user", "assistant")[turn % 2], content=rng.choice([texts[0], parts]))
+        calls = [dict(type="function", function=dict(name="find", arguments=dict(of="é")))]
+        if message["role"] == "assistant" and rng.random() < 0.3:
+            message |= dict(content=rng.choice([None, texts[0]]), tool_calls=calls)
+        for key in rng.sample(["name", "tool_calls", "reasoning_content", "documents"], 2):
+            message.setdefault(key, None)
+        messages.append(message)
+    return messages
+
+
+def judge_messages(seed: int) -> str:
+    """The class of a trial of draw_messages(), "bad" with the reason. Right is what transformers
+    makes of them without the nulls."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rng = Random(seed)
+    messages = draw_messages(rng)
+    tools = rng.choice([None, None, [], [dict(type="function", function=dict(name="find"))]])
+    options = dict(add_generation_prompt=rng.random() < 0.8)
+    if rng.random() < 0.3:
+        options |= rng.choice(
+            [dict(enable_thinking=False), dict(bos_token="<b>"), dict(tools=tools)]
+        )
+    places = sorted(CHATS.glob("*.jinja"))
+    template = rng.choice([TOOL_TEMPLATE, *(path.read_text() for path in places)])
+    tokenizer = open_tokenizer(TINY)
+    tokenizer.templates = dict(default=template)
+    tokenizer.template_options = options
+    there = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+    values = tokenizer.special_tokens | dict(tools=tools) | options
+    try:
+        theirs = render_jinja_template([there], chat_template=template, **values)[0][0]
+    except Exception:  # the template's own
+        theirs = None
+    if theirs and any(repr(message.get("content")) in theirs for message in there):
+        theirs = None  # a list of parts in the place of a text
+    given = json.dumps([messages, tools])
+    try:
+        ours = tokenizer.render(messages, tools)
+    except ValueError as error:
+        is_expected = theirs is None or "it reads no tools" in str(error)
+        return "refused" if is_expected else f"bad: {error!r} {given}"
+    except Exception as error:
+        return f"bad: {error!r} {given}"
+    if json.dumps([messages, tools]) != given:
+        return f"bad: changed messages: {given}"
+    if theirs is None:
+        return "not read by transformers"
+    return "same chat" if ours == theirs else f"bad: {ours!r} for {theirs!r} of {given}"
+
+
+def judge_by_transformers(first: int, trials: int) -> Counter:
     try:
         import transformers
     except ImportError:
-        print("what config.json means is not judged, as transformers is not installed")
+        print("what files and messages mean is not judged, as transformers is not installed")
         return Counter()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     warnings.simplefilter("ignore")
     counts = Counter()
     for seed in range(first, first + trials):
-        kind = judge_meaning(seed)
-        counts[kind.partition(":")[0]] += 1
-        if kind.startswith("bad"):
-            print(f"seed {seed}: {kind}", flush=True)
+        for kind in judge_meaning(seed), judge_messages(seed):
+            counts[kind.partition(":")[0]] += 1
+            if kind.startswith("bad"):
+                print(f"seed {seed}: {kind}", flush=True)
     return counts
 
 
@@ -764,7 +871,7 @@ def main() -> int:
             if not kind.startswith("bad"):
                 print(f"without {check} seed {wrong} is not bad: {kind}: {said}")
                 counts["bad"] += 1
-    counts += judge_meanings(args.seed, args.trials)
+    counts += judge_by_transformers(args.seed, args.trials)
     print(
         f"{args.trials} trials in {time.monotonic() - begun:.0f} s: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items())
