@@ -163,6 +163,7 @@ SIZES = [
     "rms_norm_eps",
 ]
 WRONG = [  # a file, a key whose limits are known, and values that must be refused
+    (CONFIG, "eos_token_id", NO_ENDS),
     (GENERATION, "eos_token_id", NO_ENDS),
     (GENERATION, "temperature", [True, -1, 101, "x", math.nan]),
     (GENERATION, "top_k", [True, -5, 0.5, "x"]),
