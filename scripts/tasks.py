@@ -7,8 +7,11 @@ Shapes: P contexts, n choices of each, T tokens of the longest choice, V vocabul
 """
 
 if __name__ == "__main__":
-    print("tasks.py is no command: pip install lm_eval, then scripts/evaluate.py --tasks runs it")
-    raise SystemExit
+    import sys
+
+    said = "tasks.py is no command: pip install lm_eval, then scripts/evaluate.py --tasks runs it"
+    print(said, file=sys.stderr)
+    raise SystemExit(2)
 
 from collections import defaultdict
 from dataclasses import fields

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import one_line, python
+from helpers import one_line
 from scripts import benchmark, chart, download, evaluate, rivals, shapes, train_tiny
 
 SCRIPTS = benchmark, chart, download, evaluate, rivals, shapes, train_tiny
@@ -18,12 +18,6 @@ def test_help_is_the_docstring_and_the_options(script, call):
 @of_each_script
 def test_an_unknown_option_is_one_line(script, call):
     assert "--" in one_line(call("script.py", script.main, "--no-such-option"))
-
-
-def test_tasks_is_no_command():
-    done = python("scripts/tasks.py", "--help")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
-    assert "pip install lm_eval" in done.stdout and "evaluate.py --tasks" in done.stdout
 
 
 def test_shapes_are_listed(call):

@@ -196,7 +196,7 @@ def test_a_tasks_own_sampling_reaches_the_model(harness):
 
 def test_the_file_alone_says_in_one_line_what_to_install():
     done = ended((sys.executable, "scripts/tasks.py"), cwd=ROOT)
-    assert done.returncode and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert absent("pip install lm_eval scripts/evaluate.py --tasks", done.stderr) == []
 
 
