@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hub.checkpoint import one_line
 from tp import world_size
 
 
@@ -59,13 +60,6 @@ def is_expected(error: BaseException) -> bool:
 
 def message_of(error: BaseException) -> str:
     return "out of memory" if isinstance(error, MemoryError) else one_line(str(error))
-
-
-def one_line(text: str) -> str:
-    """At most 1,000 characters. What a file holds may be part of the text, so control characters,
-    which a terminal would obey, are escaped."""
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
-    return line if len(line) <= 1000 else f"{line[:700]} ... {line[-295:]}"
 
 
 # Ranks

@@ -119,8 +119,8 @@ def reading_text(source: Path | str):
 
 
 def one_line(text: str) -> str:
-    """What a file holds may be part of the text, so control characters, which a terminal would
-    obey, are escaped."""
+    """At most 1,000 characters. What a file holds may be part of the text, so control characters,
+    which a terminal would obey, are escaped."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return line if len(line) <= 1000 else f"{line[:700]} ... {line[-295:]}"
 
