@@ -196,10 +196,11 @@ def prefill(engine: "Engine", prompts: list[list[int]], start: int) -> Tensor:
     """Reads P prompts, which may differ in length, after `start` cached tokens -> the logits after
     each [P, V]."""
     logits, end = None, start
+    ends = torch.tensor([start + len(prompt) for prompt in prompts], device=engine.device)
     for tokens, positions, last, is_last in chunks(prompts, start, engine.columns(), engine.device):
         end += tokens.shape[1]
         engine.remember(tokens, positions)
-        found = engine.model(tokens, positions, engine.slots(end), last)
+        found = engine.model(tokens, positions, engine.slots(end), last, ends=ends)
         # A prompt's logits are those of the piece that has its last token.
         logits = found if logits is None else torch.where(is_last[:, None], found, logits)
     return logits
@@ -417,6 +418,11 @@ class Engine:
             return None
         self.length += 1
         return self.decode()
+
+    def oldest(self, n: int) -> int:
+        """The shortest text that begin() can go on from, `start` tokens, once a text of n tokens
+        was made: 0, but where layers are recurrent. Two steps may go beyond the text."""
+        return self.model.oldest(n + 2)
 
     def decode(self) -> tuple[Tensor, Tensor]:
         slots = self.slots(self.length)

@@ -224,22 +224,36 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
         mask = visible(model.slots, positions, layer.config.window)
         where = positions, *turns[layer.config.rope], mask, model.rows
 
-        def attend(qkv: Tensor):
+        def attend(qkv: Tensor, _):
             return layer.attn.attend(qkv, *where)
 
-        names = f"{name}.attn.wqkv", f"{name}.attn.wo"
-        outputs = yield from calibrate_pair(model, names, attend, layer.attn_norm, chunks)
+        def mix(qkvz: Tensor, x: Tensor):
+            return layer.attn.mix(qkvz, layer.attn.w_gates(x), *where)
+
+        first, between = ("w_in", mix) if layer.config.delta else ("wqkv", attend)
+        names = f"{name}.attn.{first}", f"{name}.attn.wo"
+        outputs = yield from calibrate_pair(model, names, between, layer.attn_norm, chunks)
         add(outputs, layer.attn_post_norm)
         ffn, norm = layer.ffn, layer.ffn_norm
         if layer.config.moe:
             total = yield from calibrate_experts(model, f"{name}.ffn", norm, states)
+            if ffn.shared is not None:
+                shared = yield from calibrate_ffn(model, f"{name}.ffn.shared", norm, chunks)
+                for (_, x), part, (_, y) in zip(chunks, total.split(size), shared):
+                    part += torch.sigmoid(ffn.shared_gate(norm(x))) * y
             outputs = zip((ffn(norm(x)) for x, _ in chunks), total.split(size))
         else:
-            names = f"{name}.ffn.w_gate_up", f"{name}.ffn.w_down"
-            outputs = yield from calibrate_pair(model, names, ffn.gate, norm, chunks)
+            outputs = yield from calibrate_ffn(model, f"{name}.ffn", norm, chunks)
         add(outputs, layer.ffn_post_norm)
     if head:
         yield "head", *correlations(map(model.norm, chunks))
+
+
+def calibrate_ffn(model: Transformer, name: str, norm: nn.Module, chunks: Sequence[Tensor]):
+    """calibrate_pair() of a FeedForward."""
+    gate = model.get_submodule(name).gate
+    names = f"{name}.w_gate_up", f"{name}.w_down"
+    return (yield from calibrate_pair(model, names, lambda y, _: gate(y), norm, chunks))
 
 
 def calibrate_pair(
@@ -250,15 +264,20 @@ def calibrate_pair(
     chunks: Sequence[Tensor],
     few: bool = False,
 ):
-    """Two matrices, one behind the other, and the function between them. Returns what they give for
-    each of chunks [2, ..., D], normed: for the states and, with the original matrices, for the
-    original states."""
+    """Two matrices, one behind the other, and the function between them, of what the first one
+    gives and what it was given. Returns what they give for each of chunks [2, ..., D], normed: for
+    the states and, with the original matrices, for the original states."""
     first, second = names
     layer = model.get_submodule  # the caller puts quantized ones into the model
-    wanted = [between(layer(first)(norm(y))) for _, y in chunks]
+
+    def inputs_of_second(x: Tensor) -> Tensor:
+        x = norm(x)
+        return between(layer(first)(x), x)
+
+    wanted = [inputs_of_second(y) for _, y in chunks]
     outputs = [layer(second)(y) for y in wanted]
     yield first, *correlations(map(norm, chunks), few)
-    inputs = [between(layer(first)(norm(x))) for x, _ in chunks]
+    inputs = [inputs_of_second(x) for x, _ in chunks]
     yield second, *correlations(zip(inputs, wanted), few)
     return zip(map(layer(second), inputs), outputs)
 
@@ -275,7 +294,9 @@ def calibrate_experts(model: Transformer, name: str, norm: nn.Module, states: Te
         own = chosen.any(1).nonzero()[:, 0]
         names = f"{name}.w_gate_up.{x}", f"{name}.w_down.{x}"
         few = len(own) < FEWEST
-        [(_, output)] = yield from calibrate_pair(model, names, moe.gate, norm, [rows[:, own]], few)
+        [(_, output)] = yield from calibrate_pair(
+            model, names, lambda y, _: moe.gate(y), norm, [rows[:, own]], few
+        )
         total[own] += (weights * chosen).sum(1, keepdim=True)[own] * output
     return total.view_as(states[1])
 

@@ -8,7 +8,8 @@ becomes visible. So right-padding and rejected drafts need no clean-up and no ma
 what they left in the cache is overwritten before any token attends to it.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
-ffn dim, V vocabulary. In a mixture of experts: X experts, n of which a token takes; M rows, which
+ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
+C channels of its convolution. In a mixture of experts: X experts, n of which a token takes; M rows, which
 are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs and K
 inputs.
 
@@ -63,6 +64,26 @@ class MoEConfig:
     # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] *
     # gate) * (up + 1).
     clamp: tuple[float, float] | None = None
+    # The ffn dim of one more expert that every token takes, by a weight of its own: Qwen3-Next. 0:
+    # there is none.
+    shared_dim: int = 0
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """A recurrent layer, a gated delta net (arXiv 2412.06464): its state has a fixed size, however
+    long the text."""
+
+    n_key_head: int
+    n_value_head: int  # a multiple of n_key_head: each key head serves as many value heads
+    key_dim: int  # of a key head, and of the query that goes with it
+    value_dim: int  # of a value head
+    width: int = 4  # tokens that the convolution sees, a token's own included
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all heads' queries, keys and values."""
+        return 2 * self.n_key_head * self.key_dim + self.n_value_head * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,7 @@ class LayerConfig:
     window: int | None = None  # a token attends to the last `window` positions, its own included
     rope: Rope = Rope()  # this default: none, as in some layers of SmolLM3
     moe: MoEConfig | None = None  # None: the feed-forward part is dense
+    delta: DeltaConfig | None = None  # None: attention; else a recurrent layer stands in its place
 
 
 @dataclass(frozen=True)
@@ -109,11 +131,15 @@ class Config:
     qk_norm: str | None = None
     # RMSNorm of what goes into attention and the feed-forward part; not in OLMo.
     pre_norm: bool = True
+    # What attention gives is multiplied by sigmoid(gate), which wqkv makes of each q head: Qwen3.5
+    attention_gate: bool = False
     post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
     # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3, gpt-oss.
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
+    # Files hold a recurrent layer's w_in and w_gates by key head: Qwen3-Next
+    delta_by_head: bool = False
     # Names in files: a layer's mixture, its router and, if each expert has tensors of its own,
     # their gate, up and down, such as ("mlp", "gate", "gate_proj", "up_proj", "down_proj").
     expert_files: tuple[str, ...] = ()
@@ -176,7 +202,10 @@ class Transformer(nn.Module):
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers:
             shape = batch_size, config.n_kv_head, L, config.head_dim
-            layer.attn.cache = CACHES[cache](shape, device, dtype) if batch_size else None
+            make = CACHES[cache]
+            if delta := layer.config.delta:
+                shape, make = (batch_size, delta), DeltaCache
+            layer.attn.cache = make(shape, device, dtype) if batch_size else None
         self.places = features
         shape = batch_size, L, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
@@ -186,9 +215,13 @@ class Transformer(nn.Module):
         first n slots: [0, 0, 1, 1] makes two samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
-            for cache in layer.attn.cache.buffers():
-                cache[: len(rows), :, :n] = cache[rows, :, :n]
+            layer.attn.cache.arrange_rows(rows, n)
         self.features[: len(rows), :n] = self.features[rows, :n]
+
+    def oldest(self, n: int) -> int:
+        """The first token that a forward may begin with, once n tokens have been read: 0 but for
+        recurrent layers."""
+        return max(layer.attn.cache.oldest(n) for layer in self.layers)
 
     def forward(
         self,
@@ -197,13 +230,15 @@ class Transformer(nn.Module):
         slots: Tensor | None = None,
         last: Tensor | None = None,
         inputs: Tensor | None = None,
+        ends: Tensor | None = None,
     ):
         """tokens [B, T], positions [B, T] or [1, T] -> logits [B, T, V] or, with last [B], of those
-        columns [B, V].
+        columns [B, V]. A row's positions follow one another.
 
         slots: a prefix of self.slots that covers all positions. Attention reads only these slots of
         the cache. fast/'s kernels need none: they go by the positions. inputs: what the first layer
-        reads in the place of the tokens' embeddings [B, T, D]."""
+        reads in the place of the tokens' embeddings [B, T, D]. ends [B]: columns at these positions
+        and behind are padding; None: there is none. Attention does not ask, recurrent layers do."""
         rows = self.rows[: len(tokens)]  # [B, 1]; empty without a cache
         if slots is None:
             slots = self.slots if len(rows) else self.slots[: tokens.shape[1]]
@@ -219,9 +254,8 @@ class Transformer(nn.Module):
             run = nn.Module.__call__
         for i, layer in enumerate(self.layers):
             self.keep(i, x, rows, positions)
-            x = run(
-                layer, x, positions, *turns[layer.config.rope], masks[layer.config.window], rows
-            )
+            mask = masks[layer.config.window]
+            x = run(layer, x, positions, *turns[layer.config.rope], mask, rows, ends)
         self.keep(len(self.layers), x, rows, positions)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
@@ -265,15 +299,15 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
         self.attn_norm = before()
-        self.attn = Attention(config, layer)
+        self.attn = DeltaNet(config, layer.delta) if layer.delta else Attention(config, layer)
         self.attn_post_norm = after()
         self.ffn_norm = before()
         self.ffn_post_norm = after()
-        self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config)
+        self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config, config.ffn_dim)
 
     def forward(self, x, *where):
-        """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, as Attention.attend()
-        has them."""
+        """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, ends, as
+        Attention.attend() and DeltaNet.mix() have them."""
         y = self.attn(self.attn_norm(x), *where)
         x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
         y = self.ffn(self.ffn_norm(x))
@@ -291,7 +325,9 @@ class Attention(nn.Module):
         self.sizes = [
             n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
         ]
-        self.wqkv = nn.Linear(config.dim, sum(self.sizes), bias=config.qkv_bias)
+        self.gated = config.attention_gate
+        outputs = sum(self.sizes) + self.gated * self.sizes[0]
+        self.wqkv = nn.Linear(config.dim, outputs, bias=config.qkv_bias)
         self.wo = nn.Linear(self.sizes[0], config.dim, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.sinks else None
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
@@ -304,9 +340,13 @@ class Attention(nn.Module):
     def forward(self, x, *where):
         return self.wo(self.attend(self.wqkv(x), *where))
 
-    def attend(self, qkv, positions, cos, sin, mask, rows):
+    def attend(self, qkv, positions, cos, sin, mask, rows, ends=None):
         """qkv [B, T, (H + 2K) E], positions [B, T] or [1, T], cos and sin of these [B, T, 1, E],
-        mask [B, 1, T, L], and the rows of the cache [B, 1] -> [B, T, H E]"""
+        mask [B, 1, T, L], and the rows of the cache [B, 1] -> [B, T, H E]. With gates qkv has H E
+        more, behind each q head its gate."""
+        gate = None
+        if self.gated:
+            qkv, gate = self.split_gates(qkv)
         q, k, v = self.rotate(qkv, positions, cos, sin)
         if self.cache is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -319,7 +359,14 @@ class Attention(nn.Module):
             q.transpose(1, 2), k, v, mask, scale=self.scale, enable_gqa=True
         )
         y = y.transpose(1, 2)[..., : self.head_dim]  # without what with_sinks() added to a head
-        return y.flatten(2)
+        return y.flatten(2) if gate is None else y.flatten(2) * torch.sigmoid(gate)
+
+    def split_gates(self, qkv):
+        """[B, T, (2H + 2K) E], each q head's gate behind it -> qkv [B, T, (H + 2K) E] and the gates
+        [B, T, H E]."""
+        q, *kv = qkv.split([2 * self.sizes[0], *self.sizes[1:]], dim=-1)
+        q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # [B, T, H, E]
+        return torch.cat((q.flatten(-2), *kv), dim=-1), gate.flatten(-2)
 
     def with_sinks(self, q, k, v, mask):
         """One more slot, whose value is 0 and whose score is a head's sink.
@@ -350,8 +397,7 @@ class Attention(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The keys and values of a layer: k, v [B, K, L, E]. Its buffers begin with [B, K, L]:
-    arrange_rows() copies them.
+    """The keys and values of a layer: k, v [B, K, L, E]. Its buffers begin with [B, K, L].
 
     int8: whether keys, and whether values, are int8. Then each token's head has a scale [B, K, L],
     its largest element / 127. All that attention reads has been int8, the new token's key and value
@@ -397,10 +443,21 @@ class KVCache(nn.Module):
 
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
-        """Of all layers. kind: of CACHES."""
+        """Of all layers that have attention. kind: of CACHES."""
         shape = 1, config.n_kv_head, 1, config.head_dim
         cache = CACHES[kind](shape, torch.device("meta"), dtype)
-        return config.n_layer * sum(part.nbytes for part in cache.buffers())
+        layers = sum(layer.delta is None for layer in config.layers)
+        return layers * sum(part.nbytes for part in cache.buffers())
+
+    @staticmethod
+    def oldest(n: int) -> int:
+        """The first token that a forward may begin with, once n tokens have been read."""
+        return 0
+
+    def arrange_rows(self, rows: Tensor, n: int):
+        """As Transformer.arrange_rows(), of this layer."""
+        for part in self.buffers():
+            part[: len(rows), :, :n] = part[rows, :, :n]
 
     def write(self, k, v, rows, positions):
         """k, v [B, T, K, E]. Each of the rows [B, 1] writes at its own positions [B, T].
@@ -437,11 +494,231 @@ def to_int8(x):
     return (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
 
 
-class FeedForward(nn.Module):
-    def __init__(self, config: Config):
+class DeltaNet(nn.Module):
+    """A gated delta net in Attention's place (arXiv 2412.06464): a state for each value head, a
+    matrix that maps keys to values, in the place of all past keys and values.
+
+    Each token lets the state forget a part, and then corrects what it maps the token's key to:
+
+        S <- decay S;  S <- S + k (beta (v - S^T k))^T;  y = S^T q         S [E, V], k, q [E], v [V]
+
+    Here that is computed for BLOCK tokens at once, see delta_rule(). DeltaCache says what is kept
+    between two forwards, and why a rejected draft spoils nothing.
+
+    w_in makes q and k of all key heads, v and z of all value heads, w_gates b and a of each value
+    head. A depthwise convolution over the last tokens goes over q, k and v."""
+
+    def __init__(self, config: Config, delta: DeltaConfig):
         super().__init__()
-        self.w_gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.delta = delta
+        G, H = delta.n_key_head, delta.n_value_head
+        values = H * delta.value_dim
+        self.sizes = [G * delta.key_dim, G * delta.key_dim, values]  # of q, k, v
+        self.w_in = nn.Linear(config.dim, delta.channels + values, bias=False)
+        self.w_gates = nn.Linear(config.dim, 2 * H, bias=False)
+        self.filter = nn.Parameter(torch.empty(delta.channels, delta.width))  # the newest last
+        self.log_a = nn.Parameter(torch.empty(H, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(H, dtype=torch.float32))
+        self.norm = nn.Parameter(torch.empty(delta.value_dim))
+        self.eps = config.norm_eps
+        self.wo = nn.Linear(values, config.dim, bias=False)
+        # Tokens before a token that its output depends on, beside the state before its block.
+        self.n_before = BLOCK - 1 + delta.width - 1
+        self.shape_of_states = 2, H, delta.key_dim, delta.value_dim
+        self.cache = None  # a DeltaCache, made by Transformer.setup()
+
+    def forward(self, x, *where):
+        return self.wo(self.mix(self.w_in(x), self.w_gates(x), *where))
+
+    def mix(self, qkvz, gates, positions, cos, sin, mask, rows, ends=None):
+        """qkvz [B, T, C + H V], gates [B, T, 2H], positions [B, T] or [1, T], the rows of the cache
+        [B, 1], ends [B] or None: see Transformer.forward() -> [B, T, H V]"""
+        B, T, _ = qkvz.shape
+        qkv, z = qkvz.split([self.delta.channels, self.sizes[-1]], dim=-1)
+        first = positions[:, 0].expand(B)
+        n = torch.full_like(first, T) if ends is None else (ends - first).clamp(0, T)
+        new = torch.cat((qkv, gates), dim=-1)  # [B, T, C + 2H]
+        if self.cache is None:
+            before = new.new_zeros(B, self.n_before, new.shape[-1])
+            states = torch.zeros(B, *self.shape_of_states, device=new.device)
+        else:
+            before, states = self.cache.before(first, self.n_before), self.cache.states[:B]
+        inputs = torch.cat((before, new), dim=1)
+        qkv, gates = inputs.split([self.delta.channels, gates.shape[-1]], dim=-1)
+        windows = qkv.unfold(1, self.delta.width, 1)  # [B, BLOCK - 1 + T, C, width]
+        qkv = F.silu((windows * self.filter).sum(-1))
+        gates = gates[:, self.delta.width - 1 :]
+
+        # Columns from the beginning of first's block on, to the end of the last token's.
+        L = (T + BLOCK - 2) // BLOCK * BLOCK + BLOCK
+        into = first % BLOCK  # tokens of the block that are there already
+        column = torch.arange(L, device=first.device)
+        at = (BLOCK - 1 - into)[:, None] + column  # [B, L]
+        at = at.clamp(max=qkv.shape[1] - 1)[:, :, None]
+        q, k, v = qkv.gather(1, at.expand(-1, -1, qkv.shape[-1])).float().split(self.sizes, -1)
+        b, a = gates.gather(1, at.expand(-1, -1, gates.shape[-1])).float().chunk(2, dim=-1)
+        is_text = column < (into + n)[:, None]  # [B, L]
+        beta = torch.sigmoid(b) * is_text[:, :, None]  # [B, L, H]
+        decay = -self.log_a.exp() * F.softplus(a + self.dt_bias) * is_text[:, :, None]
+        q, k = (unit(x.unflatten(-1, (-1, self.delta.key_dim))) for x in (q, k))  # [B, L, G, E]
+        q = q * self.delta.key_dim**-0.5
+        v = v.unflatten(-1, (-1, self.delta.value_dim))  # [B, L, H, V]
+        rule = opaque_delta_rule if torch.compiler.is_compiling() else delta_rule
+        y, states = rule(q, k, v, decay, beta, states, first, n)
+        if self.cache is not None:
+            self.cache.write(new, states, first, n)
+        own = into[:, None] + torch.arange(T, device=first.device)  # [B, T]
+        y = y.gather(1, own[:, :, None, None].expand(-1, -1, *y.shape[2:]))  # [B, T, H, V]
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm
+        y = y.flatten(2) * F.silu(z.float())
+        return y.type_as(z)
+
+
+def unit(x):
+    """x [..., E] to unit length."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+BLOCK = 32  # tokens between two states of a DeltaCache: at least as many as are drafted at once
+RING = 2 * BLOCK + 8  # tokens whose inputs it holds: two blocks, and what a convolution sees before
+
+
+class DeltaCache(nn.Module):
+    """What a recurrent layer keeps of each row:
+
+        states [B, 2, H, E, V]    the states before the last two blocks: that before token n BLOCK
+                                  lies in place n % 2. fp32
+        inputs [B, RING, C + 2H]  what w_in and w_gates made of the last RING tokens: that of token
+                                  t lies in place t % RING
+
+    Before token 0 all is zero. A forward begins with the state before its first token's block, and
+    reads this block's earlier tokens from the ring. A state is written when its block is complete.
+
+    So it is with a recurrent layer as it is with a KV cache: all lies in places that go by the
+    position, and what a rejected draft left behind is overwritten before it is read. A block that
+    ended with rejected tokens is completed once more, and its state written again; the state before
+    it is still there, in the other place. Whoever has read up to token t may go back to any token
+    above t - BLOCK, and to some before: see oldest(). Whatever was read and left behind in between,
+    a token's output comes from the same state and the same inputs."""
+
+    def __init__(self, shape: tuple[int, DeltaConfig], device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        B, delta = shape
+        H = delta.n_value_head
+        states = B, 2, H, delta.key_dim, delta.value_dim
+        self.states = buffer(torch.zeros(states, device=device, dtype=torch.float32))
+        inputs = B, RING, delta.channels + 2 * H
+        self.inputs = buffer(torch.zeros(inputs, device=device, dtype=dtype))
+
+    @staticmethod
+    def bytes_per_row(config: Config, dtype: torch.dtype) -> int:
+        """Of all recurrent layers."""
+        meta = torch.device("meta")
+        caches = [
+            DeltaCache((1, layer.delta), meta, dtype) for layer in config.layers if layer.delta
+        ]
+        return sum(part.nbytes for cache in caches for part in cache.buffers())
+
+    @staticmethod
+    def oldest(n: int) -> int:
+        """The first token that a forward may begin with, once n tokens have been read."""
+        return max(0, (n // BLOCK - 1) * BLOCK)
+
+    def before(self, first, n: int):
+        """The inputs of the n tokens before the first [B]: [B, n, C + 2H]."""
+        at = first[:, None] + torch.arange(-n, 0, device=first.device)
+        rows = torch.arange(len(first), device=first.device)[:, None]
+        return self.inputs[rows, at % RING] * (at >= 0)[:, :, None]
+
+    def write(self, new, states, first, n):
+        """new [B, T, C + 2H]: inputs of tokens from first [B] on, n [B] of which are text; states
+        [B, 2, H, E, V]: delta_rule()'s."""
+        B = len(new)
+        end = (first + n)[:, None]
+        place = torch.arange(RING, device=first.device)
+        # In each place stands the last token before the end that belongs there: a new one?
+        column = end - 1 - (end - 1 - place) % RING - first[:, None]  # [B, RING]
+        found = new.gather(1, column.clamp(min=0)[:, :, None].expand(-1, -1, new.shape[-1]))
+        self.inputs[:B] = torch.where((column >= 0)[:, :, None], found, self.inputs[:B])
+        self.states[:B] = states
+
+    def arrange_rows(self, rows: Tensor, n: int):
+        """As Transformer.arrange_rows(), of this layer."""
+        for part in self.buffers():
+            part[: len(rows)] = part[rows]
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    first: Tensor,
+    n: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for whole blocks, with matrix products (arXiv 2406.06484, section 3, and
+    2412.06464, section 3.3).
+
+    q, k [B, L, G, E], v [B, L, H, V], decay (its logarithm) and beta [B, L, H]: the columns from the
+    beginning of the block of first [B] on, of which n [B] from first on are text; both gates are 0
+    behind. states [B, 2, H, E, V]: as DeltaCache has them -> y [B, L, H, V] and the states, with
+    those before blocks that begin within the text or at its end.
+
+    In a block, with d the sum of decay from its beginning, S the state there, and u the corrections:
+
+        u_t = beta_t (v_t - exp(d_t) S^T k_t - sum over s < t of exp(d_t - d_s) (k_t k_s) u_s)
+        y_t = exp(d_t) S^T q_t + sum over s <= t of exp(d_t - d_s) (q_t k_s) u_s
+
+    The first is a triangular system. Its right side is linear in S, so that it is solved for all
+    blocks at once, and only the states follow one another."""
+    H, G = v.shape[2], k.shape[2]
+    q, k = (x.repeat_interleave(H // G, dim=2) for x in (q, k))  # of each value head
+    q, k, v, decay, beta = (
+        x.unflatten(1, (-1, BLOCK)).movedim(3, 1) for x in (q, k, v, decay, beta)
+    )  # q, k [B, H, n_block, BLOCK, E], decay, beta [B, H, n_block, BLOCK]
+    d = decay.cumsum(-1)
+    beta = beta[..., None]
+    since = (d[..., :, None] - d[..., None, :]).tril().exp().tril()  # exp(d_t - d_s) for s <= t
+    system = beta * (k @ k.mT) * since  # its diagonal is taken as 1
+    right = torch.cat((beta * v, beta * d.exp()[..., None] * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = (q @ k.mT) * since
+    q = q * d.exp()[..., None]
+    k = k * (d[..., -1:] - d).exp()[..., None]  # as the block's end sees them
+
+    B, places = len(v), torch.arange(2, device=v.device)
+    block = first // BLOCK  # [B]
+    complete = block + (first % BLOCK + n) // BLOCK  # the block that the text ends in
+    state = states[torch.arange(B, device=v.device), block % 2]  # [B, H, E, V]
+    state = torch.where((block > 0)[:, None, None, None], state, 0)
+    ys = []
+    for i in range(v.shape[2]):
+        corrections = u[:, :, i] - of_state[:, :, i] @ state  # [B, H, BLOCK, V]
+        ys.append(q[:, :, i] @ state + within[:, :, i] @ corrections)
+        state = state * d[:, :, i, -1:, None].exp() + k[:, :, i].mT @ corrections
+        block = block + 1
+        is_new = (block <= complete)[:, None] & (block[:, None] % 2 == places)  # [B, 2]
+        states = torch.where(is_new[:, :, None, None, None], state[:, None], states)
+    return torch.stack(ys, dim=2).flatten(2, 3).transpose(1, 2).contiguous(), states
+
+
+# torch.compile does not look inside: it would make one code for each number of blocks.
+opaque_delta_rule = torch.library.custom_op("llama_fast::delta_rule", delta_rule, mutates_args=())
+
+
+@opaque_delta_rule.register_fake
+def _(q, k, v, decay, beta, states, first, n):
+    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(states)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Config, ffn_dim: int):
+        super().__init__()
+        self.w_gate_up = nn.Linear(config.dim, 2 * ffn_dim, bias=False)
+        self.w_down = nn.Linear(ffn_dim, config.dim, bias=False)
         self.gate = Gate(config.activation)
 
     def forward(self, x):
@@ -467,7 +744,8 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts, in FeedForward's place. A row is computed by its n experts alone."""
+    """A mixture of experts, in FeedForward's place. A row is computed by its n experts alone and, if
+    there is one, by the shared expert."""
 
     def __init__(self, config: Config, moe: MoEConfig):
         super().__init__()
@@ -477,8 +755,19 @@ class MoE(nn.Module):
         self.router = nn.Linear(config.dim, X, bias=moe.bias)
         self.w_gate_up = Experts(X, 2 * moe.ffn_dim, config.dim, moe.bias)
         self.w_down = Experts(X, config.dim, moe.ffn_dim, moe.bias)
+        self.shared = self.shared_gate = None
+        if moe.shared_dim:
+            self.shared = FeedForward(config, moe.shared_dim)
+            self.shared_gate = nn.Linear(config.dim, 1, bias=False)
 
     def forward(self, x):
+        y = self.mixture(x)
+        if self.shared is not None:
+            y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return y
+
+    def mixture(self, x):
+        """[..., D] -> [..., D], without the shared expert."""
         n = self.moe.n_chosen
         rows = x.flatten(0, -2)  # [M, D]
         weights, experts = self.route(rows)  # [M, n]

@@ -274,13 +274,17 @@ SIZES = 128, 64, 32
 DEFAULT_GROUP = "the largest of 128, 64 and 32 that divides the inputs of each layer"
 
 
+# Small, and what they give decides: which experts, how much of one, how much a state forgets.
+LEFT_OUT = ".router", ".shared_gate", ".w_gates"
+
+
 def find_layers(model: Transformer, head: bool) -> list[str]:
     """The names in the model of the layers that quantization replaces: all linear ones and experts,
-    but routers; the head only if asked for and not tied."""
+    but LEFT_OUT; the head only if asked for and not tied."""
     names = [
         name
         for name, layer in model.layers.named_modules(prefix="layers")
-        if type(layer) in (nn.Linear, Experts) and not name.endswith(".router")
+        if type(layer) in (nn.Linear, Experts) and not name.endswith(LEFT_OUT)
     ]
     if head and not model.config.tied and type(model.head) is nn.Linear:
         names.append("head")

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from generate import Sampling, choose, draw, logprobs_of, probabilities
+from generate import Sampling, choose, draw, logprobs_of, probabilities, round_up
 
 # Slots beyond a text's limit: its last step may draft across the limit, and so may the step in
 # flight, of which the host has not heard. Two steps of up to 33 tokens are 66; 72 is the next
@@ -116,6 +116,11 @@ class Drafter:
     def warm_up_prompts(self, prompts: int):
         """As Engine.warm_up_prompts()."""
 
+    def oldest(self, n: int) -> int:
+        """As Transformer.oldest(): the shortest text that a new one may begin with, once n tokens
+        have been read."""
+        return 0
+
     def catch_up(self, text: Tensor, last: Tensor, n_slots: int):
         """Reads what is unread."""
 
@@ -182,6 +187,7 @@ class DraftModel(Drafter):
 
     OFFSET = 0  # slot t is read with the text's token at t + OFFSET
     READ_TOKENS = 1024  # at a time, over all rows
+    READ_AGAIN = 16  # tokens at most, by catch_up()
 
     def __init__(self, engine, vocab_size: int, max_seq_len: int):
         super().__init__(vocab_size, max_seq_len)
@@ -210,17 +216,22 @@ class DraftModel(Drafter):
             # With an OFFSET of 1 a prompt's last slot waits for the token behind the prompt.
             self.unread = self.OFFSET
 
+    def oldest(self, n):
+        oldest = self.engine.model.oldest(n)
+        return oldest and oldest + self.READ_AGAIN + 2
+
     def catch_up(self, text, last, n_slots):
         slots = self.engine.slots(n_slots)
         if self.prompts:
             self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
-            # The slots before last: more than are unread, as one more may be missing, and a power
-            # of two, so that there are few shapes. With 40 unread and last = 100, these are 36 to
-            # 99. A row near either end of the cache reads as many from that end.
+            # The slots before last: more than are unread, as one more may be missing, and a
+            # multiple of 16, so that there are few shapes. With 40 unread and last = 100, these are
+            # 52 to 99. A row near either end of the cache reads as many from that end. A recurrent
+            # draft can go back by these few tokens: see DeltaCache.
             most = self.max_seq_len - self.OFFSET
-            width = min(max(32, 1 << self.unread.bit_length()), most)
+            width = min(round_up(self.unread + 1, self.READ_AGAIN), most)
             first = (last - width).clamp(0, most - width)
             at = first[:, None] + torch.arange(width, device=last.device)
             for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
@@ -239,7 +250,7 @@ class DraftModel(Drafter):
         """Puts the text's tokens at [B, any] into the cache."""
         tokens = self.readable(text.gather(1, at))
         # Nobody reads the logits: one column is computed.
-        self.engine.model(tokens, at, slots, last=torch.zeros_like(last))
+        self.engine.model(tokens, at, slots, last=torch.zeros_like(last), ends=last)
 
     def readable(self, tokens: Tensor) -> Tensor:
         """The draft's last token takes the place of those that it lacks."""
@@ -360,6 +371,11 @@ class Speculator:
         """The host has seen the row's text end."""
         if self.host_ends[row]:
             self.ends[row] = self.host_ends[row] = 0
+
+    def oldest(self, n: int) -> int:
+        """As Engine.oldest(). Two steps may go beyond the text."""
+        ahead = 2 * (max(self.step_of) + 1)
+        return max(self.target.model.oldest(n + ahead), self.draft.oldest(n + ahead))
 
     def step(self):
         """Launches a step: what speculate() returns, None where all rows are done."""

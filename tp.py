@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Config, MoE, RMSNorm, Transformer
+from model import Config, DeltaConfig, DeltaNet, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -76,7 +76,20 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
 
 def ffn_dims(config: Config) -> set[int]:
     """Of the model's dense feed-forward parts and of its experts."""
-    return {layer.moe.ffn_dim if layer.moe else config.ffn_dim for layer in config.layers}
+    dims = {layer.moe.ffn_dim if layer.moe else config.ffn_dim for layer in config.layers}
+    return dims | {layer.moe.shared_dim for layer in config.layers if layer.moe} - {0}
+
+
+def delta_of(config: Config) -> DeltaConfig | None:
+    """That of all recurrent layers, None without one."""
+    return next((layer.delta for layer in config.layers if layer.delta), None)
+
+
+def key_heads_unit(delta: DeltaConfig, group: int) -> int:
+    """A rank has a multiple of so many key heads of a recurrent layer, and the value heads that go
+    with them, so that their outputs, wo's inputs, fill quantized groups."""
+    values = delta.n_value_head // delta.n_key_head * delta.value_dim
+    return math.lcm(values, group) // values
 
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
@@ -89,17 +102,21 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     least = min(ffn_dims(config))
     if ranks > -(-least // ffn_unit):
         return f"{ranks} ranks cannot share {least} feed-forward rows in units of {ffn_unit}"
+    delta = delta_of(config)
+    if delta and ranks > -(-delta.n_key_head // key_heads_unit(delta, group)):
+        return f"{ranks} ranks cannot share {delta.n_key_head} key heads of recurrent layers"
     return None
 
 
 # Of these each rank has some inputs: see RowParallelLinear.
-ROW_PARALLEL = "attn.wo", "ffn.w_down"
+ROW_PARALLEL = "attn.wo", "ffn.w_down", "ffn.shared.w_down"
 
 
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
     rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
-    feed-forward part and in an expert, and rows of the output head.
+    feed-forward part, in an expert and in a shared one, and rows of the output head; of recurrent
+    layers the elements of the key heads, the value heads and their elements.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
@@ -116,21 +133,36 @@ class Shard:
         self.rank = rank
         self.outputs = outputs or config.vocab_size
         H, K, E = config.n_head, config.n_kv_head, config.head_dim
-        # Of an expert; a model's mixtures are alike.
-        moe_dim = next((layer.moe.ffn_dim for layer in config.layers if layer.moe), 0)
+        # A model's mixtures are alike, and so are its recurrent layers.
+        moe = next((layer.moe for layer in config.layers if layer.moe), None)
+        self.delta = delta_of(config)
         o_unit, ffn_unit = units(config, group, ranks)
         q = share_of(H * E, o_unit, rank, ranks)
         heads = scaled(q, 1, E)
         kv_heads = scaled(heads, K, H)  # those that the q heads look at
         ffn = share_of(config.ffn_dim, ffn_unit, rank, ranks)
-        expert = share_of(moe_dim, ffn_unit, rank, ranks)
+        expert = share_of(moe.ffn_dim if moe else 0, ffn_unit, rank, ranks)
+        shared = share_of(moe.shared_dim if moe else 0, ffn_unit, rank, ranks)
         each = logits_per_rank(self.outputs, ranks)
         vocab = slice(*(min(self.outputs, each * r) for r in (rank, rank + 1)))
         self.shares = dict(
             heads=heads, q=q, kv=scaled(kv_heads, E), ffn=ffn, expert=expert, vocab=vocab
         )
+        self.shares["shared"] = shared
+        if moe:
+            moe = replace(moe, ffn_dim=size(expert), shared_dim=size(shared))
+        delta = self.delta
+        if delta:
+            of_keys = share_of(delta.n_key_head, key_heads_unit(delta, group), rank, ranks)
+            of_values = scaled(of_keys, delta.n_value_head, delta.n_key_head)
+            self.shares |= {
+                "keys": scaled(of_keys, delta.key_dim),
+                "value heads": of_values,
+                "values": scaled(of_values, delta.value_dim),
+            }
+            delta = replace(delta, n_key_head=size(of_keys), n_value_head=size(of_values))
         layers = tuple(
-            replace(layer, moe=layer.moe and replace(layer.moe, ffn_dim=size(expert)))
+            replace(layer, moe=layer.moe and moe, delta=layer.delta and delta)
             for layer in config.layers
         )
         self.config = replace(

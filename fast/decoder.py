@@ -98,6 +98,8 @@ def why_plain_attention(block: Block) -> str | None:
     attn = block.attn
     if type(attn) is not Attention:
         return f"{type(attn).__name__} in the place of Attention"
+    if attn.gated:
+        return "gates of heads"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
@@ -233,7 +235,14 @@ class FusedAttention(nn.Module):
         return attend(q, positions, *caches, window, scale, self.attn.sinks).flatten(2)
 
     def forward(
-        self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, rows: Tensor
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        rows: Tensor,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]. The kernel finds the slots in use by itself."""
         if not self.kernel:

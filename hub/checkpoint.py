@@ -39,13 +39,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hub.families import config_from_hf, text_settings, value_of
-from model import Config, MoEConfig, Transformer
+from hub.families import EXPERTS, config_from_hf, text_settings, value_of
+from model import Config, DeltaConfig, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
-VISION = "vision_tower.", "multi_modal_projector."  # of models that also see
+VISION = "vision_tower.", "multi_modal_projector.", "visual."  # of models that also see
 # What files have beside a model's weights: what rope and masks computed, and heads that draft.
 LEFTOVERS = re.compile(
     r"(.*\.)?(rotary_emb\w*\.\w+|(self_)?attn\.bias|attention\.bias|masked_bias|position_ids)$"
@@ -188,6 +188,8 @@ class Checkpoint:
             self.config = config_from_hf(self.hf)
         self.generation = read_json(directory / "generation_config.json")
         self.index = read_json(directory / INDEX)
+        if self.config.expert_files and self.has_fused_experts():
+            self.config = replace(self.config, expert_files=self.config.expert_files[:2])
         if self.config.tied and self.has_own_head():
             print(
                 f"{directory}: lm_head is another matrix than the embedding, though config.json, "
@@ -254,10 +256,18 @@ class Checkpoint:
             files[EMBEDDING] = files.pop(HEAD)  # the one matrix, by its other name
         return files
 
+    def has_weights(self) -> bool:
+        return bool(self.index) or (self.directory / WHOLE).exists()
+
+    def has_fused_experts(self) -> bool:
+        """Whether a layer's experts are one tensor in the files: Qwen3.5 is published either
+        way."""
+        return self.has_weights() and any(name.endswith(".gate_up_proj") for name in self.paths)
+
     def has_own_head(self) -> bool:
         """Whether the files hold an output head that is not the embedding: then it counts, whatever
         config.json says. A directory may lack its weights."""
-        if not self.index and not (self.directory / WHOLE).exists():
+        if not self.has_weights():
             return False
         files = self.of_text(self.paths)
         parts = [name for name in files if name.startswith("lm_head.") and name != "lm_head.bias"]
@@ -312,8 +322,14 @@ class Weight(NamedTuple):
         [X, N, K]          [X, K, N]          None
         [X, 2F, K]         [X, K, 2F]         "pairs"
         [X, 2F], a bias    [X, 2F]            "pairs"
+        [X, N, K]          [X, N, K]          None, and not `transposed`
+        [X, 2F, K]         [X, 2F, K]         "gate and up", and not `transposed`
 
     "pairs": the file has gate 0, up 0, gate 1, ..., we have all gates first.
+
+    by_head: the file has, for each key head of a recurrent layer, so many rows of each kind, and we
+    have all rows of the first kind first: (128, 128, 256, 256) of q, k, v and z in Qwen3-Next.
+    fp32: our parameter is, whatever the model's dtype.
     """
 
     ours: str
@@ -325,6 +341,16 @@ class Weight(NamedTuple):
     norm: bool = False
     expert: int | None = None
     experts: bool = False
+    transposed: bool = True
+    by_head: tuple[int, ...] = ()
+    fp32: bool = False
+
+    def by_kind(self, tensor: Tensor) -> Tensor:
+        """The file's tensor with its rows in our order."""
+        if not self.by_head:
+            return tensor
+        kinds = tensor.unflatten(0, (-1, sum(self.by_head))).split(self.by_head, dim=1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
     def of(self, parameter: Tensor) -> Tensor:
         """The view of our parameter that the tensor fills, once it has the view's shape."""
@@ -332,7 +358,7 @@ class Weight(NamedTuple):
             parameter = parameter[self.expert]
         if not self.experts:
             return parameter[self.row : self.row + self.shape[0]]
-        if len(self.shape) == 3:
+        if len(self.shape) == 3 and self.transposed:
             parameter = parameter.mT  # [X, N, K] -> the file's [X, K, N]
         if self.rows == "pairs":
             # [..., 2F], all gates first -> [..., F, 2]
@@ -351,16 +377,15 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if not config.tied:
         table[HEAD] = Weight("head.weight", 0, (V, D), "vocab")
     for i, layer in enumerate(config.layers):
-        for name, weight in hf_layer(config, layer.moe).items():
+        for name, weight in hf_layer(config, layer.moe, layer.delta).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
 
 @lru_cache
-def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
+def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -> dict[str, Weight]:
     """hf_weights() of a layer."""
-    D, E, F = config.dim, config.head_dim, config.ffn_dim
-    q, kv = config.n_head * E, config.n_kv_head * E
+    D, F = config.dim, config.ffn_dim
     table = {}
 
     def add(
@@ -369,16 +394,58 @@ def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
         shape: tuple[int, ...],
         rows: str | None = None,
         columns: str | None = None,
+        **more,
     ):
         """Those that fill one of ours are added in the order of its rows."""
         row = sum(weight.shape[0] for weight in table.values() if weight.ours == ours)
         is_matrix = len(shape) == 2
-        table[name] = Weight(ours, row, shape, rows, columns, is_matrix, norm="norm" in name)
+        weight = Weight(ours, row, shape, rows, columns, is_matrix, norm="norm" in name)
+        table[name] = weight._replace(**more)
 
+    if delta:
+        add_delta(config, delta, add)
+    else:
+        add_attention(config, add)
+
+    # Theirs is named by its place: before the feed-forward part, or behind attention.
+    before_ffn = "pre_feedforward" if config.post_norm else "post_attention"
+    if config.pre_norm:
+        add("input_layernorm.weight", "attn_norm.weight", (D,))
+        add(f"{before_ffn}_layernorm.weight", "ffn_norm.weight", (D,))
+    if config.post_norm:
+        add("post_attention_layernorm.weight", "attn_post_norm.weight", (D,))
+        add("post_feedforward_layernorm.weight", "ffn_post_norm.weight", (D,))
+
+    if moe and moe.shared_dim:
+        F = moe.shared_dim
+        add("mlp.shared_expert.gate_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add("mlp.shared_expert.up_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add(
+            "mlp.shared_expert.down_proj.weight", "ffn.shared.w_down.weight", (D, F), None, "shared"
+        )
+        name = "mlp.shared_expert_gate.weight"
+        add(name, "ffn.shared_gate.weight", (1, D), quantized=False)
+    if moe:
+        return table | hf_experts(config, moe)
+    if config.fused_files:
+        add("mlp.gate_up_proj.weight", "ffn.w_gate_up.weight", (2 * F, D), "gate_up")
+    else:
+        add("mlp.gate_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
+        add("mlp.up_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
+    add("mlp.down_proj.weight", "ffn.w_down.weight", (D, F), columns="ffn")
+    return table
+
+
+def add_attention(config: Config, add: Callable) -> None:
+    """Adds attention's weights to hf_layer()."""
+    D, E = config.dim, config.head_dim
+    q, kv = config.n_head * E, config.n_kv_head * E
     if config.fused_files:
         add("self_attn.qkv_proj.weight", "attn.wqkv.weight", (q + 2 * kv, D), "qkv")
     else:
-        add("self_attn.q_proj.weight", "attn.wqkv.weight", (q, D), "q")
+        # With gates the file has each head's q, and then its gate.
+        q_rows = ((2 * q, D), "q and gate") if config.attention_gate else ((q, D), "q")
+        add("self_attn.q_proj.weight", "attn.wqkv.weight", *q_rows)
         add("self_attn.k_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
         add("self_attn.v_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
     if config.qkv_bias:
@@ -397,24 +464,28 @@ def hf_layer(config: Config, moe: MoEConfig | None) -> dict[str, Weight]:
         add("self_attn.q_norm.weight", "attn.q_norm.weight", (q,), "q")
         add("self_attn.k_norm.weight", "attn.k_norm.weight", (kv,), "kv")
 
-    # Theirs is named by its place: before the feed-forward part, or behind attention.
-    before_ffn = "pre_feedforward" if config.post_norm else "post_attention"
-    if config.pre_norm:
-        add("input_layernorm.weight", "attn_norm.weight", (D,))
-        add(f"{before_ffn}_layernorm.weight", "ffn_norm.weight", (D,))
-    if config.post_norm:
-        add("post_attention_layernorm.weight", "attn_post_norm.weight", (D,))
-        add("post_feedforward_layernorm.weight", "ffn_post_norm.weight", (D,))
 
-    if moe:
-        return table | hf_experts(config, moe)
-    if config.fused_files:
-        add("mlp.gate_up_proj.weight", "ffn.w_gate_up.weight", (2 * F, D), "gate_up")
+def add_delta(config: Config, delta: DeltaConfig, add: Callable) -> None:
+    """Adds a recurrent layer's weights to hf_layer(). Its norm's weight is stored as it is."""
+    D, H, C = config.dim, delta.n_value_head, delta.channels
+    values, each = H * delta.value_dim, H // delta.n_key_head
+    if config.delta_by_head:
+        qkvz = delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim
+        name = "linear_attn.in_proj_qkvz.weight"
+        add(name, "attn.w_in.weight", (C + values, D), "qkvz", by_head=qkvz)
+        ba = dict(quantized=False, by_head=(each, each))
+        add("linear_attn.in_proj_ba.weight", "attn.w_gates.weight", (2 * H, D), "gates", **ba)
     else:
-        add("mlp.gate_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
-        add("mlp.up_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
-    add("mlp.down_proj.weight", "ffn.w_down.weight", (D, F), columns="ffn")
-    return table
+        add("linear_attn.in_proj_qkv.weight", "attn.w_in.weight", (C, D), "channels")
+        add("linear_attn.in_proj_z.weight", "attn.w_in.weight", (values, D), "values")
+        for name in ("b", "a"):
+            stored = f"linear_attn.in_proj_{name}.weight"
+            add(stored, "attn.w_gates.weight", (H, D), "value heads", quantized=False)
+    add("linear_attn.conv1d.weight", "attn.filter", (C, 1, delta.width), "channels")
+    add("linear_attn.A_log", "attn.log_a", (H,), "value heads", fp32=True)
+    add("linear_attn.dt_bias", "attn.dt_bias", (H,), "value heads", fp32=True)
+    add("linear_attn.norm.weight", "attn.norm", (delta.value_dim,), norm=False)
+    add("linear_attn.out_proj.weight", "attn.wo.weight", (D, values), columns="values")
 
 
 def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
@@ -433,6 +504,12 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
                 f"{expert}.{up_name}.weight": gate_up(F, (F, D), "expert", expert=x),
                 f"{expert}.{down_name}.weight": down((D, F), expert=x),
             }
+    elif not moe.bias:  # all experts in one tensor, gates first
+        how = dict(experts=True, transposed=False)
+        table |= {
+            "experts.gate_up_proj": gate_up(0, (X, 2 * F, D), "gate and up", **how),
+            "experts.down_proj": down((X, D, F), **how),
+        }
     else:  # gpt-oss's, all experts in one tensor
         table |= {
             f"{router}.bias": Weight("ffn.router.bias", 0, (X,)),
@@ -444,6 +521,13 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
             "experts.down_proj_bias": Weight("ffn.w_down.bias", 0, (X, D), experts=True),
         }
     return {f"{part}.{name}": weight for name, weight in table.items()}
+
+
+def each_expert(config: Config) -> Config:
+    """For files that have each expert's matrices by themselves, as quantized ones have them; gpt-oss's
+    have not."""
+    fused = len(config.expert_files) == 2 and not config.sinks
+    return replace(config, expert_files=EXPERTS) if fused else config
 
 
 Part = tuple[slice, ...]  # of an axis of a tensor: what lies in these slices, side by side
@@ -466,13 +550,26 @@ def part_of(weight: Weight, shard) -> tuple[Part, ...]:
             return shares["q"], behind(q, shares["kv"]), behind(q + kv, shares["kv"])
         if axis == "gate_up":  # Phi's: gate, then up
             return shares["ffn"], behind(whole.ffn_dim, shares["ffn"])
+        if axis == "gate and up":  # of all experts
+            return shares["expert"], behind(weight.shape[1] // 2, shares["expert"])
+        if axis == "q and gate":  # of each head, side by side
+            return (slice(2 * shares["q"].start, 2 * shares["q"].stop),)
+        if axis == "gates":  # b, then a, of a recurrent layer
+            heads = shares["value heads"]
+            return heads, behind(weight.shape[0] // 2, heads)
+        if axis in ("channels", "qkvz"):  # q, k and v of a recurrent layer, and z
+            keys, values = shares["keys"], shares["values"]
+            n = shard.delta.n_key_head * shard.delta.key_dim
+            parts = keys, behind(n, keys), behind(2 * n, values)
+            return parts if axis == "channels" else (*parts, behind(shard.delta.channels, values))
         if axis == "pairs":  # gpt-oss's: they take turns
             return (slice(2 * shares["expert"].start, 2 * shares["expert"].stop),)
         return (shares[axis],)
 
     rows, columns = part(weight.rows), part(weight.columns)
     if weight.experts:
-        return (WHOLE_AXIS, columns, rows) if len(weight.shape) == 3 else (WHOLE_AXIS, rows)
+        of_matrix = (columns, rows) if weight.transposed else (rows, columns)
+        return (WHOLE_AXIS, *of_matrix) if len(weight.shape) == 3 else (WHOLE_AXIS, rows)
     return rows, columns
 
 
@@ -561,7 +658,9 @@ def load_model(
         read_layers(model, files)
     table = checkpoint.weights_of(model.config)
     dtypes = {
-        weight.ours: torch.float32 if weight.norm and model.config.norm_fp32 else dtype
+        weight.ours: (
+            torch.float32 if weight.fp32 or weight.norm and model.config.norm_fp32 else dtype
+        )
         for weight in table.values()
     }
     parameters = {
@@ -573,7 +672,7 @@ def load_model(
     names.sort(key=lambda name: str(files.get(name)))  # file by file
     for name in tqdm(names, "loading", delay=1, leave=False, disable=None if progress else True):
         whole, weight = checkpoint.weights[name], table[name]  # of all ranks, and of this one
-        tensor = read_tensor(files, name, [whole.shape])
+        tensor = whole.by_kind(read_tensor(files, name, [whole.shape]))
         if shard:
             tensor = take(tensor, part_of(whole, shard))
         if weight.norm:

@@ -13,8 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model import Config, LayerConfig, MoEConfig, Rope
+from model import Config, DeltaConfig, LayerConfig, MoEConfig, Rope
 
+EXPERTS = "mlp", "gate", "gate_proj", "up_proj", "down_proj"
+QWEN_NEXT = dict(qk_norm="head", norm_fp32=True, norm_offset=1.0, attention_gate=True)
 OLMO = dict(qk_norm="whole", pre_norm=False, post_norm=True, norm_fp32=True)
 FAMILIES = {  # model_type -> the fields of Config that it stands for
     "llama": {},
@@ -31,9 +33,10 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
         qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"
     ),
     "mixtral": dict(expert_files=("block_sparse_moe", "gate", "w1", "w3", "w2")),
-    "qwen3_moe": dict(
-        qk_norm="head", expert_files=("mlp", "gate", "gate_proj", "up_proj", "down_proj")
-    ),
+    "qwen3_moe": dict(qk_norm="head", expert_files=EXPERTS),
+    "qwen3_5_text": QWEN_NEXT,
+    "qwen3_5_moe_text": QWEN_NEXT | dict(expert_files=EXPERTS),
+    "qwen3_next": QWEN_NEXT | dict(expert_files=EXPERTS, delta_by_head=True),
     "gpt_oss": dict(
         qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files=("mlp", "router")
     ),
@@ -58,6 +61,33 @@ QWEN = LLAMA | dict(
     intermediate_size=22016,
     num_key_value_heads=32,
     max_position_embeddings=32768,
+)
+# Qwen3.5, 3.6, 3.8 and Qwen3-Next: three layers of four are recurrent.
+RECURRENT = LLAMA | dict(
+    vocab_size=248320,
+    intermediate_size=12288,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=32768,
+    partial_rotary_factor=0.25,
+    full_attention_interval=4,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+)
+RECURRENT_MOE = RECURRENT | dict(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=40,
+    num_key_value_heads=2,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    norm_topk_prob=True,
 )
 OLMO2 = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5)
 DEFAULTS = {  # model_type -> its keys
@@ -134,6 +164,10 @@ DEFAULTS = {  # model_type -> its keys
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
+    "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT_MOE,
+    "qwen3_next": RECURRENT_MOE
+    | dict(vocab_size=151936, num_hidden_layers=48, num_experts=512, num_experts_per_tok=10),
     "gpt_oss": dict(
         vocab_size=201088,
         hidden_size=2880,
@@ -164,6 +198,8 @@ WRAPPERS = {
     "internvl": ("qwen2", True),
     "got_ocr2": ("qwen2", True),
     "llava": ("llama", None),
+    "qwen3_5": ("qwen3_5_text", False),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False),
 }
 # What the whole says, before its text part.
 OF_THE_WHOLE = (
@@ -189,12 +225,11 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key,
     "n_shared_experts": (0,),
     "shared_expert_intermediate_size": (0,),
     "routed_scaling_factor": (1,),
+    "attn_output_gate": (True,),
 }
 LACKING = {  # model_type -> what it has that is not here
     "gemma2": "caps of attention scores and logits",
     "gemma3n": "layers that are left out for some tokens",
-    "qwen3_5": "recurrent layers",
-    "qwen3_next": "recurrent layers",
     "granitemoehybrid": "recurrent layers",
     **dict.fromkeys(
         ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"), "kind of experts"
@@ -312,8 +347,12 @@ def text_settings(hf: dict) -> dict:
         whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
         settings = text | whole | dict(tie_word_embeddings=tied)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
+    supported = dict(SUPPORTED)
     # gpt-oss has the biases that are in no other family.
-    check_supported(settings, SUPPORTED | dict(attention_bias=(kind == "gpt_oss",)))
+    supported["attention_bias"] = (kind == "gpt_oss",)
+    if "shared_expert_intermediate_size" in DEFAULTS.get(kind, {}):
+        del supported["shared_expert_intermediate_size"]
+    check_supported(settings, supported)
     return settings
 
 
@@ -412,12 +451,45 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
             rope = rope_from_hf(hf, sliding=kind != "gpt_oss")
             layers |= dict(sliding_attention=replace(full, window=window, rope=rope))
         return tuple(layers[of] for of in kinds)
+    recurrent = replace(full, delta=delta_from_hf(hf))
+    if recurrent.delta:
+        nth = value_of(hf, "full_attention_interval", int)
+        every = ["linear_attention" if i % nth else "full_attention" for i in numbers]
+        kinds = values_of(hf, "layer_types", ("linear_attention", "full_attention"), n, every)
+        layers = [recurrent if of == "linear_attention" else full for of in kinds]
+        return tuple(dense_from_hf(hf, layers) if kind == "qwen3_next" else layers)
     if kind == "qwen3_moe":
-        dense = numbers_of(hf, "mlp_only_layers") or []
-        step = value_of(hf, "decoder_sparse_step", int, 1)
-        without = replace(full, moe=None)
-        return tuple(without if i - 1 in dense or i % step else full for i in numbers)
+        return tuple(dense_from_hf(hf, [full] * n))
     return (full,) * n
+
+
+def dense_from_hf(hf: dict, layers: list[LayerConfig]) -> list[LayerConfig]:
+    """Layers with experts, of which some have none."""
+    dense = numbers_of(hf, "mlp_only_layers") or []
+    step = value_of(hf, "decoder_sparse_step", int, 1)
+    return [
+        replace(layer, moe=None) if i in dense or (i + 1) % step else layer
+        for i, layer in enumerate(layers)
+    ]
+
+
+def delta_from_hf(hf: dict) -> DeltaConfig | None:
+    """hf: text_settings()'s. None for a family without recurrent layers."""
+    if "linear_num_key_heads" not in DEFAULTS.get(hf["model_type"], {}):
+        return None
+    found = DeltaConfig(
+        n_key_head=value_of(hf, "linear_num_key_heads", int, most=2**12),
+        n_value_head=value_of(hf, "linear_num_value_heads", int, most=2**12),
+        key_dim=value_of(hf, "linear_key_head_dim", int, most=2**10),
+        value_dim=value_of(hf, "linear_value_head_dim", int, most=2**10),
+        width=value_of(hf, "linear_conv_kernel_dim", int, most=8),
+    )
+    if found.n_value_head % found.n_key_head:
+        raise ValueError(
+            f"linear_num_value_heads={found.n_value_head} is no multiple of "
+            f"linear_num_key_heads={found.n_key_head}"
+        )
+    return found
 
 
 def moe_from_hf(hf: dict) -> MoEConfig | None:
@@ -431,9 +503,12 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
         n_expert=n_expert,
         n_chosen=value_of(hf, "num_experts_per_tok", int, most=n_expert),
         ffn_dim=value_of(
-            hf, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size", int
+            hf, "moe_intermediate_size" if kind.startswith("qwen3") else "intermediate_size", int
         ),
-        normalize=value_of(hf, "norm_topk_prob", bool, kind != "qwen3_moe"),
+        # transformers' Qwen3.5 does not read the key.
+        normalize=kind == "qwen3_5_moe_text"
+        or value_of(hf, "norm_topk_prob", bool, kind != "qwen3_moe"),
+        shared_dim=value_of(hf, "shared_expert_intermediate_size", int, 0, or_zero=True),
         bias=kind == "gpt_oss",
         clamp=(
             (value_of(hf, "swiglu_limit", float), value_of(hf, "swiglu_alpha", float))
@@ -488,7 +563,8 @@ def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
     context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
-    if rope["rope_type"] == "default" and hf["model_type"] != "phi3":
+    turns_parts = hf["model_type"] == "phi3" or delta_from_hf(hf)
+    if rope["rope_type"] == "default" and not turns_parts:
         check_supported(rope, dict(partial_rotary_factor=(1.0,)))  # elsewhere it is not read
     original = value_of(rope, "original_max_position_embeddings", int, context, most=MOST_POSITIONS)
     rope["original_max_position_embeddings"] = original

@@ -630,11 +630,30 @@ class QuantizedReader:
 
     def axes(self, weight: Weight) -> list[Axis]:
         """Of the tensor that a file has of an unquantized weight."""
-        parts = part_of(weight, self.shard) if self.shard else [WHOLE_AXIS] * len(weight.shape)
+        # Rows in another order than ours are read whole: see by_kind().
+        whole = not self.shard or weight.by_head
+        parts = [WHOLE_AXIS] * len(weight.shape) if whole else part_of(weight, self.shard)
         return [Axis(*axis) for axis in zip(weight.shape, parts)]
+
+    def by_kind(self, layer: nn.Module, weight: Weight) -> nn.Module:
+        """A layer whose rows are in the file's order, in ours, and this rank's of them."""
+        rows = weight.by_kind(torch.arange(weight.shape[0], device=self.device))
+        if self.shard:
+            rows = take(rows, part_of(weight, self.shard)[:1])
+        if not isinstance(layer, QuantizedLinear):
+            return plain_layer(layer.weight[rows], None)
+        zeros = None if layer.zeros is None else layer.zeros[rows]
+        parts = layer.qweight[rows], layer.scales[rows], zeros
+        return QuantizedLinear(*parts, layer.codes, None, layer.g_idx)
 
     def read_linear(self, name: str, scheme: Scheme | None) -> nn.Module:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
+        weight = self.table[name]
+        layer = self.read_matrix(name, scheme)
+        return self.by_kind(layer, weight) if weight.by_head else layer
+
+    def read_matrix(self, name: str, scheme: Scheme | None) -> nn.Module:
+        """read_linear(), its rows in the file's order."""
         weight, bias, module = self.table[name], None, stem(name)
         N, K = self.axes(weight)
         if f"{module}.bias" in self.table:

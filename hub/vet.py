@@ -31,7 +31,7 @@ from hub.checkpoint import (
 from hub.families import is_head
 from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer
-from model import Config, KVCache
+from model import DeltaCache, Config, KVCache
 
 GIB = 2**30
 HUB_FILES = [
@@ -235,6 +235,7 @@ def check_memory(
             size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
             weights += size / (share if weight.rows or weight.columns else 1)
         cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
+        cache += DeltaCache.bytes_per_row(config, dtype) * batch_size / share
     no_draft = ", or no draft" if len(models) > 1 else ""
     advice = (
         f"out of memory: {weights / GIB:.2f} GiB of weights, {cache / GIB:.2f} GiB of cache "

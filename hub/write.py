@@ -15,12 +15,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hub.checkpoint import INDEX, Checkpoint, is_inside, read_tensor, reading
+from hub.checkpoint import (
+    INDEX,
+    Checkpoint,
+    each_expert,
+    hf_weights,
+    is_inside,
+    read_tensor,
+    reading,
+)
 from hub.formats import stem
 from hub.tokenizer import MOST_TOKENIZER
 from hub.vet import GIB
 from model import Transformer
-from quantize import QuantizedLinear, pack
+from quantize import LEFT_OUT, QuantizedLinear, pack
 
 SHARD_BYTES = 4 * GIB
 
@@ -72,7 +80,7 @@ def compressed_tensors_config(
 CONFIGS = {"gptq": gptq_config, "compressed-tensors": compressed_tensors_config}
 
 
-def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
+def gptq_tensors(layer: QuantizedLinear, rows: Tensor, config: dict) -> dict[str, Tensor]:
     """The tensors of some rows of a layer, as formats.read_gptq() describes them. Other programs
     round scales of fp32, which tiny weights have, to fp16."""
     stored = layer.zero_points()[rows] - int(config["checkpoint_format"] == "gptq")
@@ -84,7 +92,7 @@ def gptq_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str,
     )
 
 
-def packed_tensors(layer: QuantizedLinear, rows: slice, config: dict) -> dict[str, Tensor]:
+def packed_tensors(layer: QuantizedLinear, rows: Tensor, config: dict) -> dict[str, Tensor]:
     """The tensors of some rows of a layer, as formats.read_packed() describes them."""
     qweight = layer.qweight[rows]
     tensors = dict(
@@ -106,14 +114,15 @@ def quantized_tensors(
     """The tensors of a checkpoint: quantized layers as config says, the others as source has
     them."""
     files = source.files()
-    for name, weight in source.weights.items():
+    for name, weight in hf_weights(each_expert(source.config)).items():
         layer = model.get_submodule(weight.ours.rpartition(".")[0])
         if len(weight.shape) == 1 or not isinstance(layer, QuantizedLinear):
             yield name, read_tensor(files, name, [weight.shape])
             continue
         if weight.expert is not None:
             layer = layer.expert(weight.expert)
-        rows = slice(weight.row, weight.row + weight.shape[0])
+        # The file's row i is this row of ours.
+        rows = weight.by_kind(torch.arange(weight.shape[0])).argsort() + weight.row
         for kind, tensor in TENSORS[config["quant_method"]](layer, rows, config).items():
             yield f"{stem(name)}.{kind}", tensor
 
@@ -162,9 +171,13 @@ def write_checkpoint(
             place = directory / path.relative_to(source.directory)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
-    if "ignore" in quantization_config:  # to other readers routers are linear layers like others
-        routers = [stem(name) for name, weight in source.weights.items() if "router" in weight.ours]
-        ignored = quantization_config["ignore"] + routers
+    if "ignore" in quantization_config:  # to other readers they are linear layers like others
+        left = [
+            stem(of)
+            for of, weight in source.weights.items()
+            if stem(weight.ours).endswith(LEFT_OUT)
+        ]
+        ignored = quantization_config["ignore"] + left
         quantization_config = quantization_config | dict(ignore=ignored)
     hf = source.hf | dict(quantization_config=quantization_config)
     hf.pop("vision_config", None)  # of a model that also sees what is written is the text part
