@@ -545,8 +545,10 @@ class DeltaNet(nn.Module):
             before, states = self.cache.before(first, self.n_before), self.cache.states[:B]
         inputs = torch.cat((before, new), dim=1)
         qkv, gates = inputs.split([self.delta.channels, gates.shape[-1]], dim=-1)
-        windows = qkv.unfold(1, self.delta.width, 1)  # [B, BLOCK - 1 + T, C, width]
-        qkv = F.silu((windows * self.filter).sum(-1))
+        n_conv = qkv.shape[1] - self.delta.width + 1
+        taps = enumerate(self.filter.float().unbind(-1))
+        qkv = sum(qkv[:, i : i + n_conv].float() * tap for i, tap in taps)
+        qkv = F.silu(qkv.type_as(z))  # [B, BLOCK - 1 + T, C]
         gates = gates[:, self.delta.width - 1 :]
 
         # Columns from the beginning of first's block on, to the end of the last token's.
@@ -566,7 +568,8 @@ class DeltaNet(nn.Module):
         rule = opaque_delta_rule if torch.compiler.is_compiling() else delta_rule
         y, states = rule(q, k, v, decay, beta, states, first, n)
         if self.cache is not None:
-            self.cache.write(new, states, first, n)
+            self.cache.write(new, first, n)
+            self.cache.states[:B] = states
         own = into[:, None] + torch.arange(T, device=first.device)  # [B, T]
         y = y.gather(1, own[:, :, None, None].expand(-1, -1, *y.shape[2:]))  # [B, T, H, V]
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm
@@ -630,9 +633,8 @@ class DeltaCache(nn.Module):
         rows = torch.arange(len(first), device=first.device)[:, None]
         return self.inputs[rows, at % RING] * (at >= 0)[:, :, None]
 
-    def write(self, new, states, first, n):
-        """new [B, T, C + 2H]: inputs of tokens from first [B] on, n [B] of which are text; states
-        [B, 2, H, E, V]: delta_rule()'s."""
+    def write(self, new, first, n):
+        """new [B, T, C + 2H]: inputs of tokens from first [B] on, n [B] of which are text."""
         B = len(new)
         end = (first + n)[:, None]
         place = torch.arange(RING, device=first.device)
@@ -640,7 +642,6 @@ class DeltaCache(nn.Module):
         column = end - 1 - (end - 1 - place) % RING - first[:, None]  # [B, RING]
         found = new.gather(1, column.clamp(min=0)[:, :, None].expand(-1, -1, new.shape[-1]))
         self.inputs[:B] = torch.where((column >= 0)[:, :, None], found, self.inputs[:B])
-        self.states[:B] = states
 
     def arrange_rows(self, rows: Tensor, n: int):
         """As Transformer.arrange_rows(), of this layer."""
