@@ -302,14 +302,21 @@ def store_new(
 
 
 @jit
-def store_heads(y, out, pair, end, H: constexpr, G: constexpr, E: constexpr):
+def store_heads(
+    y, out, gates, pair, end, HEADS: constexpr, H: constexpr, G: constexpr, E: constexpr
+):
     """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's
-    first token."""
+    first token. gates: None, or this head's gate, which q has behind each query head; a token has
+    HEADS heads there."""
     e = tl.arange(0, y.shape[1])
+    mask = (pair < end)[:, None] & (e < E)[None, :]
+    if gates is not None:
+        of_gates = gates + (pair // G * HEADS + pair % G * 2)[:, None] * E
+        gate = tl.load(of_gates + e[None, :], mask=mask, other=0).to(tl.float32)
+        # As PyTorch rounds it.
+        y = y.to(out.dtype.element_ty).to(tl.float32) / (1 + tl.exp(-gate))
     rows = out + (pair // G * H + pair % G)[:, None] * E
-    tl.store(
-        rows + e[None, :], y.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (e < E)[None, :]
-    )
+    tl.store(rows + e[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -335,7 +342,9 @@ def combine_parts(
     first,
     splits,
     out,
+    gates,
     pairs,
+    HEADS: constexpr,
     BR: constexpr,
     H: constexpr,
     G: constexpr,
@@ -362,7 +371,8 @@ def combine_parts(
         lses = tl.load(part_lses + row, mask=inside, other=-1e30)
         shares = tl.exp2(lses - tl.max(lses, 1)[:, None])
         shares /= tl.sum(shares, 1)[:, None]
-        store_heads(tl.sum(accs * shares[:, :, None], 1), out, pair, pairs, H, G, E)
+        y = tl.sum(accs * shares[:, :, None], 1)
+        store_heads(y, out, gates, pair, pairs, HEADS, H, G, E)
 
 
 @jit
@@ -394,6 +404,7 @@ def store_result(
     row_sum,
     acc,
     out,
+    gates,
     part_lses,
     part_accs,
     semaphore,
@@ -401,6 +412,7 @@ def store_result(
     split,
     splits,
     pairs,
+    HEADS: constexpr,
     H: constexpr,
     G: constexpr,
     E: constexpr,
@@ -413,7 +425,8 @@ def store_result(
     """Stores the attention of pairs < `pairs` or, of one split of several, its part; the last one
     to come combines these."""
     if splits == 1:
-        store_heads(acc / row_sum[:, None], out, tl.arange(0, BM), pairs, H, G, E)
+        pair = tl.arange(0, BM)
+        store_heads(acc / row_sum[:, None], out, gates, pair, pairs, HEADS, H, G, E)
     if SPLITS > 1:
         if splits > 1:
             first = group * SPLITS
@@ -421,11 +434,37 @@ def store_result(
             if last_arriver(semaphore + group, splits):
                 if splits <= 8:
                     combine_parts(
-                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, 8
+                        part_lses,
+                        part_accs,
+                        first,
+                        splits,
+                        out,
+                        gates,
+                        pairs,
+                        HEADS,
+                        BR,
+                        H,
+                        G,
+                        E,
+                        BE,
+                        8,
                     )
                 elif SPLITS > 8:
                     combine_parts(
-                        part_lses, part_accs, first, splits, out, pairs, BR, H, G, E, BE, BS
+                        part_lses,
+                        part_accs,
+                        first,
+                        splits,
+                        out,
+                        gates,
+                        pairs,
+                        HEADS,
+                        BR,
+                        H,
+                        G,
+                        E,
+                        BE,
+                        BS,
                     )
 
 
@@ -458,6 +497,7 @@ def attention_kernel(
     E: constexpr,
     PAIRS: constexpr,
     GROWS: constexpr,
+    GATED: constexpr,
     BE: constexpr,
     WINDOW: constexpr,
     BH: constexpr,
@@ -475,7 +515,8 @@ def attention_kernel(
 ):
     """Program (b * K + kv head, split).
 
-    q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. BH: 0,
+    q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. GATED: 1,
+    and q has H heads more, behind each query head its gate, or 0. BH: 0,
     or q_norm and k_norm are of all heads together, and this is H E, rounded up to a power of two.
     tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as many, or fewer.
     It is longer than a screen because the first pass of the loop must hold all that waits for the
@@ -487,13 +528,14 @@ def attention_kernel(
     if PDL:
         gdc_launch_dependents()
     H: constexpr = K * G
-    HEADS: constexpr = H + 2 * K  # of a token in q
+    EACH: constexpr = 1 + GATED  # a query head, and its gate
+    HEADS: constexpr = EACH * H + 2 * K  # of a token in q
     e = tl.arange(0, BE)
     partner = partner_of(e, PAIRS)
     pair = tl.arange(0, ROWS)
     t = tl.minimum(pair // G, T - 1)
     pair_mask = (pair < T * G)[:, None] & (e < E)[None, :]
-    q_rows = q + (((b * T + t) * HEADS + kv * G + pair % G) * E)[:, None]
+    q_rows = q + (((b * T + t) * HEADS + (kv * G + pair % G) * EACH) * E)[:, None]
 
     # Positions were there before the first layer, and old slots before this step: loading them need
     # not wait.
@@ -503,7 +545,7 @@ def attention_kernel(
     n = tl.arange(0, NEW)
     new_mask = (n < T)[:, None] & (e < E)[None, :]
     new_position = tl.load(positions + n, mask=n < T, other=0).to(tl.int32)
-    new_rows = q + (((b * T + n) * HEADS + H + kv) * E)[:, None]
+    new_rows = q + (((b * T + n) * HEADS + EACH * H + kv) * E)[:, None]
     row_position = end + tl.minimum(tl.arange(0, BM) % ROWS // G, T - 1)  # [BM]
     begin = 0
     if WINDOW > 0:
@@ -579,11 +621,15 @@ def attention_kernel(
 
     acc = joined(acc, v_scale)
     out += (b * T * H + kv * G) * E
+    gates = None
+    if GATED:
+        gates = q + (b * T * HEADS + kv * G * 2 + 1) * E
     store_result(
         row_max,
         row_sum,
         acc,
         out,
+        gates,
         part_lses,
         part_accs,
         semaphore,
@@ -591,6 +637,7 @@ def attention_kernel(
         split,
         splits,
         T * G,
+        HEADS,
         H,
         G,
         E,
@@ -946,6 +993,7 @@ def update_and_attend(
     pairs: int = 0,
     growth: float = 0.0,
     original: int = 1,
+    gated: bool = False,
 ) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache,
     and attends.
@@ -957,11 +1005,12 @@ def update_and_attend(
     slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
     for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
-    growth, original: model.Rope's q_growth and original. sinks [H]: one more score of each head,
+    growth, original: model.Rope's q_growth and original. gated: qkv is [B, T, 2H + 2K, E], behind
+    each query head its gate; norms are then of a head. sinks [H]: one more score of each head,
     whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
-    H = heads - 2 * K
+    H = (heads - 2 * K) // (1 + gated)
     BE, BR, BN = head_tile(E), triton.next_power_of_2(T * H // K), triton.next_power_of_2(T)
     int8 = k_scale is not None and v_scale is not None
     sizes = decode_sizes(E, BR, BN, int8, B * K, L, gpu(qkv.device))
@@ -1001,6 +1050,7 @@ def update_and_attend(
         E=E,
         PAIRS=pairs,
         GROWS=growth != 0,
+        GATED=int(gated),
         BE=BE,
         WINDOW=window,
         BH=triton.next_power_of_2(H * E) if whole_norm else 0,
@@ -1024,7 +1074,14 @@ def _(
     semaphore,
     q_norm=None,
     k_norm=None,
-    *_,
-    **__,
+    sinks=None,
+    window=0,
+    eps=1e-5,
+    scale=None,
+    pairs=0,
+    growth=0.0,
+    original=1,
+    gated=False,
 ):
-    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1], qkv.shape[3])
+    heads = (qkv.shape[2] - 2 * k_cache.shape[1]) // (1 + gated)
+    return qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])

@@ -15,7 +15,8 @@ norms are launches of their own: seven. So is always a norm behind a branch (OLM
 adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
 quantized feed-forward layers swapped.
 
-A mixture of experts takes three launches in the place of the last two: see experts.py.
+A mixture of experts takes three launches in the place of the last two: see experts.py. A recurrent
+layer takes five in the place of the first three: w_in, w_gates, two of delta.py, wo.
 
 A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of
 another kind, such as experts in codes that no kernel knows, stays model.py's, and the other half
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from drafts.eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
+from fast.delta import FusedDelta
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.known import unknown_values
 from fast.linear import FusedGate, add_norm, gate_number, linear
@@ -43,6 +45,8 @@ from fast.packed_linear import PackedLinear, packs
 from model import (
     Attention,
     Block,
+    DeltaCache,
+    DeltaNet,
     FeedForward,
     KVCache,
     MoE,
@@ -61,6 +65,7 @@ OPERATORS = (
     "gate",
     "attend",
     "update_and_attend",
+    "gated_delta",
     "fused_all_reduce",
     "fused_all_gather",
     "mixture",
@@ -96,10 +101,14 @@ def fusible(layer: nn.Module) -> bool:
 def why_plain_attention(block: Block) -> str | None:
     """Why this layer's attention stays model.py's; None: it has a kernel."""
     attn = block.attn
+    if type(attn) is DeltaNet and type(attn.cache) is DeltaCache:
+        if not all(fusible(layer) for layer in (attn.w_in, attn.w_gates, attn.wo)):
+            return "a recurrent layer's matrices are quantized apart, or in unknown codes or scales"
+        return "a norm that is no RMSNorm" if unknown_norm(block.attn_norm) else None
     if type(attn) is not Attention:
         return f"{type(attn).__name__} in the place of Attention"
-    if attn.gated:
-        return "gates of heads"
+    if attn.gated and isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) > attn.head_dim:
+        return "gates of heads and a norm of all heads"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
@@ -133,7 +142,7 @@ def plain_halves(model: Transformer) -> Counter[str]:
     """Why halves of layers stay model.py's, and how many do for each reason.
 
     Raises ValueError for a model that has its kernels already."""
-    fused = FusedAttention | FusedFeedForward | FusedMoE
+    fused = FusedAttention | FusedDelta | FusedFeedForward | FusedMoE
     if any(isinstance(half, fused) for block in model.layers for half in (block.attn, block.ffn)):
         raise ValueError("this model has its kernels already: load it again")
     reasons = Counter(
@@ -221,6 +230,7 @@ class FusedAttention(nn.Module):
             len(rope.frequencies),
             rope.q_growth,
             rope.original,
+            attn.gated,
         )
         return y.flatten(0, 1).flatten(1)
 
@@ -228,11 +238,14 @@ class FusedAttention(nn.Module):
         self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rows: Tensor
     ) -> Tensor:
         """model.Attention.attend() with a kernel in the place of the masked product alone."""
-        q, k, v = self.attn.rotate(qkv, positions, cos, sin)
+        attn, gate = self.attn, None
+        if attn.gated:
+            qkv, gate = attn.split_gates(qkv)
+        q, k, v = attn.rotate(qkv, positions, cos, sin)
         self.cache.write(k, v, rows, positions)
-        window, scale = self.window or 0, self.attn.scale
         caches = self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale
-        return attend(q, positions, *caches, window, scale, self.attn.sinks).flatten(2)
+        y = attend(q, positions, *caches, self.window or 0, attn.scale, attn.sinks).flatten(2)
+        return y if gate is None else y * torch.sigmoid(gate)
 
     def forward(
         self,
@@ -294,20 +307,30 @@ class Half(nn.Module):
 
 class AttentionHalf(Half):
     """The first half of a Block for decode: norm, attention, residual. Three launches, if it is
-    fused."""
+    fused; five, if it is a recurrent layer."""
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
         self.attn, self.table, self.window = block.attn, table, block.config.window
         self.fused = isinstance(block.attn, FusedAttention)
+        self.recurrent = isinstance(block.attn, FusedDelta)
+        self.kernel = self.fused or self.recurrent
         if self.fused:
             self.qkv = fused_linear(block.attn.attn.wqkv)
             self.out = fused_linear(block.attn.attn.wo, buffer=0)
+        if self.recurrent:
+            mixer = block.attn.mixer
+            self.qkvz, self.gates = fused_linear(mixer.w_in), fused_linear(mixer.w_gates)
+            self.out = fused_linear(mixer.wo, buffer=0)
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
         if self.fused:
             return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
+        if self.recurrent:
+            made = self.qkvz(x, **self.before), self.gates(x, **self.before)
+            qkvz, gates = (y.unflatten(0, (-1, positions.shape[1])) for y in made)
+            return self.add(x, self.out, self.attn.mix(qkvz, gates, positions).flatten(0, 1))
         mask = visible(slots, positions, self.window)
         y = self.plain_norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]
         y = self.attn(y, positions, *self.table(positions), mask, rows)
@@ -391,7 +414,7 @@ class FusedDecoder(nn.Module):
         self.layers = nn.ModuleList(
             FusedBlock(block, rope_table(model, block)) for block in model.layers
         )
-        self.kernels = all(layer.attention.fused for layer in self.layers)
+        self.kernels = all(layer.attention.kernel for layer in self.layers)
         self.scale = model.config.residual_scale
         self.head = None
         if fusible(model.head) and type(model.norm) is RMSNorm and model.config.logits_scale == 1:
@@ -490,7 +513,11 @@ def install_kernels(model: Transformer) -> FusedDecoder:
         communication_buffers(model.embed.weight.device)
     for block in model.layers:
         if not why_plain_attention(block):
-            block.attn = FusedAttention(block.attn, rope_table(model, block), block.config.window)
+            if isinstance(block.attn, DeltaNet):
+                block.attn = FusedDelta(block.attn)
+            else:
+                table = rope_table(model, block)
+                block.attn = FusedAttention(block.attn, table, block.config.window)
         if not why_plain_ffn(block):
             kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
             block.ffn = kind(block.ffn)
