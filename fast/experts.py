@@ -48,8 +48,10 @@ from fast.linear import FusedGate, gate_number
 from fast.packed_gemv import Experts, Plain, gemv, takes_gemv
 from fast.packed_linear import dequantize, pack_layer, packs
 from fast.twins import plain_expert_linear, plain_route, plain_unpack_experts
+
+from model import Experts as PlainExperts
 from model import grouped_linear
-from quantize import QuantizedExperts
+from quantize import QuantizedExperts, QuantizedLinear
 from tp import ParallelExperts, all_reduce
 
 if triton:
@@ -64,15 +66,27 @@ MOST_ROWS = 512  # for which there are semaphores
 
 @jit
 def choose_experts(
-    logits, weights, chosen, m, M, X, N_CHOSEN: constexpr, NORMALIZE: constexpr, BX: constexpr
+    logits,
+    weights,
+    chosen,
+    m,
+    M,
+    X,
+    N_CHOSEN: constexpr,
+    NORMALIZE: constexpr,
+    SHARED: constexpr,
+    BX: constexpr,
 ):
     """The n experts with the largest logits [M, X] of rows m [any]; of equals the one with the
     lower number. Stores weights [M, X], 0 for the others -> chosen [BX], with those of these
-    rows."""
+    rows. SHARED: the last expert is everybody's, by the sigmoid of its logit."""
     x = tl.arange(0, BX)
     inside = (m < M)[:, None] & (x < X)[None, :]
     at = m[:, None] * X + x[None, :]
     scores = tl.load(logits + at, mask=inside, other=float("-inf"))
+    gate = 1 / (1 + tl.exp(-scores))
+    if SHARED:
+        scores = tl.where((x < X - 1)[None, :], scores, float("-inf"))
     rest, mine = scores, inside & (x < 0)[None, :]  # none
     for _ in tl.static_range(N_CHOSEN):
         best = x[None, :] == tl.argmax(rest, 1)[:, None]
@@ -81,7 +95,11 @@ def choose_experts(
     among = tl.where(mine, scores, float("-inf")) if NORMALIZE else scores
     largest = tl.max(scores, 1)[:, None]
     total = tl.sum(tl.exp(among - largest), 1)[:, None]
-    tl.store(weights + at, tl.where(mine, tl.exp(scores - largest) / total, 0.0), mask=inside)
+    share = tl.where(mine, tl.exp(scores - largest) / total, 0.0)
+    if SHARED:
+        share = tl.where((x == X - 1)[None, :], gate, share)
+        mine = mine | (x == X - 1)[None, :]
+    tl.store(weights + at, share, mask=inside)
     return chosen | tl.max((mine & inside).to(tl.int32), 0)
 
 
@@ -102,6 +120,7 @@ def route_kernel(
     eps,
     N_CHOSEN: constexpr,
     NORMALIZE: constexpr,
+    SHARED: constexpr,
     BN: constexpr,
     BK: constexpr,
     BX: constexpr,
@@ -134,8 +153,9 @@ def route_kernel(
     if last_arriver(semaphore, tl.num_programs(0) * M):
         chosen = tl.zeros((BX,), tl.int32)
         for m0 in range(0, M, BM):
+            m = m0 + tl.arange(0, BM)
             chosen = choose_experts(
-                logits, weights, chosen, m0 + tl.arange(0, BM), M, X, N_CHOSEN, NORMALIZE, BX
+                logits, weights, chosen, m, M, X, N_CHOSEN, NORMALIZE, SHARED, BX
             )
         tl.store(active + tl.cumsum(chosen, 0), tl.arange(0, BX), mask=chosen > 0)
         tl.store(active, tl.sum(chosen, 0))
@@ -150,19 +170,22 @@ def route(
     n: int,
     normalize: bool,
     semaphore: Tensor,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, D], norm [D] or None, router [X, D], its bias [X] or None; n experts a row, normalize:
-    see MoEConfig. semaphore: an int32 0, which is 0 again afterwards.
+    see MoEConfig. semaphore: an int32 0, which is 0 again afterwards. shared: the last of the X is
+    one more expert, which each row takes with the sigmoid of its logit.
 
     -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it
     does not take; and int32 [1 + A]: how many experts some row takes, and their numbers."""
     if not x.is_cuda:
-        return plain_route(x, norm, eps, router, bias, n, normalize)
+        return plain_route(x, norm, eps, router, bias, n, normalize, shared)
     (M, K), X = x.shape, len(router)
     x = x.contiguous()
     normed = x.clone() if norm is None else torch.empty_like(x)
     logits, weights = (torch.empty(M, X, device=x.device) for _ in range(2))
-    active = torch.empty(1 + min(M * n, X), dtype=torch.int32, device=x.device)
+    most = min(M * n, X - shared) + shared
+    active = torch.empty(1 + most, dtype=torch.int32, device=x.device)
     BN, BK, BX = 4, triton.next_power_of_2(K), max(16, triton.next_power_of_2(X))
     pdl = pdl_options(x.device)
     route_kernel[(triton.cdiv(X, BN), M)](
@@ -181,6 +204,7 @@ def route(
         eps,
         n,
         normalize,
+        shared,
         BN,
         BK,
         BX,
@@ -431,8 +455,24 @@ class PackedExperts(nn.Module):
         return y if self.bias is None else y + self.bias[experts]
 
 
+def with_one_more(experts: nn.Module, shared: nn.Module) -> None:
+    """Puts a shared expert's matrix behind the others, and lets it read the same memory."""
+    names = ("weight",)
+    if isinstance(experts, QuantizedExperts):
+        names = [
+            name for name in ("qweight", "scales", "zeros") if getattr(experts, name) is not None
+        ]
+    for name in names:
+        joined = torch.cat((getattr(experts, name), getattr(shared, name)[None]))
+        setattr(experts, name, nn.Parameter(joined, requires_grad=False))
+        setattr(shared, name, nn.Parameter(joined[-1], requires_grad=False))
+    if isinstance(experts, PlainExperts):
+        experts.n_expert += 1
+
+
 class FusedMoE(nn.Module):
-    """MoE of model.py, with kernels for few rows."""
+    """MoE of model.py, with kernels for few rows. A shared expert is one more of the experts there;
+    prompts have it by itself."""
 
     def __init__(self, ffn: nn.Module):
         super().__init__()
@@ -440,13 +480,20 @@ class FusedMoE(nn.Module):
         moe = self.moe = ffn.linear if self.parallel else ffn
         self.number = gate_number(moe.gate)
         moe.gate = FusedGate(moe.gate)
+        self.shared = moe.shared is not None
+        self.router = moe.router.weight  # and of the shared expert, too
+        if self.shared:
+            router = torch.cat((moe.router.weight, moe.shared_gate.weight))
+            self.router = nn.Parameter(router, requires_grad=False)
+            for name in ("w_gate_up", "w_down"):
+                with_one_more(getattr(moe, name), getattr(moe.shared, name))
         for name, gate in (("w_gate_up", self.number), ("w_down", 0)):
             if isinstance(getattr(moe, name), QuantizedExperts):
                 setattr(moe, name, PackedExperts(getattr(moe, name), gate))
                 # K = 2,880 is filled up to 2,944: no later layer would fit into what this one
                 # leaves in PyTorch's pool, and gpt-oss-120b took 80 GB of an H100.
                 torch.cuda.empty_cache()
-        weight = moe.router.weight
+        weight = self.router
         MIXTURES[weight.data_ptr()] = self
         for name, size in (("semaphore", 1), ("semaphores", MOST_ROWS // ROWS * weight.shape[1])):
             zeros = torch.zeros(size, dtype=torch.int32, device=weight.device)
@@ -461,7 +508,7 @@ class FusedMoE(nn.Module):
     ) -> Tensor:
         """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual
         may be None."""
-        router = self.moe.router.weight
+        router = self.router
         if not self.parallel:
             return few_rows_mixture(x, router, norm, eps, residual)
         y = few_rows_mixture(x, router, norm, eps, None)
@@ -477,8 +524,9 @@ class FusedMoE(nn.Module):
     ) -> Tensor:
         """decode() of this rank's part of the experts."""
         moe, of = self.moe, self.moe.moe
-        router = moe.router.weight, moe.router.bias
-        x, weights, active = route(x, norm, eps, *router, of.n_chosen, of.normalize, self.semaphore)
+        router = self.router, moe.router.bias
+        how = of.n_chosen, of.normalize, self.semaphore, self.shared
+        x, weights, active = route(x, norm, eps, *router, *how)
         experts = Experts(active, weights, *map(float, of.clamp or (0, 0)))
         up, down = self.weight(moe.w_gate_up, self.number), self.weight(moe.w_down, 0)
         y = expert_linear(x, experts, up, self.semaphores, moe.w_gate_up.bias, None, prompt)
@@ -491,7 +539,7 @@ class FusedMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Prefill: x [B, T, D] -> [B, T, D]"""
-        y = mixture(x, self.moe.router.weight)
+        y = mixture(x, self.router)
         return all_reduce(y) if self.parallel else y
 
     def prefill(self, x: Tensor) -> Tensor:
@@ -502,7 +550,7 @@ class FusedMoE(nn.Module):
 
     def try_prompts(self, most: int, dtype: torch.dtype) -> None:
         """As PackedLinear's."""
-        router = self.moe.router.weight
+        router = self.router
         for fewer, rows in ((0, ROWS), (ROWS, ROWS + 1)):
             if fewer < most:
                 self.prefill(torch.zeros(rows, router.shape[1], dtype=dtype, device=router.device))
@@ -549,4 +597,24 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
             size = experts.in_features // groups
             if groups > 1 and (size % 32 or size % block and block % size):
                 return f"experts in groups of {size} codes"
+    if moe.shared is not None and not all(
+        is_one_more(getattr(moe, name), getattr(moe.shared, name))
+        for name in ("w_gate_up", "w_down")
+    ):
+        return "a shared expert of another size, or in other codes, than the others"
     return None
+
+
+def is_one_more(experts: nn.Module, shared: nn.Module) -> bool:
+    """Whether a shared expert's matrix is of the same kind as the others."""
+    if not isinstance(experts, QuantizedExperts):
+        return isinstance(shared, nn.Linear) and experts.weight.shape[1:] == shared.weight.shape
+    return (
+        isinstance(shared, QuantizedLinear)
+        and shared.codes == experts.codes
+        and shared.g_idx is None
+        and experts.qweight.shape[1:] == shared.qweight.shape
+        and experts.scales.shape[1:] == shared.scales.shape
+        and experts.scales.dtype == shared.scales.dtype
+        and (experts.zeros is None) == (shared.zeros is None)
+    )

@@ -88,16 +88,20 @@ def plain_route(
     bias: Tensor | None,
     n: int,
     normalize: bool,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of route()."""
     if norm is not None:
         x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
     logits = plain_linear(x.float(), router.float(), None, None if bias is None else bias.float())
+    logits, gate = logits.split([len(router) - shared, int(shared)], dim=1)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(n).indices, True)
     among = logits.masked_fill(~chosen, float("-inf")) if normalize else logits
     weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
+    weights = torch.cat((weights, gate.sigmoid()), dim=1)
+    chosen = torch.cat((chosen, gate == gate), dim=1)
     found = chosen.any(0).nonzero()[:, 0].int()
-    active = found.new_zeros(1 + min(len(x) * n, len(router)))
+    active = found.new_zeros(1 + min(len(x) * n, logits.shape[1]) + shared)
     active[0], active[1 : 1 + len(found)] = len(found), found
     return x.clone(), weights, active
 
