@@ -157,8 +157,8 @@ def delta_kernel(
     block = first // BLOCK
     last = end // BLOCK  # the block that the text ends in
     state = tl.load(states + (block % 2) * (H * E * V), mask=state_mask & (block > 0), other=0)
-    a_scale = -tl.exp(tl.load(log_a + h))
-    bias = tl.load(dt_bias + h)
+    a_scale = -tl.exp(tl.load(log_a + h).to(tl.float32))
+    bias = tl.load(dt_bias + h).to(tl.float32)
     if PDL:
         gdc_wait()
     new = qkvz + b * T * qkvz_stride

@@ -485,6 +485,7 @@ class FusedMoE(nn.Module):
         if self.shared:
             router = torch.cat((moe.router.weight, moe.shared_gate.weight))
             self.router = nn.Parameter(router, requires_grad=False)
+            moe.router.weight = nn.Parameter(self.router[:-1], requires_grad=False)
             for name in ("w_gate_up", "w_down"):
                 with_one_more(getattr(moe, name), getattr(moe.shared, name))
         for name, gate in (("w_gate_up", self.number), ("w_down", 0)):

@@ -226,6 +226,7 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key,
     "shared_expert_intermediate_size": (0,),
     "routed_scaling_factor": (1,),
     "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
 }
 LACKING = {  # model_type -> what it has that is not here
     "gemma2": "caps of attention scores and logits",

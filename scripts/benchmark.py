@@ -56,7 +56,7 @@ from hub.vet import (
     open_checkpoint,
 )
 from llm import Options, find_engine, import_fast
-from model import Config, KVCache, MoE, Transformer
+from model import Config, DeltaCache, KVCache, MoE, Transformer
 from scripts.benchmark_speculation import speculate
 from scripts.measuring import Setup, all_reduce_us, matrix_rate
 from scripts.others_on_cpu import CONVERTER, llama_cpp_run
@@ -255,16 +255,25 @@ def share_of_experts(engine: Engine, steps: list[list[int]]) -> float:
     return torch.stack(chosen).mean().item()
 
 
+def weight_bytes(model: Transformer) -> int:
+    """Of the weights; what several modules have is counted once."""
+    sizes = {}
+    for weight in model.parameters():
+        place = weight.data_ptr()
+        sizes[place] = max(sizes.get(place, 0), weight.nbytes)
+    return sum(sizes.values())
+
+
 def step_bytes(model: Transformer, share: float | None) -> float:
     """Of the weights, as the engine has repacked them, what a step reads: all but an embedding of
     which one row is read, and but the experts that no row chose. share: of the experts."""
-    read = sum(weight.nbytes for weight in model.parameters())
+    read = weight_bytes(model)
     if getattr(model.head, "weight", None) is not model.embed.weight:
         read -= model.embed.weight.nbytes
     for layer in model.layers:
         if layer.config.moe:
             for name, weight in layer.ffn.named_parameters():
-                if "router" not in name:
+                if "router" not in name and "shared" not in name:
                     read -= weight.nbytes * (1 - share)
     return read
 
@@ -286,7 +295,8 @@ def prompt_operations(config: Config, args: Namespace) -> float:
 
 
 def windows(config: Config) -> list[int]:
-    return [layer.window or 2**62 for layer in config.layers]
+    """Of the layers that have attention."""
+    return [layer.window or 2**62 for layer in config.layers if not layer.delta]
 
 
 # The measurement
@@ -322,10 +332,14 @@ def measure(what: str, setup: Setup, bar: tqdm) -> dict:
 
     sparse = any(layer.moe for layer in config.layers)
     share = share_of_experts(engine, made) if sparse else None
-    weights = sum(weight.nbytes for weight in model.parameters())
+    weights = weight_bytes(model)
     token_kv = args.batch * KVCache.bytes_per_token(config, dtype, args.kv_cache or "16-bit")
     length = args.context + args.prompt_length + args.new_tokens / 2
     in_use = token_kv * statistics.mean(min(window, length) for window in windows(config))
+    # A step reads one of the two states of each row and recurrent layer.
+    in_use += args.batch * sum(
+        layer.attn.cache.states[0, 0].nbytes for layer in model.layers if layer.config.delta
+    )
     rate = (step_bytes(model, share) + in_use) / step
     fast = import_fast()
     # Smaller ones sit in the cache.
@@ -348,7 +362,8 @@ def measure(what: str, setup: Setup, bar: tqdm) -> dict:
         share_of_matrix=peak_rate and prompt_rate / peak_rate,
         weights_bytes=weights,
         share_of_experts=share,
-        cache_bytes=token_kv * len(model.slots),
+        cache_bytes=token_kv * len(model.slots)
+        + args.batch * DeltaCache.bytes_per_row(config, dtype),
         compile_cold_s=None,
         compile_warm_s=None,
         peak_memory_bytes=peak,

@@ -69,6 +69,20 @@ def shape(
     )
 
 
+# Qwen3.5's key heads; its value heads differ.
+RECURRENT = dict(
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    full_attention_interval=4,
+    linear_num_key_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    partial_rotary_factor=0.25,
+)
+QWEN35 = 248320, 262144, 1e7  # vocabulary, context, theta
+EXPERTS = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512)
+
 MXFP4_SHAPES = "gpt-oss-20b", "gpt-oss-120b"  # whose experts are published so
 SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
     "llama-2-7b": shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096),
@@ -200,6 +214,54 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,
+    ),
+    "qwen3.5-4b": shape(
+        "qwen3_5_text",
+        2560,
+        32,
+        16,
+        4,
+        9216,
+        *QWEN35,
+        linear_num_value_heads=32,
+        tie_word_embeddings=True,
+        **RECURRENT,
+    ),
+    "qwen3.5-9b": shape(
+        "qwen3_5_text", 4096, 32, 16, 4, 12288, *QWEN35, linear_num_value_heads=32, **RECURRENT
+    ),
+    "qwen3.5-27b": shape(
+        "qwen3_5_text", 5120, 64, 24, 4, 17408, *QWEN35, linear_num_value_heads=48, **RECURRENT
+    ),
+    "qwen3.5-35b-a3b": shape(
+        "qwen3_5_moe_text",
+        2048,
+        40,
+        16,
+        2,
+        512,
+        *QWEN35,
+        linear_num_value_heads=32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        **RECURRENT,
+        **EXPERTS,
+    ),
+    "qwen3-next-80b-a3b": shape(
+        "qwen3_next",
+        2048,
+        48,
+        16,
+        2,
+        5120,
+        151936,
+        262144,
+        1e7,
+        linear_num_value_heads=32,
+        num_experts=512,
+        num_experts_per_tok=10,
+        **RECURRENT,
+        **EXPERTS,
     ),
     "gpt-oss-20b": shape(
         "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, 1.5e5, num_local_experts=32, **GPT_OSS
