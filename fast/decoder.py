@@ -16,7 +16,7 @@ adds the residual in the product's place. Prefill keeps the model's own forward,
 quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py. A recurrent
-layer takes five in the place of the first three: w_in, w_gates, two of delta.py, wo.
+layer takes six in the place of the first three: norm, w_in, w_gates, two of delta.py, wo.
 
 A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of
 another kind, such as experts in codes that no kernel knows, stays model.py's, and the other half
@@ -104,7 +104,8 @@ def why_plain_attention(block: Block) -> str | None:
     if type(attn) is DeltaNet and type(attn.cache) is DeltaCache:
         if not all(fusible(layer) for layer in (attn.w_in, attn.w_gates, attn.wo)):
             return "a recurrent layer's matrices are quantized apart, or in unknown codes or scales"
-        return "a norm that is no RMSNorm" if unknown_norm(block.attn_norm) else None
+        is_known = type(block.attn_norm) is RMSNorm and not unknown_norm(block.attn_post_norm)
+        return None if is_known else "a norm that is no RMSNorm"
     if type(attn) is not Attention:
         return f"{type(attn).__name__} in the place of Attention"
     if attn.gated and isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) > attn.head_dim:
@@ -307,7 +308,7 @@ class Half(nn.Module):
 
 class AttentionHalf(Half):
     """The first half of a Block for decode: norm, attention, residual. Three launches, if it is
-    fused; five, if it is a recurrent layer."""
+    fused; six, if it is a recurrent layer."""
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
@@ -328,8 +329,9 @@ class AttentionHalf(Half):
         if self.fused:
             return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
         if self.recurrent:
-            made = self.qkvz(x, **self.before), self.gates(x, **self.before)
-            qkvz, gates = (y.unflatten(0, (-1, positions.shape[1])) for y in made)
+            y = add_norm(x, self.norm.weight, self.before["eps"])
+            made = self.qkvz(y), self.gates(y)
+            qkvz, gates = (part.unflatten(0, (-1, positions.shape[1])) for part in made)
             return self.add(x, self.out, self.attn.mix(qkvz, gates, positions).flatten(0, 1))
         mask = visible(slots, positions, self.window)
         y = self.plain_norm(x).unflatten(0, (-1, positions.shape[1]))  # [B, T, D]

@@ -153,9 +153,9 @@ def route_kernel(
     if last_arriver(semaphore, tl.num_programs(0) * M):
         chosen = tl.zeros((BX,), tl.int32)
         for m0 in range(0, M, BM):
-            m = m0 + tl.arange(0, BM)
+            of_rows = m0 + tl.arange(0, BM)
             chosen = choose_experts(
-                logits, weights, chosen, m, M, X, N_CHOSEN, NORMALIZE, SHARED, BX
+                logits, weights, chosen, of_rows, M, X, N_CHOSEN, NORMALIZE, SHARED, BX
             )
         tl.store(active + tl.cumsum(chosen, 0), tl.arange(0, BX), mask=chosen > 0)
         tl.store(active, tl.sum(chosen, 0))

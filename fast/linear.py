@@ -273,6 +273,8 @@ def linear(
     M, K = x.shape
     N = len(w)
     x = x.contiguous()
+    if norm is not None and norm.dtype != x.dtype:  # Gemma 3's, in fp32: gemv.cu reads 16 bits
+        x, norm = rms_norm(x, norm, eps), None
     if M == 1 and takes_gemv(plain := Plain(w, gated), x.device):
         return gemv(x, plain, norm, bias, residual, eps)
     choice = kernel_for("16-bit", N, K, M, x.device)

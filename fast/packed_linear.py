@@ -179,6 +179,8 @@ def packed_linear(
         rows = next((most for most in PROMPT_ROWS if rows <= most), rows)
     choice = choice_for(w, rows, x.device)
     x = x.contiguous()
+    if norm is not None and norm.dtype != x.dtype:  # fp32: gemv.cu and few.cu read 16 bits
+        x, norm = rms_norm(x, norm, eps), None
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
     if choice["kernel"] == "few" and w.perm is None:

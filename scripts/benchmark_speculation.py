@@ -98,7 +98,7 @@ def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
     options = replace(tiny.options, target_dim=D, vocab_size=outputs)
     with torch.device("meta"):
         wide = Head(whole, options, tiny.vocabulary)
-    wide = fill(wide, target.embed.weight.device, target.embed.weight.dtype)
+    wide = fill(wide.to(target.embed.weight.dtype), target.embed.weight.device)
     wide.embed = target.embed
     [layer], [of_tiny] = wide.layers, tiny.layers
     write_nothing(layer)

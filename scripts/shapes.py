@@ -283,16 +283,21 @@ def random_model(
     mxfp4: bool = False,
 ) -> Transformer:
     """shard: a rank's part. mxfp4: the experts have such codes."""
-    with torch.device("meta"):
-        model = shard.model() if shard else Transformer(config)
-        if mxfp4:
-            replace_layers(model, Experts, empty_mxfp4)
-    return fill(model, device, dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # norms that are fp32 stay so
+    try:
+        with torch.device("meta"):
+            model = shard.model() if shard else Transformer(config)
+            if mxfp4:
+                replace_layers(model, Experts, empty_mxfp4)
+    finally:
+        torch.set_default_dtype(before)
+    return fill(model, device)
 
 
-def fill(model: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
+def fill(model: Transformer, device: torch.device) -> Transformer:
     """Normal weights of a scale that keeps activations near 1; norms are 1."""
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    model = model.to_empty(device=device).requires_grad_(False)
     if model.config.tied:
         model.head.weight = model.embed.weight
     for weight in model.parameters():
