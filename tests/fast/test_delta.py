@@ -178,3 +178,28 @@ def test_gates_of_heads_inside_of_attention(T, G, L):
     rows = torch.arange(3, device="cuda")[:, None]
     expected = twin.attend(qkv.unflatten(0, (3, T)), positions, *table(positions), mask, rows)
     torch.testing.assert_close(found, expected.flatten(0, 1), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@torch.no_grad()
+def test_a_norm_of_fp32_before_a_product(quantize, rows):
+    """Gemma 3's and Qwen3.5's norms; gemv.cu and few.cu read 16 bits."""
+    from fast.linear import linear
+    from fast.packed_linear import PackedLinear
+    from quantize import CODES, plain_layer, rounded
+
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    norm = torch.rand(512, device="cuda") + 0.5
+    layer = plain_layer(torch.randn(768, 512, device="cuda", dtype=torch.bfloat16) / 16, None)
+    if quantize:
+        layer = rounded(
+            layer, CODES[quantize], 32 if quantize == "int4" else -1, quantize == "int8"
+        )
+        weight = layer.dequantize(torch.float32)
+        found = PackedLinear(layer).fused(x, norm=norm, eps=1e-6)
+    else:
+        weight = layer.weight.float()
+        found = linear(x, layer.weight, norm, None, eps=1e-6)
+    expected = torch.nn.functional.rms_norm(x.double(), (512,), norm.double(), 1e-6)
+    torch.testing.assert_close(found.double(), expected @ weight.double().T, atol=0.02, rtol=0.02)
