@@ -62,8 +62,11 @@ def test_released_models_have_as_many_parameters_as_in_transformers():
 def published(family: str) -> dict:
     """The golden family's config.json as files were written before transformers 5."""
     hf = read_json(GOLDEN / family / "config.json")
-    for key in ("no_rope_layers", "no_rope_layer_interval", "layer_types"):
+    for key in ("no_rope_layers", "no_rope_layer_interval"):
         hf.pop(key, None)
+    kinds = hf.pop("layer_types", [])
+    if "linear_attention" in kinds:
+        hf["full_attention_interval"] = kinds.index("full_attention") + 1
     rope = hf.pop("rope_parameters")
     if "full_attention" in rope:
         hf |= dict(
@@ -74,7 +77,7 @@ def published(family: str) -> dict:
         return hf
     hf["rope_theta"] = rope.pop("rope_theta")
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if hf["model_type"] == "phi3" and key in rope:
+        if (hf["model_type"] == "phi3" or kinds) and key in rope:
             hf[key] = rope.pop(key)
     if rope["rope_type"] != "default":
         kind = rope.pop("rope_type")
