@@ -1,16 +1,17 @@
 """Recurrent layers (Qwen3.5, Qwen3-Next): the delta rule against a loop over tokens, what a
 DeltaCache holds, going back after rejected tokens, and all that generates on top of it."""
 
+import math
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import generate
 from generate import Engine, Sampling
@@ -28,7 +29,7 @@ from helpers import (
     rewrite,
     run,
     speculator,
-    traced,
+    with_letters,
 )
 from hub import vet
 from hub.checkpoint import hf_weights
@@ -325,11 +326,10 @@ def test_a_seed_draws_the_same_in_eager_and_compiled_code():
     model, drawn = model_of("qwen3.5"), []
     sampling = Sampling(0.9, 50)
     for mode in ("eager", "eager", "compile"):
-        if True:
-            engine = ENGINES[mode](deepcopy(model), 120, 2, sampling)
-            torch.manual_seed(3)
-            rows = [run(engine, PROMPTS[1:], 40)]
-            rows.append(run(engine, [[7, 8, 9], [5]], 9, start=38))
+        engine = ENGINES[mode](deepcopy(model), 120, 2, sampling)
+        torch.manual_seed(3)
+        rows = [run(engine, PROMPTS[1:], 40)]
+        rows.append(run(engine, [[7, 8, 9], [5]], 9, start=38))
         drawn.append(rows)
     assert drawn[0] == drawn[1] == drawn[2]
 
@@ -465,3 +465,107 @@ def test_a_text_goes_on_from_any_start_that_is_not_too_old(ks):
                 assert run(made, [again[start:]], 12, start) == run(plain, [again], 12)
                 starts.append(start)
     assert min(starts) > BLOCK and len({*starts}) > 2 and check() > 4
+
+
+@torch.no_grad()
+def test_rows_that_end_early_change_nothing_nor_does_a_step_that_is_launched_ahead():
+    """As on a GPU: a step is launched before the host knows of the last one. Then comes another
+    batch."""
+    model = model_of()
+    expected = run(Engine(model, 140, 3, GREEDY), PROMPTS, 45)
+    made, got = speculator(model, 140, deepcopy(model), "4", 3), []
+    for ended in (0, 2):
+        rows = [[token] for token in made.begin(PROMPTS, 45, 0, 1)[0].tolist()]
+        launched = made.step()
+        while launched:
+            launched, held = made.step(), launched
+            for row, pairs in zip(rows, made.receive(*held)):
+                row += [token for token, _ in pairs]
+            made.finish(ended)
+        got.append([row[:45] for row in rows])
+    for ended, rows in zip((0, 2), got):
+        assert len(rows[ended]) < 20
+        rows[ended] = expected[ended]
+        assert rows == expected
+    assert run(made, PROMPTS, 45) == expected
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8-values"])
+def test_keys_and_values_in_int8_stand_beside_states_in_fp32(kind):
+    model = model_of(NEXT)
+    expected = alone(model, PROMPTS, 30, cache=kind)
+    caches = [layer.attn.cache for layer in model.layers]
+    assert [type(cache) for cache in caches] == [DeltaCache] * 3 + [KVCache]
+    assert caches[0].states.dtype == caches[0].inputs.dtype == F32
+    assert caches[3].v.dtype == torch.int8
+    assert run(Engine(model, 160, 6, GREEDY, cache=kind), PROMPTS, 30, samples=2)[::2] == expected
+    made = speculator(model, 130, None, "6", 3, cache=kind)
+    assert run(made, PROMPTS, 30) == expected and made.counts["drafted"]
+
+
+@pytest.mark.parametrize("kind, dtype", [("16-bit", torch.bfloat16), ("int8", F32)])
+@pytest.mark.parametrize("family", [THRICE, NEXT])
+def test_memory_is_counted_by_the_token_for_attention_and_by_the_row_for_states(
+    family, kind, dtype, monkeypatch
+):
+    """To the byte what a model's caches take; states are fp32 in bf16, too."""
+    model = load_checkpoint(GOLDEN / family, dtype=dtype)
+    model.setup(50, 3, cache=kind)
+    caches = [layer.attn.cache for layer in model.layers]
+    assert caches[0].states.dtype == F32 and caches[0].inputs.dtype == dtype
+    config = model.config
+    sizes = [sum(part.nbytes for part in cache.buffers()) for cache in caches]
+    assert DeltaCache.bytes_per_row(config, dtype) * 3 == sum(sizes[:3])
+    assert KVCache.bytes_per_token(config, dtype, kind) * 3 * 50 == sizes[3]
+    weights = sum(math.prod(weight.shape) for weight in hf_weights(config).values())
+    need = weights * dtype.itemsize + sum(sizes)
+    count = partial(vet.check_memory, [(config, None)], 3, 50, CPU, dtype, kind=kind)
+    monkeypatch.setattr(vet, "host_memory", lambda: need)
+    count()
+    monkeypatch.setattr(vet, "host_memory", lambda: need - 1)
+    assert "GiB of cache (3 rows of 50)" in refusal(count)
+
+
+# What is refused
+
+
+def refused(call, directory, *options) -> str:
+    more = "--device", "cpu", "--checkpoint", directory, "--prompt", "a", *options
+    return one_line(call("generate.py", generate.main, *more))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(linear_num_value_heads=5), "linear_num_value_heads=5 is no multiple of linear_num_"),
+        (dict(linear_num_key_heads=4), "linear_num_value_heads=6 is no multiple of linear_num_key"),
+        (dict(linear_num_key_heads=0), "linear_num_key_heads=0: want int above 0"),
+        (dict(linear_num_value_heads=4), "linear_attn."),
+        (dict(linear_key_head_dim=6), "linear_attn."),
+        (dict(linear_value_head_dim=24), "linear_attn."),
+        (dict(linear_key_head_dim=2.5), "linear_key_head_dim=2.5: want int"),
+        (dict(linear_conv_kernel_dim=9), "linear_conv_kernel_dim=9: want int above 0, up to 8"),
+        (dict(linear_conv_kernel_dim=3), "linear_attn.conv1d.weight is BF16 [104, 1, 4], want"),
+        (dict(layer_types=["mamba"] * 4), "layer_types=['mamba', 'mamba', 'mamba', 'mamba']: want"),
+        (dict(layer_types=["linear_attention"] * 3), "for each of 4 layers"),
+        (dict(layer_types=["full_attention"] * 4), "self_attn."),
+        (dict(layer_types=None, full_attention_interval=0), "full_attention_interval=0: want int"),
+        (dict(attn_output_gate=False), "attn_output_gate=False is not supported: want True"),
+    ],
+)
+def test_what_does_not_fit_together_is_one_line(call, tmp_path, changes, said):
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN / THRICE, directory)
+    with_letters(directory)
+    rewrite(directory / "config.json", **changes)
+    assert said in refused(call, directory)
+
+
+def test_states_that_do_not_fit_in_memory_are_one_line(call, tmp_path, monkeypatch):
+    """They grow with the rows, however short the texts are."""
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN / THRICE, directory)
+    with_letters(directory)
+    monkeypatch.setattr(vet, "host_memory", lambda: 10**8)
+    options = "--num-samples", 3000, "--max-new-tokens", 1
+    assert "3000 rows of 2" in refused(call, directory, *options)
