@@ -681,14 +681,15 @@ def delta_rule(
     )  # q, k [B, H, n_block, BLOCK, E], decay, beta [B, H, n_block, BLOCK]
     d = decay.cumsum(-1)
     beta = beta[..., None]
-    since = (d[..., :, None] - d[..., None, :]).tril().exp().tril()  # exp(d_t - d_s) for s <= t
+    # exp(d_t - d_s) for s <= t; as a difference of two large sums it would lose digits.
+    since = decay[..., None].expand(*decay.shape, BLOCK).tril(-1).cumsum(-2).exp().tril()
     system = beta * (k @ k.mT) * since  # its diagonal is taken as 1
     right = torch.cat((beta * v, beta * d.exp()[..., None] * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = (q @ k.mT) * since
     q = q * d.exp()[..., None]
-    k = k * (d[..., -1:] - d).exp()[..., None]  # as the block's end sees them
+    k = k * since[..., -1, :, None]  # as the block's end sees them
 
     B, places = len(v), torch.arange(2, device=v.device)
     block = first // BLOCK  # [B]

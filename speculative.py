@@ -187,7 +187,7 @@ class DraftModel(Drafter):
 
     OFFSET = 0  # slot t is read with the text's token at t + OFFSET
     READ_TOKENS = 1024  # at a time, over all rows
-    READ_AGAIN = 16  # tokens at most, by catch_up()
+    READ_WIDTH = 16  # catch_up() reads a multiple
 
     def __init__(self, engine, vocab_size: int, max_seq_len: int):
         super().__init__(vocab_size, max_seq_len)
@@ -218,7 +218,7 @@ class DraftModel(Drafter):
 
     def oldest(self, n):
         oldest = self.engine.model.oldest(n)
-        return oldest and oldest + self.READ_AGAIN + 2
+        return oldest and oldest + self.unread + 2  # where catch_up() would begin
 
     def catch_up(self, text, last, n_slots):
         slots = self.engine.slots(n_slots)
@@ -226,13 +226,14 @@ class DraftModel(Drafter):
             self.read_prompts(text, slots)
             self.prompts = None
         if self.unread:
-            # The slots before last: more than are unread, as one more may be missing, and a
-            # multiple of 16, so that there are few shapes. With 40 unread and last = 100, these are
-            # 52 to 99. A row near either end of the cache reads as many from that end. A recurrent
-            # draft can go back by these few tokens: see DeltaCache.
+            # What is unread, and one slot before it that may be missing, too; behind last is
+            # padding, up to a multiple of 16, so that there are few shapes. With 40 unread and last
+            # = 100, these are slots 59 to 106. It is on the right, as a recurrent draft can go back
+            # by as many tokens as it drafted, and not by more: see DeltaCache. A row near either
+            # end of the cache reads as many from that end.
             most = self.max_seq_len - self.OFFSET
-            width = min(round_up(self.unread + 1, self.READ_AGAIN), most)
-            first = (last - width).clamp(0, most - width)
+            width = min(round_up(self.unread + 1, self.READ_WIDTH), most)
+            first = (last - self.unread - 1).clamp(0, most - width)
             at = first[:, None] + torch.arange(width, device=last.device)
             for chunk in at.split(max(32, self.READ_TOKENS // len(at)), dim=1):
                 self.read(text, last, chunk, slots)
@@ -329,8 +330,9 @@ class Speculator:
         ends          finish()        host_ends            finish()
 
     text is on the device alone. It, last and ends change in place, as CUDA graphs of speculate()
-    hold them. On the host alone are policy, counts (sums over all steps) and received_at, the time
-    when a step last came.
+    hold them. On the host alone are policy, counts (sums over all steps), received_at, the time
+    when a step last came, in_flight, the tokens of the steps that have not come, and reached and
+    draft_reached: target and draft have read no token at these places or behind, in this text.
 
     target: the target's generate.Engine. agree: with several
     ranks, gives rank 0's value to all, so that they choose the same k."""
@@ -364,6 +366,10 @@ class Speculator:
         self.ends[:used] = torch.tensor(self.host_ends)
         self.text[:used].scatter_(1, self.last[:used, None], tokens[:, None])
         self.draft.begin(prompts, start, samples)
+        end = start + max(map(len, prompts))
+        self.reached = max(end, self.reached if start else 0)
+        self.draft_reached = max(end, self.draft_reached if start else 0)
+        self.in_flight = 0
         self.received_at = time.perf_counter()
         return tokens, logprobs
 
@@ -373,9 +379,9 @@ class Speculator:
             self.ends[row] = self.host_ends[row] = 0
 
     def oldest(self, n: int) -> int:
-        """As Engine.oldest(). Two steps may go beyond the text."""
-        ahead = 2 * (max(self.step_of) + 1)
-        return max(self.target.model.oldest(n + ahead), self.draft.oldest(n + ahead))
+        """As Engine.oldest(), of the text that is there. Its steps have gone beyond it by as much
+        as they drafted."""
+        return max(self.target.model.oldest(self.reached), self.draft.oldest(self.draft_reached))
 
     def step(self):
         """Launches a step: what speculate() returns, None where all rows are done."""
@@ -385,7 +391,10 @@ class Speculator:
         k = max(n for n in self.step_of if n <= self.policy.k)
         if min(live) + 1 >= self.draft.max_seq_len:  # all texts fill the draft's cache
             k = 0
+        self.in_flight += k + 1
+        self.reached = max(self.reached, max(live) + self.in_flight)
         if k:
+            self.draft_reached = self.reached
             self.draft.catch_up(self.text, self.last, self.n_slots())
         else:
             self.draft.unread += 1  # the one token that the step adds
@@ -431,6 +440,7 @@ class Speculator:
         log-probabilities. A step is recorded."""
         if new is None:  # begin()'s
             return self.target.receive(tokens, logprobs)
+        self.in_flight -= tokens.shape[1]
         self.record(tokens.shape[1] - 1, new.tolist(), proposed.tolist())
         rows = zip(tokens.tolist(), logprobs.tolist(), new.tolist())
         return [list(zip(row, of_row))[:n] for row, of_row, n in rows]

@@ -262,7 +262,11 @@ class Checkpoint:
     def has_fused_experts(self) -> bool:
         """Whether a layer's experts are one tensor in the files: Qwen3.5 is published either
         way."""
-        return self.has_weights() and any(name.endswith(".gate_up_proj") for name in self.paths)
+        if not self.has_weights():
+            return False
+        # Layers that draft may have theirs the other way.
+        own = [name for name in self.paths if not LEFTOVERS.match(name)]
+        return any(name.endswith(".gate_up_proj") for name in own)
 
     def has_own_head(self) -> bool:
         """Whether the files hold an output head that is not the embedding: then it counts, whatever

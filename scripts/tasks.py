@@ -109,7 +109,8 @@ class Harness(TemplateLM):
         self.llm.engine = self.llm.speculator = None  # they lose their cache
         model.setup(contexts.shape[1] + read.shape[1], len(rows), cache=self.kind)
         at = torch.arange(contexts.shape[1], device=device)[None]
-        model(contexts.to(device), at, last=at.new_zeros(len(batch)))
+        ends = torch.tensor([len(context) - 1 for context, _ in batch], device=device)
+        model(contexts.to(device), at, last=at.new_zeros(len(batch)), ends=ends)
         model.arrange_rows(
             [row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1]
         )

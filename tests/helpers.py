@@ -423,6 +423,14 @@ def with_json(
     )
 
 
+def with_letters(directory: Path) -> None:
+    """A tokenizer for golden models: each of their 96 tokens is a letter, so that any text is read
+    as it was written."""
+    letters = hf.Tokenizer(hf.models.BPE({chr(32 + i): i for i in range(96)}, []))
+    letters.decoder = hf.decoders.Fuse()
+    letters.save(str(directory / "tokenizer.json"))
+
+
 def with_model(directory: Path, config: dict | None = None, **settings) -> Tokenizer:
     shutil.copy(TINY / "tokenizer.model", directory)
     return described(directory, dict(vocab_size=2048) | (config or {}), settings)

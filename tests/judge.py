@@ -13,6 +13,7 @@ from hub.families import FAMILIES, config_from_hf, text_settings
 
 WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
 BY_LAYER = "olmo3", "gemma3_text"  # rope differs by the kind of layer
+RECURRENT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 
 
 def by_transformers(hf: dict) -> dict:
@@ -24,8 +25,8 @@ def by_transformers(hf: dict) -> dict:
     text = whole.get_text_config()
     kind, n = text.model_type, text.num_hidden_layers
     module = import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__module__)
-    made = [value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")]
-    rope = made[0](text)
+    made = {name: of for name, of in vars(module).items() if name.endswith("RotaryEmbedding")}
+    rope = next(of for name, of in made.items() if "Vision" not in name)(text)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * n
     window = getattr(text, "sliding_window", None)
     if kind in BY_LAYER:
@@ -47,7 +48,7 @@ def by_transformers(hf: dict) -> dict:
         n_head=text.num_attention_heads,
         n_kv_head=text.num_key_value_heads,
         head_dim=size,
-        ffn_dim=text.intermediate_size,
+        ffn_dim=getattr(text, "intermediate_size", None),
         vocab_size=text.vocab_size,
         norm_eps=text.rms_norm_eps,
         tied=bool(whole.tie_word_embeddings),
@@ -65,6 +66,29 @@ def by_transformers(hf: dict) -> dict:
     if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
         found["experts"] = [getattr(text, experts), text.num_experts_per_tok]
+    if kind in RECURRENT:
+        found["recurrent"] = flags(of == "linear_attention" for of in kinds)
+        found["delta"] = [
+            text.linear_num_key_heads,
+            text.linear_num_value_heads,
+            text.linear_key_head_dim,
+            text.linear_value_head_dim,
+            text.linear_conv_kernel_dim,
+        ]
+    if kind in RECURRENT[1:]:
+        found["experts"] = [
+            text.num_experts,
+            text.num_experts_per_tok,
+            text.moe_intermediate_size,
+            text.shared_expert_intermediate_size,
+            kind != "qwen3_next" or text.norm_topk_prob,  # Qwen3.5's model does not read the key
+        ]
+    if kind == "qwen3_next":
+        step, dense = text.decoder_sparse_step, text.mlp_only_layers
+        sparse = [(i + 1) % step == 0 and i not in dense for i in range(n)]
+        found["mixtures"] = flags(sparse)
+    if kind == "qwen3_5_moe_text":  # no layer is dense
+        del found["ffn_dim"]
     return found
 
 
@@ -100,7 +124,18 @@ def by_us(hf: dict) -> dict:
         ]
     mixtures = [layer.moe for layer in config.layers if layer.moe]
     if mixtures:
-        found["experts"] = [mixtures[0].n_expert, mixtures[0].n_chosen]
+        of = mixtures[0]
+        found["experts"] = [of.n_expert, of.n_chosen]
+        if kind in RECURRENT:
+            found["experts"] += [of.ffn_dim, of.shared_dim, of.normalize]
+    if kind in RECURRENT:
+        found["recurrent"] = flags(layer.delta is not None for layer in config.layers)
+        [delta] = {layer.delta for layer in config.layers} - {None}
+        found["delta"] = [*vars(delta).values()]
+    if kind == "qwen3_next":
+        found["mixtures"] = flags(layer.moe is not None for layer in config.layers)
+    if kind == "qwen3_5_moe_text":
+        del found["ffn_dim"]
     return found
 
 
@@ -109,6 +144,11 @@ def by_kind(windows: list, turns: list) -> dict:
     layers = [[window, turn] for window, turn in zip(windows, turns)]
     kinds = [layer for i, layer in enumerate(layers) if layer not in layers[:i]]
     return dict(kinds=kinds, layers="".join(str(kinds.index(layer)) for layer in layers))
+
+
+def flags(layers) -> str:
+    """A digit for each layer, 1 where it is true."""
+    return "".join(str(int(of)) for of in layers)
 
 
 def turn_of(frequencies, scale: float) -> list[float]:
@@ -149,11 +189,30 @@ SHAPE = dict(
     sliding_window=5,
 )
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+DELTA = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=16,  # as many as the default has key heads
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=3,
+    full_attention_interval=2,
+    partial_rotary_factor=0.5,
+)
+MIXTURE = dict(
+    num_experts=12,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=20,
+    norm_topk_prob=False,
+)
 MORE = dict(
     mixtral=EXPERTS,
     gpt_oss=EXPERTS,
     gemma3_text=dict(sliding_window_pattern=2),
     qwen3_moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    qwen3_5_text=DELTA,
+    qwen3_5_moe_text=DELTA | MIXTURE,
+    qwen3_next=DELTA | MIXTURE | dict(mlp_only_layers=[1], decoder_sparse_step=1),
 )
 PLAIN = dict(rope_type="default", rope_theta=5e4)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -194,6 +253,18 @@ KEYS = (
     "use_sliding_window",
     "mlp_bias",
 )
+# More that may be missing, and values in the place of others, of recurrent families.
+OTHERS = {
+    "a quarter turns": dict(rope_parameters=PLAIN | dict(partial_rotary_factor=0.25)),
+    "as published": dict(
+        partial_rotary_factor=GONE,
+        rope_theta=GONE,
+        rope_parameters=PLAIN
+        | dict(mrope_interleaved=True, mrope_section=[1, 1, 0], partial_rotary_factor=0.25),
+    ),
+    "layers named": dict(layer_types=["full_attention"] + ["linear_attention"] * 3),
+    "every second sparse": dict(decoder_sparse_step=2),
+}
 ZERO = (
     "sliding_window",
     "attention_multiplier",
@@ -205,6 +276,8 @@ WRAPPERS = dict(
     mistral3=("mistral", "ministral3"),
     llava=("llama", "mistral", "qwen2"),
     internvl=("qwen2", "qwen3"),
+    qwen3_5=("qwen3_5_text",),
+    qwen3_5_moe=("qwen3_5_moe_text",),
 )
 
 
@@ -223,7 +296,10 @@ def cases() -> dict[str, dict]:
             del ropes["older names"]
         for name, changes in ropes.items():
             found[f"{kind}: rope {name}"] = changed(base, changes)
-        for key in KEYS:
+        if kind in RECURRENT:
+            for name, changes in OTHERS.items():
+                found[f"{kind}: {name}"] = changed(base, changes)
+        for key in (*KEYS, *(MORE[kind] if kind in RECURRENT else ())):
             # 32 heads, as defaults have 32 key heads.
             found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
             found[f"{kind}: {key} null"] = changed(base, {key: None})

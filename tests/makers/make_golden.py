@@ -28,8 +28,11 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -77,6 +80,26 @@ MINISTRAL = YARN | dict(
     llama_4_scaling_beta=0.1,
 )
 TIED = dict(tie_word_embeddings=True)
+# Keys and values of recurrent layers differ in size, and half of attention's heads turns, where a
+# missing key means a quarter.
+RECURRENT = COMMON | dict(
+    hidden_size=24,
+    intermediate_size=40,
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+)
+MIXTURE = dict(
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=20,
+    num_experts=6,
+    num_experts_per_tok=2,
+)
+THREE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
     "llama2": LlamaConfig(**COMMON | dict(num_key_value_heads=4)),
     "llama3": LlamaConfig(**COMMON, rope_parameters=dict(rope_type="default", rope_theta=500000.0)),
@@ -148,6 +171,16 @@ FAMILIES = {
         swiglu_alpha=1.5,
         rope_parameters=YARN | dict(rope_theta=150000.0, truncate=False),
     ),
+    "qwen3.5": Qwen3_5TextConfig(**RECURRENT | TIED | dict(linear_num_value_heads=2)),
+    "qwen3.5-thrice": Qwen3_5TextConfig(
+        **RECURRENT | dict(linear_num_value_heads=6, num_hidden_layers=4, layer_types=THREE)
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**RECURRENT | MIXTURE),
+    "qwen3-next": Qwen3NextConfig(
+        **RECURRENT
+        | MIXTURE
+        | dict(num_hidden_layers=4, layer_types=THREE, mlp_only_layers=[1], norm_topk_prob=True)
+    ),
 }
 
 
@@ -164,6 +197,8 @@ def randomize(model: Module) -> Module:
             if "norm" in name
             else 0.25 * torch.randn_like(weight)
         )
+        if name.endswith("A_log"):  # states that soon forget, and others that do not
+            weight.copy_(torch.linspace(-5, 0.5, len(weight)))
         weight.copy_(weight.bfloat16())  # the files hold bf16
     return model
 
@@ -187,7 +222,9 @@ def main() -> None:
             continue
         torch.manual_seed(seed)
         model, golden = random_model(config), {}
+        # Beyond the original context, and beyond a block of a recurrent layer.
         long = (config.rope_parameters or {}).get("rope_type") == "longrope"
+        long = long or "linear_attention" in (getattr(config, "layer_types", None) or ())
         for row, length in enumerate((40, 1, 6) if long else PROMPT_LENGTHS):
             golden[f"tokens.{row}"], golden[f"logits.{row}"] = greedy(model, length, NEW_TOKENS)
         model.bfloat16().save_pretrained(

@@ -2,6 +2,7 @@
 stand-ins here."""
 
 import importlib
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,7 +13,18 @@ import torch.nn.functional as F
 
 from generate import Sampling
 from llm import LLM
-from helpers import DRAFT, ROOT, TINY, absent, ended, logits_of, refusal
+from helpers import (
+    DRAFT,
+    GOLDEN,
+    ROOT,
+    TINY,
+    absent,
+    ended,
+    logits_of,
+    refusal,
+    rewrite,
+    with_letters,
+)
 from scripts import evaluate
 
 OPENINGS = [
@@ -82,6 +94,22 @@ def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_
         expected, chosen = plain_score(harness.llm, whole[: -len(continuation)], continuation)
         assert total == pytest.approx(expected, abs=1e-3) and is_greedy == chosen
     assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
+
+
+def test_the_padding_of_shorter_contexts_changes_no_state_of_a_recurrent_model(harness, tmp_path):
+    """A context of one token, too, which is read twice."""
+    directory = shutil.copytree(GOLDEN / "qwen3.5", tmp_path / "model")
+    with_letters(directory)
+    rewrite(directory / "config.json", eos_token_id=1)
+    harness = type(harness)(LLM(str(directory), device="cpu", quiet=True))
+    requests = [
+        (None, torch.randint(96, (n,)).tolist(), torch.randint(96, (m,)).tolist())
+        for n in (110, 1, 40, 9, 70)
+        for m in (1, 5)
+    ]
+    found = harness._loglikelihood_tokens(requests)
+    for (_, *request), (total, _) in zip(requests, found):
+        assert total == pytest.approx(plain_score(harness.llm, *request)[0], abs=1e-3)
 
 
 def test_a_context_that_choices_share_is_read_once_and_one_of_one_token_beside_others(harness):
