@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Config, DeltaConfig, DeltaNet, MoE, RMSNorm, Transformer
+from model import Config, DeltaConfig, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -87,24 +87,28 @@ def delta_of(config: Config) -> DeltaConfig | None:
 
 def key_heads_unit(delta: DeltaConfig, group: int) -> int:
     """A rank has a multiple of so many key heads of a recurrent layer, and the value heads that go
-    with them, so that their outputs, wo's inputs, fill quantized groups."""
+    with them, so that their outputs, wo's inputs, fill quantized groups, and the keys' elements come
+    in eights: see units()."""
     values = delta.n_value_head // delta.n_key_head * delta.value_dim
-    return math.lcm(values, group) // values
+    eights = 1 if group == 1 else 8 // math.gcd(8, delta.key_dim)
+    return math.lcm(math.lcm(values, group) // values, eights)
 
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     """Why so many ranks cannot share the model, None where they can."""
     H, K = config.n_head, config.n_kv_head
     o_unit, ffn_unit = units(config, group, ranks)
+    groups = f", in groups of {group} quantized weights" if group > 1 else ""
     if ranks > -(-H * config.head_dim // o_unit):
-        groups = f", in groups of {group} quantized weights" if group > 1 else ""
         return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
     least = min(ffn_dims(config))
     if ranks > -(-least // ffn_unit):
         return f"{ranks} ranks cannot share {least} feed-forward rows in units of {ffn_unit}"
     delta = delta_of(config)
     if delta and ranks > -(-delta.n_key_head // key_heads_unit(delta, group)):
-        return f"{ranks} ranks cannot share {delta.n_key_head} key heads of recurrent layers"
+        return (
+            f"{ranks} ranks cannot share {delta.n_key_head} key heads of recurrent layers{groups}"
+        )
     return None
 
 

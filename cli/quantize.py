@@ -23,7 +23,7 @@ from torch import Tensor
 from cli.options import DEVICE, Parser, place, within
 from cli.output import written_whole
 from gptq import gptq_model
-from hub.checkpoint import Checkpoint, load_model, read_text
+from hub.checkpoint import Checkpoint, each_expert, hf_weights, load_model, read_text
 from hub.formats import check_finite, find_group, say_group
 from hub.tokenizer import Tokenizer
 from hub.vet import (
@@ -112,7 +112,8 @@ def check_shapes(source: Checkpoint, args, group: int):
             "--head: the head is the embedding here, or has no multiple of 8 rows; leave the "
             "option out"
         )
-    for name, weight in source.weights.items():
+    weights = hf_weights(each_expert(source.config))
+    for name, weight in weights.items():
         if weight.experts:
             raise ValueError(
                 f"{name} holds all experts, the formats want them one by one: --quantize serves it"
@@ -122,9 +123,9 @@ def check_shapes(source: Checkpoint, args, group: int):
                 f"{name} has {weight.shape[0]} rows: the formats want a multiple of 8; --quantize "
                 "serves it"
             )
-    for weight in source.weights.values():  # after what no other group size cures
+    for weight in weights.values():  # after what no other group size cures
         if weight.quantized:
-            group_of(weight.shape[1], group)
+            group_of(weight.inputs, group)
 
 
 def check_place(source: Checkpoint, out: Path, bits: int):

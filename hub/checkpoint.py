@@ -349,6 +349,11 @@ class Weight(NamedTuple):
     by_head: tuple[int, ...] = ()
     fp32: bool = False
 
+    @property
+    def inputs(self) -> int:
+        """K of a matrix [N, K], and of all experts' [X, K, N] or [X, N, K]."""
+        return self.shape[2 if self.experts and not self.transposed else 1]
+
     def by_kind(self, tensor: Tensor) -> Tensor:
         """The file's tensor with its rows in our order."""
         if not self.by_head:

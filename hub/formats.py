@@ -48,7 +48,8 @@ What is read, and what it means:
 - compressed-tensors: `ignore` comes before `targets`; of these names before "re:" and a regular
   expression, and that before "Linear", as in its match_targets().
 - GPTQ and AWQ: where a file has a layer's plain weight, it was left out, whatever the rules say; so
-  with the head in all formats.
+  with the head, with quantize.LEFT_OUT and with all experts in one tensor in all formats.
+- What --quantize leaves out, quantize.LEFT_OUT, is made plain where a file has codes of it.
 - Schemes and scales of activations and of the KV cache are read past, and a line says so. Where
   nothing else has a scheme, the model is the plain one.
 
@@ -88,6 +89,7 @@ from quantize import (
     DEFAULT_GROUP,
     E4M3,
     INT4,
+    LEFT_OUT,
     MXFP4,
     NVFP4,
     Codes,
@@ -119,7 +121,7 @@ def find_group(weights: dict[str, Weight], quantize: str | None, group_size: int
     """The group size of --quantize and --group-size, for a model with these hf_weights()."""
     if group_size is not None:
         return group_size
-    return default_group(quantize, (of.shape[1] for of in weights.values() if of.quantized))
+    return default_group(quantize, (of.inputs for of in weights.values() if of.quantized))
 
 
 def say_group(quantize: str, group: int) -> None:
@@ -144,7 +146,7 @@ def check_quantize(
     group = find_group(checkpoint.weights, quantize, group_size)
     for weight in checkpoint.weights.values():
         if weight.quantized:
-            group_of(weight.shape[1], group)
+            group_of(weight.inputs, group)
 
 
 def load(
@@ -259,6 +261,15 @@ def fuse(linears: list[nn.Module]) -> nn.Module:
     if alike(linears) and all(linear.groups().equal(linears[0].groups()) for linear in linears):
         return QuantizedLinear(*merge(linears, torch.cat), linears[0].g_idx)
     return SeparateLinears(linears)
+
+
+def unpacked(layer: nn.Module, dtype: torch.dtype) -> nn.Linear:
+    """A linear layer without codes, of one of any kind without a bias."""
+    weights = [
+        linear.dequantize(dtype) if isinstance(linear, QuantizedLinear) else linear.weight
+        for linear in (layer if isinstance(layer, SeparateLinears) else [layer])
+    ]
+    return plain_layer(torch.cat(weights), None)
 
 
 # What config.json says
@@ -532,6 +543,10 @@ def stem(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def is_left_out(weight: Weight) -> bool:
+    return stem(weight.ours).endswith(LEFT_OUT)
+
+
 @dataclass(frozen=True)
 class Axis:
     """The outputs or the inputs of a matrix in the files, and the part of them that is read: this
@@ -580,15 +595,18 @@ class QuantizedReader:
                     for _, own in by_expert
                 ]
                 layer = layers[0] if first.expert is None else join_experts(layers)
+            if is_left_out(first):
+                layer = unpacked(layer, self.dtype)
             model.set_submodule(ours, layer)
 
     def find_schemes(self) -> dict[str, Scheme | None]:
         """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their
-        tensors what they left out, and so do all files of the head."""
+        tensors what they left out, and so do all files of the head, of LEFT_OUT and of all experts
+        in one tensor: transformers has parameters there, which no rule for layers is about."""
         matrices = [
             name
             for name, weight in self.table.items()
-            if weight.quantized or weight.ours == "head.weight"
+            if weight.quantized or weight.ours == "head.weight" or is_left_out(weight)
         ]
         stored = {  # a module's name in the files, which have other names of its tensors
             name.rpartition(".")[0]: place.name.rpartition(".")[0]
@@ -604,8 +622,9 @@ class QuantizedReader:
                 for rule, scheme in self.settings["rules"]
                 if rule.match(held) or rule.match(theirs)
             )
-            scheme = next(matching, None)
-            if scheme and (scheme.layout in GPTQ_AND_AWQ or self.table[name].ours == "head.weight"):
+            scheme, weight = next(matching, None), self.table[name]
+            told = weight.ours == "head.weight" or is_left_out(weight) or weight.experts
+            if scheme and (told or scheme.layout in GPTQ_AND_AWQ):
                 scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
                 if name in self.files and not scales & self.files.keys():
                     scheme = None
@@ -630,8 +649,8 @@ class QuantizedReader:
 
     def axes(self, weight: Weight) -> list[Axis]:
         """Of the tensor that a file has of an unquantized weight."""
-        # Rows in another order than ours are read whole: see by_kind().
-        whole = not self.shard or weight.by_head
+        # Rows in another order than ours are read whole, and so are few: see by_kind().
+        whole = not self.shard or weight.by_head or is_left_out(weight)
         parts = [WHOLE_AXIS] * len(weight.shape) if whole else part_of(weight, self.shard)
         return [Axis(*axis) for axis in zip(weight.shape, parts)]
 
@@ -650,7 +669,7 @@ class QuantizedReader:
         """The matrix `name`, or the rank's part of it, as a layer; plain where scheme is None."""
         weight = self.table[name]
         layer = self.read_matrix(name, scheme)
-        return self.by_kind(layer, weight) if weight.by_head else layer
+        return self.by_kind(layer, weight) if weight.by_head or is_left_out(weight) else layer
 
     def read_matrix(self, name: str, scheme: Scheme | None) -> nn.Module:
         """read_linear(), its rows in the file's order."""

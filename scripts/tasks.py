@@ -26,7 +26,7 @@ from tqdm import tqdm
 from generate import Sampling
 from hub.generation import inert
 from llm import Completion
-from model import KVCache
+from model import DeltaCache, KVCache
 
 
 class Harness(TemplateLM):
@@ -38,8 +38,11 @@ class Harness(TemplateLM):
         super().__init__()
         self.llm, self.encoder = llm, llm.tokenizer
         self.kind = llm.options.kv_cache or "16-bit"
-        self.cache_bytes = KVCache.bytes_per_token(llm.checkpoint.config, llm.dtype, self.kind)
+        config = llm.checkpoint.config
+        self.cache_bytes = KVCache.bytes_per_token(config, llm.dtype, self.kind)
         self.batch_tokens = 2048 if llm.device.type == "cpu" else 65536
+        # A row's recurrent layers count as so many tokens, of 512 KiB: see generate_until().
+        self.row_tokens = DeltaCache.bytes_per_row(config, llm.dtype) // 2**19
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
         self.prefix_token_id = (
@@ -82,12 +85,15 @@ class Harness(TemplateLM):
         )
         with tqdm(total=len(requests), desc="loglikelihood", disable=self.llm.team.rank > 0) as bar:
             for _, same in groupby(groups, key=lambda group: len(group[1])):
-                for batch in self.batches(
-                    list(same), lambda group: len(group[0]) + sum(len(c) for c, _ in group[1])
-                ):
+                for batch in self.batches(list(same), self.tokens_of):
                     self.score(batch, results)
                     bar.update(len(results) - bar.n)
         return [results[place] for place in range(len(requests))]
+
+    def tokens_of(self, group: tuple) -> int:
+        """Of a context and its choices, each of which has a row."""
+        context, choices = group
+        return len(context) + sum(len(choice) + self.row_tokens for choice, _ in choices)
 
     def score(self, batch: list[tuple], results: dict) -> None:
         """Reads each context but for its last token, then that token and a continuation in a row
@@ -99,18 +105,20 @@ class Harness(TemplateLM):
             for continuation, place in choices
         ]
         # A context of one token is read twice, each time at position 0.
+        shared = [context[:-1] or context for context, _ in batch]
         contexts, read = (
             torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, tokens)), batch_first=True)
             for tokens in (
-                [context[:-1] or context for context, _ in batch],
+                shared,
                 [[context[-1], *continuation[:-1]] for context, continuation, _ in rows],
             )
         )
         self.llm.engine = self.llm.speculator = None  # they lose their cache
         model.setup(contexts.shape[1] + read.shape[1], len(rows), cache=self.kind)
         at = torch.arange(contexts.shape[1], device=device)[None]
-        ends = torch.tensor([len(context) - 1 for context, _ in batch], device=device)
-        model(contexts.to(device), at, last=at.new_zeros(len(batch)), ends=ends)
+        # A recurrent layer's states end with each context: no padding goes into them.
+        ends = torch.tensor([len(tokens) for tokens in shared], device=device)
+        model(contexts.to(device), at, last=torch.zeros_like(ends), ends=ends)
         model.arrange_rows(
             [row for row, (_, choices) in enumerate(batch) for _ in choices], contexts.shape[1]
         )
@@ -168,7 +176,10 @@ class Harness(TemplateLM):
                 # As many rows as a KV cache of 512 KiB for each of batch_tokens holds: a step reads
                 # all weights.
                 for batch in self.batches(
-                    items, lambda item: 1 + (len(item[0]) + limit) * self.cache_bytes // 2**19
+                    items,
+                    lambda item: (
+                        1 + (len(item[0]) + limit) * self.cache_bytes // 2**19 + self.row_tokens
+                    ),
                 ):
                     done = [
                         Completion("", ids[limit - self.llm.context :], self.encoder, limit, stops)

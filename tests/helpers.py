@@ -442,12 +442,50 @@ def with_model(directory: Path, config: dict | None = None, **settings) -> Token
 SHAPE = LLAMA | dict(hidden_size=64, intermediate_size=96, max_position_embeddings=64)
 
 
+# Of a family whose layers are recurrent and attention by turns. A key head's two value heads have
+# two groups of 32.
+RECURRENT = dict(
+    full_attention_interval=2,
+    head_dim=16,
+    linear_num_key_heads=3,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+)
+# With experts, and a shared one.
+RECURRENT_MOE = RECURRENT | dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=96,
+    shared_expert_intermediate_size=64,
+)
+
+
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)
     weights = drawn(directory, SHAPE | dict(model_type=kind) | changes)
     save_file(weights, directory / "model.safetensors")
     return weights
+
+
+def fuse_experts(directory: Path) -> None:
+    """Makes one tensor of each layer's gates and ups, and one of its downs, as Qwen3.5 is
+    published."""
+    tensors = load_file(directory / "model.safetensors")
+    fused = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, _, expert = name.partition(".experts.")
+        fused.setdefault(layer, {})[expert] = tensors.pop(name)
+    for layer, own in fused.items():
+        X = len(own) // 3
+        gates, ups, downs = (
+            torch.stack([own[f"{x}.{part}_proj.weight"] for x in range(X)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        tensors[f"{layer}.experts.down_proj"] = downs
+    save_file(tensors, directory / "model.safetensors")
 
 
 def drawn(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

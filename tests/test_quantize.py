@@ -17,7 +17,7 @@ from torch import Tensor
 
 import quantize
 from hub import write as hub_write
-from gptq import find_best_scales, gptq, gptq_model
+from gptq import calibrate, find_best_scales, gptq, gptq_model
 from hub.checkpoint import hf_weights
 from hub.families import config_from_hf
 from helpers import (
@@ -25,10 +25,14 @@ from helpers import (
     F32,
     FAMILIES,
     GOLDEN,
+    RECURRENT,
+    RECURRENT_MOE,
     ROOT,
     TINY,
     absent,
+    change_tensors,
     error,
+    fuse_experts,
     load_checkpoint,
     logits_of,
     make,
@@ -63,16 +67,10 @@ K = "model.layers.1.self_attn.k_proj.weight"
 def command(tmp_path, monkeypatch):
     """quantize.py, of the checkpoint "in", which is made here, to "out"."""
 
-    def run(*options) -> None:
-        options = (
-            "--checkpoint",
-            tmp_path / "in",
-            "--out",
-            tmp_path / "out",
-            "--group-size",
-            32,
-            *options,
-        )
+    def run(*options, group_size: int | None = 32) -> None:
+        begin = ("--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+        group = () if group_size is None else ("--group-size", group_size)
+        options = *begin, *group, *options
         monkeypatch.setattr("sys.argv", ["quantize.py", *map(str, options), "--device", "cpu"])
         quantize.main()
 
@@ -270,31 +268,45 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
 
 
 @torch.no_grad()
-def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(tmp_path, monkeypatch, kind):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given,
-    and the drift is that from the inputs in the model before."""
-    model, seen = tiny(), []
+    and the drift is that from the inputs in the model before. Of experts those of the rows that the
+    model before routes to them are meant: they are left out here, and what is behind them is not."""
+    if kind != "llama":
+        shape = RECURRENT if kind == "qwen3_5_text" else RECURRENT_MOE
+        make(tmp_path, kind, **shape | dict(num_hidden_layers=4))
+    model, seen = tiny(directory=TINY if kind == "llama" else tmp_path), {}
     monkeypatch.setattr("gptq.CHUNK", 64)  # several chunks
-    monkeypatch.setattr(
-        "gptq.gptq",
-        lambda w, hessian, *how: seen.append((hessian, how[-1])) or gptq(w, hessian, *how),
-    )
-    tokens = torch.randint(2048, (5, 32))
+
+    def spied(*args):
+        for name, *given in calibrate(*args):
+            seen[name] = given
+            yield name, *given
+
+    monkeypatch.setattr("gptq.calibrate", spied)
+    tokens = torch.randint(model.config.vocab_size, (8, 40))
 
     def inputs(names):
-        found = []
+        found = {}
         for name in names:
             model.get_submodule(name).register_forward_pre_hook(
-                lambda _, args: found.append(args[0].flatten(0, 1))
+                lambda _, args, name=name: found.update({name: args[0].flatten(0, -2)})
             )
         read(model, tokens)
-        return [*found]
+        return {**found}
 
-    model.setup(32)
+    model.setup(40)
+    experts = "ffn.w_gate_up", "ffn.w_down"
     layers = quantize.find_layers(model, head=False)
+    if kind == "qwen3_5_moe_text":
+        layers = [name for name in layers if not name.endswith(experts)]
     before = inputs(layers)
-    gptq_model(model, "int4", 128, False, tokens, True)
-    for (hessian, drift), y, x in zip(seen, before, inputs(layers), strict=True):
+    gptq_model(model, "int4", 128 if kind == "llama" else 32, False, tokens, True)
+    after = inputs(layers)
+    assert len(layers) == len(after) and {*layers} <= seen.keys()
+    for name in layers:
+        (hessian, drift), y, x = seen[name], before[name], after[name]
         least = 1e-3 * hessian.abs().max().item()
         torch.testing.assert_close(hessian, x.T @ x, rtol=1e-4, atol=least)
         torch.testing.assert_close(drift, (y - x).T @ x, rtol=1e-3, atol=least)
@@ -329,6 +341,102 @@ def test_what_is_written_loads_bit_for_bit(
     assert all(
         torch.equal(held[name], theirs[name]) for name in held if name in theirs
     )  # as it was, its dtype too
+
+
+# Of recurrent families; "fused": all experts of a layer are one tensor in the files.
+RECURRENT_KINDS = {
+    "qwen3_5": ("qwen3_5_text", RECURRENT | dict(linear_num_value_heads=9)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", RECURRENT_MOE),
+    "fused": ("qwen3_5_moe_text", RECURRENT_MOE),
+    "qwen3_next": ("qwen3_next", RECURRENT_MOE | dict(mlp_only_layers=[1])),
+}
+
+
+def make_recurrent(directory: Path, name: str, **changes) -> dict[str, Tensor]:
+    """One of RECURRENT_KINDS; the tensors of its file."""
+    kind, shape = RECURRENT_KINDS[name]
+    make(directory, kind, **shape | changes)
+    if name == "fused":
+        fuse_experts(directory)
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RECURRENT_KINDS)
+@pytest.mark.parametrize(
+    "bits, group_size, sym, act_order, form",
+    [
+        (4, 32, False, True, "gptq"),
+        (8, -1, True, False, "gptq"),
+        (4, 32, False, False, "compressed-tensors"),
+        (8, -1, True, False, "compressed-tensors"),
+    ],
+)
+def test_what_is_written_of_recurrent_models_loads_bit_for_bit(
+    tmp_path, name, bits, group_size, sym, act_order, form
+):
+    """Rows go back to the order of Qwen3-Next's files, and each expert becomes one of its own. What
+    decides over states and experts stays as it was."""
+    theirs = make_recurrent(tmp_path / "in", name)
+    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, form)
+    model = load_checkpoint(tmp_path / "out")
+    torch.testing.assert_close(model.state_dict(), made.state_dict(), rtol=0, atol=0)
+    if not act_order and sym == (bits == 8):  # as --quantize rounds
+        rounded = load_checkpoint(tmp_path / "in", quantize=f"int{bits}", group_size=group_size)
+        for layer, codes in quantized_layers(rounded).items():
+            assert dense(codes).equal(dense(model.get_submodule(layer))), layer
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(held[of], theirs[of]) for of in held if of in theirs)
+    left = {of for of in theirs if of in held and theirs[of].dim() == 2}
+    gates = ("in_proj_ba",) if name == "qwen3_next" else ("in_proj_a", "in_proj_b")
+    wanted = {f"model.layers.0.linear_attn.{of}.weight" for of in gates}
+    if name != "qwen3_5":
+        layers = (0,) if name == "qwen3_next" else (0, 1)
+        wanted |= {f"model.layers.{i}.mlp.gate.weight" for i in layers}
+        wanted |= {f"model.layers.{i}.mlp.shared_expert_gate.weight" for i in layers}
+    assert left == wanted | {"model.embed_tokens.weight"}
+    config = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    if form == "compressed-tensors":
+        assert {f"{of}.weight" for of in config["ignore"]} == wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RECURRENT_KINDS)
+def test_gptq_of_recurrent_models_loses_less_than_rounding(tmp_path, name):
+    """On other texts than the one that it was calibrated on, with inputs that depend on each
+    other."""
+    make_recurrent(tmp_path, name)
+    few = torch.randn(64, 8) @ torch.randn(8, 64) / 8
+    change_tensors(tmp_path, **{"model.embed_tokens.weight": few})
+    exact, rounded, ours = (tiny(directory=tmp_path) for _ in range(3))
+    round_model(rounded, "int4", 32, False)
+    gptq_model(ours, "int4", 32, False, torch.randint(64, (32, 40)))
+    text = torch.randint(64, (60,))
+    losses = [error(logits_of(model, text), logits_of(exact, text)) for model in (rounded, ours)]
+    assert losses[1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("how", ["--format compressed-tensors", "--gptq --act-order --calibration"])
+def test_the_command_writes_experts_that_were_one_tensor_each_by_itself(
+    tmp_path, command, capsys, how
+):
+    """The groups are those that all experts' inputs allow, 32 of the 32 of down, and the text is
+    read with the layers' states."""
+    shape = dict(vocab_size=2048, moe_intermediate_size=32, max_position_embeddings=128)
+    make_recurrent(tmp_path / "in", "fused", **shape)
+    text = tmp_path / "text"
+    text.write_text((ROOT / "README.md").read_text())
+    more = (text, "--calibration-tokens", 512) if "calibration" in how else ()
+    command(*how.split(), *more, group_size=None)
+    assert "groups of 32, the largest of 128, 64 and 32" in capsys.readouterr().err
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert not any(of.endswith("gate_up_proj") for of in held)
+    experts = {of.split(".")[5] for of in held if ".experts." in of}
+    assert experts == {"0", "1", "2", "3"}
+    exact, found = (logits_of(load_checkpoint(tmp_path / part)) for part in ("in", "out"))
+    assert 0 < error(found, exact) < 0.5
+    assert len(quantized_layers(load_checkpoint(tmp_path / "out"))) == 2 * 2 + 2 * 4
+    by_load = load_checkpoint(tmp_path / "in", quantize="int4")
+    assert by_load.layers[0].ffn.w_down.scales.shape == (4, 64, 1)
 
 
 def test_rounding_while_loading_stays_near_the_exact_weights():

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE
@@ -28,6 +29,8 @@ from helpers import (
     CPU,
     DRAFT,
     EAGLE,
+    RECURRENT,
+    RECURRENT_MOE,
     ROOT,
     SHAPE,
     TINY,
@@ -37,7 +40,9 @@ from helpers import (
     change,
     ended,
     error,
+    fuse_experts,
     interrupted,
+    load_checkpoint,
     make,
     make_endless,
     put,
@@ -49,7 +54,7 @@ from helpers import (
     traced,
     write,
 )
-from model import Config
+from model import Config, Transformer, visible
 from quantized_golden import unfold
 from tp import Shard, Team, draft_splitter, join
 
@@ -78,7 +83,23 @@ MADE = dict(
         "qwen3_moe",
         UNEVEN | EXPERTS | dict(moe_intermediate_size=96, decoder_sparse_step=2),
     ),
+    # Of 3 key heads a rank has 2, the other 1; each serves as many value heads.
+    once=("qwen3_5_text", UNEVEN | RECURRENT | dict(linear_num_value_heads=3)),
+    twice=("qwen3_5_text", UNEVEN | RECURRENT | dict(tie_word_embeddings=True)),
+    thrice=("qwen3_5_text", UNEVEN | RECURRENT | dict(linear_num_value_heads=9)),
+    qwen3_5_moe=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
+    fused=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
+    qwen3_next=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(mlp_only_layers=[1])),
+    recurrent=("qwen3_5_text", UNEVEN | RECURRENT | dict(vocab_size=2048)),
+    recurrent_moe=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(vocab_size=2048)),
 )
+# Of these too: the source, and as in GPTQ.
+GPTQ_OF = {
+    "experts-gptq": ("qwen3_moe", 4, 32, False, True),
+    "thrice-gptq": ("thrice", 8, 32, False, True),
+    "fused-gptq": ("fused", 4, 32, False, False),
+    "qwen3_next-gptq": ("qwen3_next", 4, 32, False, True),
+}
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
 GPTQ = {
     f"gptq-{bits}-{group}{'-act' * act}": (bits, group, False, act, False)
@@ -90,7 +111,7 @@ GPTQ |= {"gptq-head": (4, 32, False, False, True)}
 
 LOGITS_CASES = {
     name: dict(checkpoint=name)
-    for name in (*MADE, *GPTQ, "awq", "experts-awq", "experts-gptq", "mxfp4")
+    for name in (*MADE, *GPTQ, *GPTQ_OF, "awq", "experts-awq", "fused-awq", "mxfp4")
 } | {
     "int4": dict(checkpoint=TINY, quantize="int4"),
     "int4, a row": dict(checkpoint=TINY, quantize="int4", group_size=-1),
@@ -102,6 +123,11 @@ LOGITS_CASES = {
     "gpt_oss, int4": dict(checkpoint="gpt_oss", quantize="int4"),
     "mxfp4, fused": dict(checkpoint="mxfp4", fused=True),
     "qwen3_moe, fused": dict(checkpoint="qwen3_moe", quantize="int4", fused=True),
+    "once, int4": dict(checkpoint="once", quantize="int4"),
+    "twice, int8": dict(checkpoint="twice", quantize="int8", quantize_head="int8"),
+    "fused, int4, a row": dict(checkpoint="fused", quantize="int4", group_size=-1),
+    "qwen3_next, int8": dict(checkpoint="qwen3_next", quantize="int8"),
+    "qwen3_5_moe, fused": dict(checkpoint="qwen3_5_moe", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
 }
 # Which the ranks share as they share the target.
@@ -117,6 +143,15 @@ TOKENS_CASES = {
     "draft split": SELF,
     "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8"),
+    "recurrent, compiled": dict(checkpoint="recurrent", mode="fast"),
+    "recurrent, int8 cache": dict(checkpoint="recurrent", cache="int8"),
+    "recurrent, drawn": dict(checkpoint="recurrent_moe", temperature=0.9),
+    "recurrent, prompt-lookup": dict(checkpoint="recurrent", draft="prompt-lookup", policy="4"),
+    "recurrent, draft": dict(checkpoint="recurrent_moe", draft=DRAFT, policy="3"),
+    "recurrent draft": dict(draft="recurrent_moe", policy="3", split_draft=True),
+    "recurrent, draft split": dict(
+        checkpoint="recurrent", draft="recurrent", policy="3", split_draft=True
+    ),
 }
 CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
     name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()
@@ -192,7 +227,12 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
     return {
         name: (
             function,
-            args | {key: str(directory / args[key]) for key in args if key == "checkpoint"},
+            args
+            | {
+                key: str(directory / args[key])
+                for key in args
+                if key == "checkpoint" or key == "draft" and args[key] in MADE
+            },
         )
         for name, (function, args) in cases.items()
     }
@@ -204,13 +244,15 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
+    fuse_experts(directory / "fused")
     # 36 rows of the head a rank: no multiple of 8.
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))
     for name, how in GPTQ.items():
         write(directory / "exact", directory / name, *how)
-    write(directory / "qwen3_moe", directory / "experts-gptq", 4, 32, False, act_order=True)
+    for name, (source, *how) in GPTQ_OF.items():
+        write(directory / source, directory / name, *how)
     unfold("mxfp4", directory / "mxfp4")
-    for source, out in (("exact", "awq"), ("mixtral", "experts-awq")):
+    for source, out in (("exact", "awq"), ("mixtral", "experts-awq"), ("fused", "fused-awq")):
         write(directory / source, directory / out, 4, 32, False)
         words = awq(directory / out / "model.safetensors")
         change(directory / out, dict(quant_method="awq", version="gemm"), **words)
@@ -247,6 +289,26 @@ LLAMA_70B = dict(
     intermediate_size=28672,
     vocab_size=32000,
 )
+# A rank has an even number of key heads, so that their elements fill words of zero points.
+KEYS_OF_4 = dict(linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=4)
+# So that it is not the feed-forward parts that ranks cannot share.
+ROWS = dict(moe_intermediate_size=768, shared_expert_intermediate_size=512, intermediate_size=1024)
+QWEN3_5_27B = dict(
+    model_type="qwen3_5_text",
+    num_hidden_layers=4,
+    head_dim=256,
+    intermediate_size=17408,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+)
+QWEN3_NEXT_80B = dict(
+    model_type="qwen3_next",
+    num_hidden_layers=4,
+    head_dim=256,
+    num_experts=2,
+    num_experts_per_tok=2,
+    **ROWS,
+)
 SHARED = [  # heads, kv heads, other changes, group, ranks
     (6, 3, UNEVEN, 32, 2),
     (6, 3, UNEVEN, -1, 3),
@@ -255,6 +317,11 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (64, 8, LLAMA_70B, 128, 6),
     (64, 8, LLAMA_70B, 128, 16),
     (64, 8, dict(head_dim=20), -1, 3),
+    (6, 3, UNEVEN | RECURRENT | dict(model_type="qwen3_5_text"), 32, 2),
+    (12, 3, RECURRENT_MOE | ROWS | dict(model_type="qwen3_next"), -1, 3),
+    (8, 8, RECURRENT_MOE | ROWS | KEYS_OF_4 | dict(model_type="qwen3_5_moe_text"), 32, 3),
+    (24, 4, QWEN3_5_27B, 128, 8),
+    (16, 2, QWEN3_NEXT_80B, 128, 4),
 ]
 
 
@@ -262,8 +329,20 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
 def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, group, ranks):
     """But for kv heads, of which each rank has those that its q heads look at, and no others."""
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
+    check_shares(config, group, ranks)
+    if config.layers[0].moe:  # in one tensor, too
+        check_shares(replace(config, expert_files=config.expert_files[:2]), group, ranks)
+
+
+def check_shares(config: Config, group: int, ranks: int) -> None:
     parts, E = shards(config, group, ranks), config.head_dim
+    heads, kv_heads = config.n_head, config.n_kv_head
     times = dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), 1)
+    times |= dict.fromkeys(
+        "in_proj_qkv in_proj_z in_proj_b in_proj_a in_proj_qkvz in_proj_ba conv1d linear_attn "
+        "out_proj experts".split(),
+        1,
+    )
     times |= dict.fromkeys(("k_proj", "v_proj"), max(1, ranks // kv_heads))
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
@@ -284,6 +363,14 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
         # Of o and of down: between groups.
         assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
         assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+        if shard.delta:
+            keys, values = shard.shares["keys"], shard.shares["values"]
+            own = next(layer.delta for layer in shard.config.layers if layer.delta)
+            assert not any(end % unit for end in (values.start, values.stop))
+            assert group == 1 or keys.start % 8 == keys.stop % 8 == 0
+            # Each key head has its value heads beside it.
+            each = own.n_value_head // own.n_key_head * own.value_dim
+            assert values.start * own.key_dim == keys.start * each
     rows = [shard.config.ffn_dim for shard in parts]
     assert max(rows) - min(rows) <= max(unit, 32)
 
@@ -312,6 +399,71 @@ def test_too_many_ranks_are_refused_with_the_numbers_that_work(
     said = refusal(shards, config, group, ranks)
     assert absent(words, said) == [] and said.endswith(f"; want one of {works}")
     assert all(shards(config, group, n) for n in works)
+
+
+@pytest.mark.parametrize(
+    "changes, group, ranks, words, works",
+    [
+        ({}, 1, 4, "4 ranks 3 key recurrent", [1, 2, 3]),
+        (dict(linear_num_value_heads=3), 64, 3, "3 ranks 3 key recurrent groups 64", [1, 2]),
+        (KEYS_OF_4, 32, 8, "8 ranks 8 key recurrent", [1, 2, 3, 4]),
+        (KEYS_OF_4 | dict(shared_expert_intermediate_size=64), 32, 4, "64 feed-forward", [1, 2]),
+    ],
+)
+def test_ranks_that_recurrent_layers_are_too_few_for_are_refused(
+    changes, group, ranks, words, works
+):
+    """A key head with its value heads is whole, and so are groups of quantized weights."""
+    heads = dict(num_attention_heads=24, num_key_value_heads=24)
+    shape = RECURRENT_MOE | ROWS | heads | changes
+    config = config_of(**shape, model_type="qwen3_5_moe_text")
+    said = refusal(shards, config, group, ranks)
+    assert absent(words, said) == [] and said.endswith(f"; want one of {works}")
+    assert all(shards(config, group, n) for n in works)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    "kind, changes, how",
+    [
+        ("qwen3_5_text", dict(linear_num_value_heads=15), {}),
+        ("qwen3_5_moe_text", {}, {}),
+        ("qwen3_5_moe_text", dict(linear_key_head_dim=4, linear_num_key_heads=10), "gptq"),
+        ("qwen3_next", dict(linear_num_value_heads=5), dict(quantize="int4", group_size=32)),
+    ],
+)
+def test_the_parts_of_more_ranks_add_up_to_the_whole(tmp_path, lone, kind, changes, how, ranks):
+    """Of each layer's attention or recurrent part and its feed-forward part. Of 5 key heads two
+    ranks have 2, or one, and the others one. Experts are one tensor, but for Qwen3-Next's."""
+    shape = RECURRENT | dict(intermediate_size=256)
+    if kind != "qwen3_5_text":
+        shape = RECURRENT_MOE | ROWS
+    shape |= dict(num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    shape |= dict(linear_num_key_heads=5, linear_num_value_heads=10)
+    make(tmp_path / "in", kind, **shape | changes)
+    if kind == "qwen3_5_moe_text":
+        fuse_experts(tmp_path / "in")
+    directory = tmp_path / "in"
+    if how == "gptq":
+        directory, how = tmp_path / "out", {}
+        write(tmp_path / "in", directory, 4, 32, False)
+    x, positions = torch.randn(2, 40, 64), torch.arange(40)[None]
+
+    def outputs(model: Transformer) -> list[Tensor]:
+        model.setup(40)
+        rope = model.config.layers[1].rope
+        [turn] = [table(positions) for table in model.ropes if table.rope == rope]
+        where = positions, *turn, visible(model.slots, positions, None), model.rows
+        return [y for layer in model.layers for y in (layer.attn(x, *where), layer.ffn(x))]
+
+    whole = outputs(load_checkpoint(directory, **how))
+    parts = [
+        outputs(load_checkpoint(directory, split=partial(Shard, rank=rank, ranks=ranks), **how))
+        for rank in range(ranks)
+    ]
+    for want, *own in zip(whole, *parts, strict=True):
+        assert error(sum(own), want) < 1e-5
 
 
 def test_a_draft_is_split_where_that_pays_and_can_be():

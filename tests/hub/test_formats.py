@@ -21,7 +21,10 @@ from hub.formats import read_settings
 from helpers import (
     CPU,
     F32,
+    RECURRENT_MOE,
     absent,
+    awq,
+    change,
     change_tensors,
     error,
     load_checkpoint,
@@ -37,7 +40,16 @@ from helpers import (
 )
 from model import Transformer
 from quantized_golden import CONFIGS, unfold
-from quantize import INT8, MXFP4, QuantizedLinear, from_e2m1, from_e4m3, from_e8m0, say_once
+from quantize import (
+    INT8,
+    MXFP4,
+    QuantizedExperts,
+    QuantizedLinear,
+    from_e2m1,
+    from_e4m3,
+    from_e8m0,
+    say_once,
+)
 from tp import Shard
 
 
@@ -67,7 +79,7 @@ def matrices(model: Transformer) -> dict[str, Tensor]:
     """Hugging Face's, which may be quantized: [N, K, 1], or all experts' [X, K, N]."""
     found = {}
     for name, weight in hf_weights(model.config).items():
-        if weight.quantized:
+        if weight.quantized or formats.is_left_out(weight):
             of = weight.of(weight_of(model.get_submodule(weight.ours.removesuffix(".weight"))))
             found[name] = of.reshape(*of.shape[:2], -1)
     return found
@@ -125,14 +137,91 @@ def test_modules_left_as_they_were_load_as_they_are(tmp_path):
     assert len(quantized_layers(model)) == 5 and error(logits_of(model, tokens), logits) < 1e-5
 
 
-def see(directory: Path, begin: str, quantization: dict) -> None:
+MIXER = "in_proj_qkv", "in_proj_z", "out_proj"  # matrices of a recurrent layer that may have codes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [MIXER, ("in_proj_z",)], ids=["all", "z"])
+@pytest.mark.parametrize("form", ["gptq", "gptq dynamic", "awq", "compressed-tensors"])
+def test_recurrent_layers_that_were_left_out_are_plain(tmp_path, lone, form, names):
+    """All of a layer or z alone, which our layer holds with q, k and v: by `dynamic` or `ignore`, or
+    by the tensors alone. Two ranks hold the same."""
+    out = tmp_path / "out"
+    make(tmp_path / "in", "qwen3_5_moe_text", **RECURRENT_MOE)
+    write(tmp_path / "in", out, 4, 32, False, form=form.split()[0] if form != "awq" else "gptq")
+    if form == "awq":
+        change(out, dict(quant_method="awq", version="gemm"), **awq(out / "model.safetensors"))
+    whole = load_checkpoint(out)
+    left = [f"model.layers.0.linear_attn.{name}" for name in names]
+    held, weights = load_file(out / "model.safetensors"), matrices(whole)
+    tensors = {name: None for name in held if name.rpartition(".")[0] in left}
+    tensors |= {f"{name}.weight": weights[f"{name}.weight"][:, :, 0] for name in left}
+    settings = read_json(out / "config.json")["quantization_config"]
+    rule = rf"model\.layers\.0\.linear_attn\.({'|'.join(names)})$"
+    if form == "gptq dynamic":
+        settings = dict(dynamic={f"-:{rule}": {}})
+    if form == "compressed-tensors":
+        settings = dict(ignore=[*settings["ignore"], f"re:{rule}"])
+    change(out, settings, **tensors)
+    model = load_checkpoint(out)
+    assert error(logits_of(model), logits_of(whole)) < 1e-5
+    mixer, kind = model.layers[0].attn, torch.nn.Linear
+    if names == MIXER:
+        assert type(mixer.w_in) is type(mixer.wo) is kind
+    else:
+        assert [type(part) for part in mixer.w_in] == [QuantizedLinear, kind]
+        assert type(mixer.wo) is QuantizedLinear
+    assert type(model.layers[1].attn.wqkv) is QuantizedLinear
+    compare_ranks(out)
+
+
+# Of recurrent models that others packed: whether the file has codes of w_in, wo, b and a, and the
+# experts. None: of q, k and v, and not of z.
+HELD = {
+    "w4a16, mixers left out": (False, False, False, False),
+    "w4a16 of gates": (True, True, True, False),
+    "fp8 a channel of qkv": (None, True, False, False),
+    "nvfp4-pack, mixers left out": (False, False, False, True),
+    "w4a16, experts in one tensor": (True, True, True, False),
+    "fp8 blocks of mixers": (True, True, False, True),
+    "w4a16 by key head": (True, True, False, True),
+    "fp8 blocks by key head": (True, True, True, True),
+}
+
+
+@pytest.mark.parametrize("setting", HELD)
+def test_of_a_recurrent_model_what_has_codes_in_the_file_has_them_here(tmp_path, setting):
+    """But for b and a: some recipes quantize them, and they are made plain."""
+    unfold(setting, tmp_path)
+    w_in, wo, gates, experts = HELD[setting]
+    stored = [name.rpartition(".")[0] for name in load_file(tmp_path / "model.safetensors")]
+    assert any(stored.count(name) > 1 for name in stored if "in_proj_b" in name) == gates
+    layer = load_checkpoint(tmp_path).layers[0]
+    if w_in is None:
+        assert [type(part) for part in layer.attn.w_in] == [QuantizedLinear, torch.nn.Linear]
+    else:
+        assert isinstance(layer.attn.w_in, QuantizedLinear) == w_in
+    assert isinstance(layer.attn.wo, QuantizedLinear) == wo
+    assert type(layer.attn.w_gates) is torch.nn.Linear
+    if layer.config.moe:
+        assert isinstance(layer.ffn.w_down, QuantizedExperts) == experts
+        assert type(layer.ffn.shared_gate) is type(layer.ffn.router) is torch.nn.Linear
+
+
+def see(
+    directory: Path,
+    begin: str,
+    quantization: dict,
+    kinds: tuple[str, str, str] = ("mistral3", "mistral", "pixtral"),
+) -> None:
     """Makes of a checkpoint the text part of one that also sees: Mistral 3, whose files call a
-    layer language_model.model.layers.X or, newer ones, model.language_model.layers.X."""
+    layer language_model.model.layers.X or, newer ones, model.language_model.layers.X. kinds: the
+    model_type of the whole, of the text part and of the part that sees."""
     config = read_json(directory / "config.json")
-    text = config | dict(model_type="mistral")
+    text = config | dict(model_type=kinds[1])
     del text["quantization_config"]
-    vision = dict(model_type="pixtral", hidden_size=32)
-    both = dict(model_type="mistral3", text_config=text, vision_config=vision)
+    vision = dict(model_type=kinds[2], hidden_size=32)
+    both = dict(model_type=kinds[0], text_config=text, vision_config=vision)
     put(directory / "config.json", both | dict(quantization_config=quantization))
     head = "language_model.lm_head" if begin == "language_model.model." else "lm_head"
     tensors = load_file(directory / "model.safetensors")
@@ -208,6 +297,19 @@ def test_other_formats_lists_of_a_model_that_also_sees(tmp_path, begin, other):
     assert all("language_model" in key for key in dynamic if "down" not in key)
     see(tmp_path / "gptq", begin, settings | dict(dynamic=dynamic))
     assert error(logits_of(load_checkpoint(tmp_path / "gptq"), tokens), logits) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_lists_of_a_recurrent_model_that_also_sees(tmp_path, kind):
+    """As Qwen3.5 is published, with the file's names in fp8's list; another part that drafts."""
+    setting = "fp8 blocks of mixers" if kind == "qwen3_5_moe" else "w4a16, mixers left out"
+    tokens, logits = unfold(setting, tmp_path)
+    settings = json.dumps(read_json(tmp_path / "config.json")["quantization_config"])
+    settings = json.loads(settings.replace('"model.layers', '"model.language_model.layers'))
+    change_tensors(tmp_path, **{"mtp.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 2)})
+    see(tmp_path, BEGINNINGS[0], settings, (kind, f"{kind}_text", kind))
+    assert error(logits_of(load_checkpoint(tmp_path), tokens), logits) < 1e-5
 
 
 def test_groups_that_no_two_ranks_can_share_are_refused(tmp_path):

@@ -5,12 +5,13 @@ as that package dequantizes them.
 
 Run it in an environment of its own; the packages are needed here alone. compressed-tensors 0.20 no
 longer writes activation ordering, so a second run with an older one adds it. transformers 5.24
-wrote what has experts or e2m1:
+wrote what has experts, e2m1 or recurrent layers:
 
     pip install transformers==5.23 compressed-tensors==0.20 && pip install --no-deps gptqmodel==7.7 autoawq==0.2.9
     python tests/makers/make_quantized_golden.py
     pip install --no-deps compressed-tensors==0.12.2 && python tests/makers/make_quantized_golden.py act-order
     pip install transformers==5.24 compressed-tensors==0.20 && python tests/makers/make_quantized_golden.py moe
+    python tests/makers/make_quantized_golden.py recurrent
 
 Tensors are named SETTING/NAME, and those that several settings share SHAPE/NAME. The file's
 metadata has each SETTING's config.json, which says in `shared` what the setting shares. Written
@@ -28,7 +29,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from make_golden import greedy, new_model, random_model
 
@@ -49,6 +59,21 @@ COMMON = dict(
     bos_token_id=1,
     eos_token_id=None,
 )
+RECURRENT = COMMON | dict(
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+MIXTURE = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
 SHAPES = {
     "llama": LlamaConfig(**COMMON),
     "two": LlamaConfig(**COMMON | dict(num_hidden_layers=2)),
@@ -67,7 +92,12 @@ SHAPES = {
     "qwen3_moe": Qwen3MoeConfig(
         **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96
     ),
+    "qwen3_5": Qwen3_5TextConfig(**RECURRENT),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**RECURRENT | MIXTURE),
+    "qwen3_5_moe fused": Qwen3_5MoeTextConfig(**RECURRENT | MIXTURE),
+    "qwen3_next": Qwen3NextConfig(**RECURRENT | MIXTURE, norm_topk_prob=True),
 }
+SEPARATE = "qwen3_moe", "qwen3_5_moe", "qwen3_next"  # whose files have each expert by itself
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -377,6 +407,8 @@ def fp8(
         if not should_convert_module(name, config.modules_to_not_convert):
             continue
         made = Fp8Quantize(quantizer).convert({f"{name}.weight": linear.weight.detach()})
+        if len(made) == 1:  # as no blocks fill it, it stays as it was
+            continue
         tensors |= made
         weights[name + ".weight"] = Fp8Dequantize(quantizer)._dequantize_one(*made.values(), F32)
     settings = json.loads(config.to_json_string())
@@ -512,14 +544,42 @@ MOE = {
     "w4a16 of experts": packed("qwen3_moe", INT4 | G32 | ASYMMETRIC),
     "fp8 of experts": of("qwen3_moe", fp8, 32, 32, left_out=["lm_head"]),
 }
+# What recipes leave of recurrent models in 16 bits.
+SMALL = ["lm_head", r"re:.*mlp\.gate$", "re:.*shared_expert_gate$"]
+GATES, MIXER = "re:.*in_proj_(a|b|ba)$", "re:.*linear_attn.*"
+RECURRENT_SETTINGS = {
+    "w4a16, mixers left out": packed("qwen3_5", INT4 | G32 | ASYMMETRIC, ignore=[*SMALL, MIXER]),
+    "w4a16 of gates": packed("qwen3_5", INT4 | G32),
+    "nvfp4-pack, mixers left out": packed("qwen3_5_moe", NVFP4, ignore=[*SMALL, MIXER]),
+    "fp8 a channel of qkv": packed(
+        "qwen3_5", FP8 | CHANNEL, DYNAMIC | FP8, ignore=["lm_head", "re:.*in_proj_z", GATES]
+    ),
+    "w4a16, experts in one tensor": packed("qwen3_5_moe fused", INT4 | G32),
+    "fp8 blocks of mixers": of(
+        "qwen3_5_moe",
+        fp8,
+        32,
+        32,
+        left_out=[
+            "lm_head",
+            "model.layers.0.linear_attn.in_proj_a",
+            "model.layers.0.linear_attn.in_proj_b",
+            "model.layers.0.mlp.shared_expert_gate",
+        ],
+    ),
+    "w4a16 by key head": packed("qwen3_next", INT4 | G32 | ASYMMETRIC, ignore=[*SMALL, GATES]),
+    "fp8 blocks by key head": of("qwen3_next", fp8, 8, 32, left_out=["lm_head"]),
+}
 ACT_ORDER = {"w4a16 act-order": of("llama", act_order, 32)}
+
+ADDED = {"act-order": ACT_ORDER, "moe": MOE, "recurrent": RECURRENT_SETTINGS}
 
 
 @torch.no_grad()
 def main() -> None:
     wanted, golden, configs = SETTINGS, {}, {}
     if sys.argv[1:]:  # added to what is there
-        wanted, golden = {"act-order": ACT_ORDER, "moe": MOE}[sys.argv[1]], load_file(OUT)
+        wanted, golden = ADDED[sys.argv[1]], load_file(OUT)
         with safe_open(OUT, framework="pt") as file:
             configs = file.metadata()
     shapes = [*SHAPES]
@@ -531,7 +591,7 @@ def main() -> None:
         torch.manual_seed(len(golden))
         model = new_model(config)
         model.load_state_dict(state)
-        tensors, weights, settings = make(SeparateExperts(model) if shape == "qwen3_moe" else model)
+        tensors, weights, settings = make(SeparateExperts(model) if shape in SEPARATE else model)
         fuse_experts(weights)
         settings = {key: value for key, value in settings.items() if value is not None}
         kept = {

@@ -16,15 +16,18 @@ from llm import LLM
 from helpers import (
     DRAFT,
     GOLDEN,
+    RECURRENT,
     ROOT,
     TINY,
     absent,
     ended,
     logits_of,
+    make,
     refusal,
     rewrite,
     with_letters,
 )
+from model import DeltaCache
 from scripts import evaluate
 
 OPENINGS = [
@@ -75,10 +78,25 @@ def plain_score(llm: LLM, context: list[int], continuation: list[int]) -> tuple[
     return -F.cross_entropy(logits, told, reduction="sum").item(), logits.argmax(-1).equal(told)
 
 
+@pytest.fixture
+def recurrent(tmp_path) -> LLM:
+    """A model with the bundled one's vocabulary and context, whose layers are recurrent and
+    attention by turns."""
+    shape = RECURRENT | dict(vocab_size=2048, max_position_embeddings=512)
+    make(tmp_path, "qwen3_5_text", **shape)
+    shutil.copy(TINY / "tokenizer.model", tmp_path)
+    return LLM(str(tmp_path), device="cpu", quiet=True)
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 60, 2048])
-def test_a_choice_has_the_log_probability_that_one_forward_gives(harness, batch_tokens):
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_a_choice_has_the_log_probability_that_one_forward_gives(
+    request, harness, batch_tokens, kind
+):
     """Ragged contexts and choices, 1 to 4 of them, in any order; a context of one token; one that
     is cut."""
+    if kind == "recurrent":
+        harness.llm = request.getfixturevalue("recurrent")
     harness.batch_tokens, encode = batch_tokens, harness.tok_encode
     requests = [
         (None, encode(opening), encode(ending, add_special_tokens=False))
@@ -125,6 +143,20 @@ def test_a_context_that_choices_share_is_read_once_and_one_of_one_token_beside_o
     harness.batch_tokens = 60
     harness._loglikelihood_tokens([(None, [1], [7] * n) for n in (5, 50, 7, 9, 11, 60, 8, 6)])
     assert [shape for shape in shapes[2:] if shape[1] > 1] == [(1, 60), (1, 50), (5, 11), (1, 5)]
+
+
+def test_a_batch_has_fewer_rows_where_each_has_a_large_state(harness, monkeypatch):
+    """Of 25 MiB, on a device that may hold 60 tokens of 512 KiB: then two rows are too many."""
+    monkeypatch.setattr(DeltaCache, "bytes_per_row", lambda config, dtype: 50 * 2**19)
+    small, rows = type(harness)(harness.llm), []
+    small.batch_tokens = 60
+    harness.llm.model.register_forward_pre_hook(lambda model, given: rows.append(len(given[0])))
+    small._loglikelihood_tokens([(None, [1, 5, 7], [n]) for n in (7, 8, 9)])
+    assert rows == [1, 3]  # one context, whose choices stay together
+    small._loglikelihood_tokens([(None, [1, 5, n], [7]) for n in (7, 8, 9)])
+    asked = [SimpleNamespace(args=(opening, dict(max_gen_toks=2))) for opening in OPENINGS]
+    small.generate_until(asked)
+    assert rows[2:] == [1] * 14
 
 
 def test_a_rolling_log_probability_is_the_sum_of_its_windows(harness):
