@@ -347,6 +347,7 @@ class Speculator:
         self.text = torch.zeros(rows, target.max_seq_len, dtype=torch.long, device=self.device)
         self.last = torch.ones(rows, dtype=torch.long, device=self.device)
         self.ends = torch.zeros_like(self.last)
+        self.reached = self.draft_reached = self.in_flight = 0
         self.counts = Counter(steps=0, row_steps=0, drafted=0, accepted=0, rejecting_steps=0)
         self.prepare()
 

@@ -29,6 +29,7 @@ from helpers import (
     rewrite,
     run,
     speculator,
+    traced,
     with_letters,
 )
 from hub import vet
@@ -253,7 +254,7 @@ def test_pieces_padding_and_rejected_tokens_change_nothing(family):
     assert min(most) > 4 * BLOCK and max(most) == L and back > 40 and anew > 4
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 7, 16, 31, 32])
+@pytest.mark.parametrize("k", [0, 1, 5, 31, 32])
 @torch.no_grad()
 def test_any_number_of_drafts_may_be_accepted_at_any_place_in_a_block(k):
     """Two verifications of up to 33 tokens, one after the other, and a step after these."""
@@ -313,14 +314,15 @@ def alone(model: Transformer, prompts: list[list[int]], new_tokens: int, **how) 
 @pytest.mark.parametrize("family", [THRICE, NEXT])
 def test_a_batch_its_samples_and_chunks_give_what_each_prompt_gives_alone(family, monkeypatch):
     model = model_of(family)
-    expected = alone(model, PROMPTS, 35)
+    expected = alone(model, PROMPTS, 28)
     twice = [row for row in expected for _ in range(2)]
     for columns in (4096, 3 * 10):
         monkeypatch.setattr("generate.PREFILL_TOKENS", columns)
-        assert run(Engine(model, 160, 4, GREEDY), PROMPTS, 35) == expected
-        assert run(Engine(model, 160, 7, GREEDY), PROMPTS, 35, samples=2) == twice
+        assert run(Engine(model, 160, 4, GREEDY), PROMPTS, 28) == expected
+        assert run(Engine(model, 160, 7, GREEDY), PROMPTS, 28, samples=2) == twice
 
 
+@traced()
 def test_a_seed_draws_the_same_in_eager_and_compiled_code():
     """Also where both go on from what is cached."""
     model, drawn = model_of("qwen3.5"), []
@@ -358,8 +360,8 @@ def draft_of(name: str | None, target: Transformer) -> Transformer | None:
         (NEXT, None, "hf"),
         (THRICE, "llama2", "3"),
         ("llama2", "qwen3.5", "5"),
-        (NEXT, "noisy", "auto"),
-        (THRICE, "noisy", "4"),
+        ("qwen3.5", "noisy", "auto"),
+        (NEXT, "noisy", "4"),
         ("qwen3.5", "itself", "32"),
     ],
 )
@@ -372,7 +374,7 @@ def test_speculation_is_greedy_decoding_whichever_of_the_two_is_recurrent(family
     if policy == "auto":  # so slow that drafting is worth it, whatever this machine is
         made.policy.begin({0: 1e3, 32: 2e3}, made.lengths())
     assert run(made, PROMPTS, 58) == expected
-    assert run(made, PROMPTS[1:], 9) == [row[:9] for row in expected[1:]]
+    assert run(made, PROMPTS[1:], 5) == [row[:5] for row in expected[1:]]
     counts = made.counts
     assert 0 < counts["accepted"] <= counts["drafted"]
     assert (counts["accepted"] == counts["drafted"]) == (name == "itself")
@@ -421,21 +423,20 @@ def watch_drafts(made: Speculator) -> Callable[[], int]:
     "ks",
     [
         (32, 0),
-        (32, 0, 0, 1, 0),
         (24, 0, 0, 0, 5),
-        (1, *[0] * 15, 2, *[0] * 40),
-        (4, 32, 2),
+        (4, *[0] * 15, 2, *[0] * 40),
     ],
 )
 def test_a_recurrent_draft_catches_up_after_steps_without_drafts(ks):
     """What it drafts comes from all of the text, and from nothing that was rejected."""
     model = model_of("qwen3.5")
-    expected = run(Engine(model, 240, 3, GREEDY), PROMPTS, 85)
-    made = speculator(model, 240, noisy(model, 0.3), "1", 3)
+    prompts = PROMPTS[0], PROMPTS[2]
+    expected = run(Engine(model, 150, 2, GREEDY), prompts, 66)
+    made = speculator(model, 150, noisy(model, 0.3), "1", 2)
     made.policy = Scripted(*ks)
     made.prepare()
     check = watch_drafts(made)
-    assert run(made, PROMPTS, 85) == expected
+    assert run(made, prompts, 66) == expected
     assert check() > 3 and made.counts["rejecting_steps"] > 1
 
 
@@ -455,16 +456,16 @@ def test_a_text_goes_on_from_any_start_that_is_not_too_old(ks):
     for n in (70, 90):
         text = [(7 * i + n) % 96 for i in range(n)]
         for back in (0, 18, None):
-            [answer] = run(made, [text], 20 + n // 9)
+            [answer] = run(made, [text], n // 4)
             cached = text + answer[:-1]
             start = oldest = made.oldest(len(cached))
             if back is not None:
                 start = len(cached) - back
             if oldest <= start <= len(cached):
                 again = cached[:start] + [5, 4, 3]
-                assert run(made, [again[start:]], 12, start) == run(plain, [again], 12)
+                assert run(made, [again[start:]], 8, start) == run(plain, [again], 8)
                 starts.append(start)
-    assert min(starts) > BLOCK and len({*starts}) > 2 and check() > 4
+    assert min(starts) >= BLOCK and len({*starts}) > 2 and check() > 4
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ from unittest.mock import Mock, patch
 import pytest
 
 from cli.chat import Chat, dim
-from helpers import GOLDEN, ROOT, TINY, of_each_family, with_letters, with_template
+from helpers import GOLDEN, ROOT, TINY, of_each_family, rewrite, with_letters, with_template
 from generate import Sampling
 from hub.checkpoint import Checkpoint
 from hub.tokenizer import Tokenizer
-from llm import LLM
+from llm import LLM, Completion
 
 
 class Session:
@@ -112,6 +112,77 @@ def test_a_kept_cache_gives_what_a_fresh_one_gives_and_only_what_is_new_is_read(
     assert (
         fresh.widths[1] - kept.widths[1] == kept.widths[0] + 10
     )  # the last of 11 tokens may not have been read
+    if draft == "itself":
+        counts = kept.chat.llm.speculator.counts
+        assert counts["accepted"] == counts["drafted"] > 0
+
+
+# What is typed, and after how many tokens the answer is interrupted.
+TURNS = [
+    ("Hi", None),
+    ("And?", 20),
+    ("/again", 26),
+    ("Then?", None),
+    ("/again", None),
+    ("Well?", 0),
+    ("So?", 5),
+    ("Is it?", 31),
+    ("/again", 3),
+    ("It is", None),
+    ("And then?", None),
+    ("/reset", None),
+    ("Hi", 7),
+    ("Why?", 9),
+]
+
+
+@pytest.mark.parametrize("draft", [None, "prompt-lookup", "itself"])
+def test_a_recurrent_chat_goes_on_from_the_cache_or_begins_anew(
+    session, monkeypatch, tmp_path, draft
+):
+    """It goes on where its layers can go back so far. Where they cannot, or where the oldest turns
+    are dropped, it reads all again."""
+    directory = with_template(tmp_path / "recurrent", GOLDEN / "qwen3.5")
+    with_letters(directory)
+    rewrite(directory / "config.json", max_position_embeddings=1024)
+    answered = [stop for line, stop in TURNS if line != "/reset"]
+    add, complete, starts, number = Completion.add, LLM.complete, [], {}
+
+    def interrupt_later(completion, *token):
+        add(completion, *token)
+        stop = answered[number[id(completion)]]
+        if stop and len(completion.tokens) == stop:
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt_at_once(count: int) -> None:
+        if answered[count - 1] == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    def watch(llm, completions, *how, start):
+        number[id(completions[0])] = len(starts)
+        starts.append(start)
+        return complete(llm, completions, *how, start=start)
+
+    monkeypatch.setattr(Completion, "add", interrupt_later)
+    monkeypatch.setattr(LLM, "complete", watch)
+    talk = partial(
+        session,
+        *(line for line, _ in TURNS),
+        directory=directory,
+        length=340,
+        max_new_tokens=58,
+        draft=str(directory) if draft == "itself" else draft,
+        on_prefill=interrupt_at_once,
+    )
+    kept = talk()
+    kept_starts, starts[:] = [*starts], []
+    monkeypatch.setattr(os.path, "commonprefix", lambda lists: [])
+    fresh = talk()
+    assert [answer.tokens for answer in kept.answers] == [answer.tokens for answer in fresh.answers]
+    assert not any(starts) and "oldest turns are dropped" in kept.err
+    # The first; again after a long answer; after one that had not begun; as the oldest turns are
+    # dropped; after /reset.
+    assert [n for n, start in enumerate(kept_starts) if start == 0] == [0, 4, 6, 10, 11]
     if draft == "itself":
         counts = kept.chat.llm.speculator.counts
         assert counts["accepted"] == counts["drafted"] > 0
