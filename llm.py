@@ -647,7 +647,7 @@ class LLM:
             else:
                 for model in (self.model, self.draft_model):
                     formats.unpack_quantized(
-                        model, rows * length, self.options.quiet, self.team.ranks
+                        model, rows, length, self.options.quiet, self.team.ranks
                     )
                 self._make_engine(rows, length)
         self.room = length

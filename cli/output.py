@@ -17,7 +17,7 @@ import torch
 
 from hub.vet import GIB
 from llm import LLM, Completion, import_fast
-from model import KVCache, Transformer
+from model import DeltaCache, KVCache, Transformer
 
 # For str.translate(), which drops them.
 CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(b"\n\t"))
@@ -74,13 +74,13 @@ def with_bar(llm: LLM, completions: list[Completion], steps: Iterator[None]) -> 
     from tqdm import tqdm
 
     models = filter(None, (llm.model, llm.draft_model))
-    caches = [part for model in models for part in model.modules() if isinstance(part, KVCache)]
+    kinds = KVCache | DeltaCache
+    caches = [part for model in models for part in model.modules() if isinstance(part, kinds)]
     size = sum(tensor.nbytes for cache in caches for tensor in cache.buffers())
     rows, limit = len(completions), completions[0].limit
     room = max(completion.room for completion in completions)
     print(
-        f"{rows} rows of up to {room} tokens: {size / GIB:.2f} GiB of KV cache, "
-        f"at most {limit} steps",
+        f"{rows} rows of up to {room} tokens: {size / GIB:.2f} GiB of cache, at most {limit} steps",
         file=sys.stderr,
     )
     yield from tqdm(steps, total=limit, unit="step", leave=False, disable=None)

@@ -83,7 +83,7 @@ from hub.checkpoint import (
     take,
 )
 from hub.vet import free_memory
-from model import KVCache, Transformer
+from model import DeltaCache, KVCache, Transformer
 from quantize import (
     CODES,
     DEFAULT_GROUP,
@@ -215,10 +215,14 @@ def vet_numbers(tensor: Tensor, subject: str) -> None:
 
 
 def unpack_quantized(
-    model: Transformer | None, slots: int = 0, quiet: bool = False, ranks: int = 1
+    model: Transformer | None,
+    rows: int = 0,
+    length: int = 0,
+    quiet: bool = False,
+    ranks: int = 1,
 ) -> None:
     """Puts plain layers with the same weights in the place of quantized ones, if memory allows and
-    leaves room for a KV cache of so many slots over all rows. Eager code dequantizes a quantized
+    leaves room for caches of so many rows of `length` tokens. Eager code dequantizes a quantized
     layer in each call."""
     layers = (
         [module for module in model.modules() if isinstance(module, QuantizedLinear)]
@@ -231,7 +235,8 @@ def unpack_quantized(
     needed = weight.itemsize * sum(
         layer.qweight.numel() * 32 // layer.codes.bits for layer in layers
     )
-    cache = slots * KVCache.bytes_per_token(model.config, weight.dtype)
+    cache = rows * length * KVCache.bytes_per_token(model.config, weight.dtype)
+    cache += rows * DeltaCache.bytes_per_row(model.config, weight.dtype)
     fits = needed + cache < 0.9 * free_memory(weight.device, ranks)
     if fits:
         for kind in (QuantizedLinear, QuantizedExperts):

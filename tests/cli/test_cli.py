@@ -26,11 +26,13 @@ import generate
 import quantize
 
 from cli.options import Parser
-from cli.output import format_report, show, speculation
+from cli.output import format_report, show, speculation, with_bar
 from helpers import (
     DRAFT,
     EAGLE,
+    RECURRENT,
     ROOT,
+    SHAPE,
     TINY,
     absent,
     change_tensors,
@@ -44,7 +46,9 @@ from helpers import (
     tiny,
     with_json,
 )
+from hub.families import config_from_hf
 from llm import of_generation
+from model import Transformer
 from scripts import train_tiny
 
 COMMANDS = [
@@ -404,10 +408,23 @@ def test_a_large_batch_says_what_it_needs_and_on_a_terminal_how_far_it_is(
     _, out, err = cli(line)
     # 3 new tokens after 5, and 23 slots more; 5 layers' k and v, of one head of 128 numbers in fp32.
     size = 65 * 32 * 5 * 2 * 128 * 4 / 2**30
-    assert f"65 rows of up to 8 tokens: {size:.2f} GiB of KV cache, at most 3 steps\n" in err
+    assert f"65 rows of up to 8 tokens: {size:.2f} GiB of cache, at most 3 steps\n" in err
     assert ("/3 [" in err) == terminal and (out, "") == quiet[1:]
     assert ended == [terminal]
-    assert "KV cache" not in cli(line.replace("65", "64"))[2]
+    assert "of cache" not in cli(line.replace("65", "64"))[2]
+
+
+def test_what_a_large_batch_needs_are_states_too(capsys):
+    """A row's of a recurrent layer: two states of 6 matrices [16, 32], and the inputs of 72 tokens
+    for its 288 channels and two gates of each head; keys and values of the other layer. In fp32."""
+    config = config_from_hf(SHAPE | RECURRENT | dict(model_type="qwen3_5_text"))
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.setup(8, 10**5)
+    completions = [Namespace(limit=3, room=8)] * 10**5
+    [*_] = with_bar(Namespace(model=model, draft_model=None), completions, iter(()))
+    row = 2 * 6 * 16 * 32 + 72 * (288 + 12) + 2 * 8 * 2 * 16
+    assert f": {4e5 * row / 2**30:.2f} GiB of cache" in capsys.readouterr().err
 
 
 def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):

@@ -21,6 +21,7 @@ from hub.formats import read_settings
 from helpers import (
     CPU,
     F32,
+    RECURRENT,
     RECURRENT_MOE,
     absent,
     awq,
@@ -365,6 +366,17 @@ def test_of_gpt_oss_the_rest_is_rounded_and_experts_stay_mxfp4(tmp_path):
     assert 1e-5 < error(found, logits) < 0.05
     formats.unpack_quantized(model, quiet=True)
     assert not quantized_layers(model) and error(logits_of(model, tokens), found) < 1e-6
+
+
+def test_weights_are_unpacked_where_caches_have_room_beside_them(tmp_path, monkeypatch, capsys):
+    """Of 1,000 rows a recurrent layer's states, two of 6 matrices [16, 32] a row, are 25 MB."""
+    make(tmp_path, "qwen3_5_text", **RECURRENT)
+    monkeypatch.setattr("hub.formats.free_memory", lambda *_: 20e6)
+    for rows, told in ((10, "once, to 0 MB"), (1000, "at every step")):
+        model = load_checkpoint(tmp_path, quantize="int8")
+        formats.unpack_quantized(model, rows, length=1)
+        assert told in capsys.readouterr().err
+        assert bool(quantized_layers(model)) == (rows == 1000)
 
 
 @pytest.mark.parametrize(
