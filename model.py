@@ -9,7 +9,7 @@ what they left in the cache is overwritten before any token attends to it.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
-C channels of its convolution. In a mixture of experts: X experts, n of which a token takes; M rows, which
+C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows, which
 are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs and K
 inputs.
 

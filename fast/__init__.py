@@ -21,6 +21,7 @@ without Triton.
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
     nvrtc.py          compiles CUDA C++, with the compiler that comes with PyTorch, and launches it
     attention.py      attention with rope and the KV cache's update inside
+    delta.py          recurrent layers: the gated delta rule and its norm, for decode
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort
     graph.py          a step as a CUDA graph, which brings its results to the host
     collectives.py    all-reduce and all-gather of one host's ranks in one launch
