@@ -206,11 +206,14 @@ class Rows:
             for part in layer.attn.cache.buffers():
                 part.normal_(std=3)
 
-    def read(self, first: list[int], true: list[int], wrong: list[int], T: int) -> None:
+    def read(
+        self, first: list[int], true: list[int], wrong: list[int], T: int, beyond: list[int] = [0]
+    ) -> None:
         """Each row's T columns from its first position on: its text, then wrong tokens, as drafts
-        that are rejected, then padding. What is of the text must be right."""
-        first, true, wrong = (torch.tensor(of) for of in (first, true, wrong))
-        at = first[:, None] + torch.arange(T)
+        that are rejected, then padding. What is of the text must be right. beyond: so many
+        positions behind the text the columns of a row begin that has nothing to read."""
+        first, true, wrong, beyond = (torch.tensor(of) for of in (first, true, wrong, beyond))
+        at = (first + beyond)[:, None] + torch.arange(T)
         tokens = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1))
         is_true = at < (first + true)[:, None]
         tokens = torch.where(is_true, tokens, text_of(*at.shape))
@@ -225,7 +228,8 @@ class Rows:
 @torch.no_grad()
 def test_pieces_padding_and_rejected_tokens_change_nothing(family):
     """Each row at its own pace: some columns are text, then come rejected tokens, then padding,
-    perhaps nothing but padding, and a row may go back as far as is promised, or begin anew."""
+    perhaps nothing but padding, also far behind the text, as in the last chunks of other prompts.
+    A row may go back as far as is promised, or begin anew."""
     random = torch.Generator().manual_seed(1)
 
     def number(low: int, high: int) -> int:
@@ -236,17 +240,24 @@ def test_pieces_padding_and_rejected_tokens_change_nothing(family):
     right, oldest, most, back, anew = [0] * B, [0] * B, [0] * B, 0, 0
     for _ in range(70):
         T = number(1, [3, 12, 33, 70][number(0, 3)])
-        first, true, wrong = [], [], []
+        first, true, wrong, beyond = [], [], [], []
         for b in range(B):
             if right[b] == L or number(0, 50) == 0:
                 right[b], oldest[b] = 0, 0
                 anew += 1
+            if number(0, 9) == 0:
+                first.append(right[b])
+                true.append(0)
+                wrong.append(0)
+                beyond.append(number(0, L + 80 - T - right[b]))
+                continue
             low = max(oldest[b], right[b] - (number(0, 60) if number(0, 2) == 0 else 0))
             back += low < right[b]
             first.append(low)
             true.append(min(number(0, T) if number(0, 2) else T, L - low))
-            wrong.append(number(0, T - true[b]) if number(0, 1) else 0)
-        rows.read(first, true, wrong, T)
+            wrong.append(number(0, min(T - true[b], BLOCK)) if number(0, 1) else 0)
+            beyond.append(0)
+        rows.read(first, true, wrong, T, beyond)
         for b in range(B):
             right[b] = first[b] + true[b]
             most[b] = max(most[b], right[b])
@@ -302,7 +313,7 @@ def test_rows_that_are_arranged_go_on_as_those_that_they_were():
 # Engines
 
 
-PROMPTS = [[(37 * i + n) % 96 for i in range(n)] for n in (70, 1, 33)]
+PROMPTS = [[(37 * i + n) % 96 for i in range(n)] for n in (105, 1, 33)]
 
 
 def alone(model: Transformer, prompts: list[list[int]], new_tokens: int, **how) -> list[list[int]]:
@@ -330,10 +341,11 @@ def test_a_seed_draws_the_same_in_eager_and_compiled_code():
     for mode in ("eager", "eager", "compile"):
         engine = ENGINES[mode](deepcopy(model), 120, 2, sampling)
         torch.manual_seed(3)
-        rows = [run(engine, PROMPTS[1:], 40)]
-        rows.append(run(engine, [[7, 8, 9], [5]], 9, start=38))
-        drawn.append(rows)
-    assert drawn[0] == drawn[1] == drawn[2]
+        steps = [*generate.generate(engine, PROMPTS[1:], 40)]
+        steps += generate.generate(engine, [[7, 8, 9], [5]], 9, start=38)
+        drawn.append(torch.tensor(steps))  # tokens and their log-probabilities
+    assert drawn[0].equal(drawn[1]) and drawn[0][..., 0].equal(drawn[2][..., 0])
+    assert error(drawn[2], drawn[0]) < 1e-5
 
 
 # Drafts
@@ -369,14 +381,14 @@ def test_speculation_is_greedy_decoding_whichever_of_the_two_is_recurrent(family
     """None: prompt lookup. Of three rows at a pace of their own, twice: nothing is left of the
     texts before."""
     model = model_of(family)
-    expected = run(Engine(model, 128, 3, GREEDY), PROMPTS, 58)
-    made = speculator(model, 128, draft_of(name, model), policy, 3)
+    expected = run(Engine(model, 150, 3, GREEDY), PROMPTS, 40)
+    made = speculator(model, 150, draft_of(name, model), policy, 3)
     if policy == "auto":  # so slow that drafting is worth it, whatever this machine is
         made.policy.begin({0: 1e3, 32: 2e3}, made.lengths())
-    assert run(made, PROMPTS, 58) == expected
+    assert run(made, PROMPTS, 40) == expected
     assert run(made, PROMPTS[1:], 5) == [row[:5] for row in expected[1:]]
     counts = made.counts
-    assert 0 < counts["accepted"] <= counts["drafted"]
+    assert counts["drafted"] > 0 and (counts["accepted"] > 0 or "llama2" in (family, name))
     assert (counts["accepted"] == counts["drafted"]) == (name == "itself")
 
 
@@ -425,14 +437,15 @@ def watch_drafts(made: Speculator) -> Callable[[], int]:
         (32, 0),
         (24, 0, 0, 0, 5),
         (4, *[0] * 15, 2, *[0] * 40),
+        (1, 0),
     ],
 )
 def test_a_recurrent_draft_catches_up_after_steps_without_drafts(ks):
     """What it drafts comes from all of the text, and from nothing that was rejected."""
     model = model_of("qwen3.5")
     prompts = PROMPTS[0], PROMPTS[2]
-    expected = run(Engine(model, 150, 2, GREEDY), prompts, 66)
-    made = speculator(model, 150, noisy(model, 0.3), "1", 2)
+    expected = run(Engine(model, 180, 2, GREEDY), prompts, 66)
+    made = speculator(model, 180, noisy(model, 0.3), "1", 2)
     made.policy = Scripted(*ks)
     made.prepare()
     check = watch_drafts(made)
@@ -473,8 +486,8 @@ def test_rows_that_end_early_change_nothing_nor_does_a_step_that_is_launched_ahe
     """As on a GPU: a step is launched before the host knows of the last one. Then comes another
     batch."""
     model = model_of()
-    expected = run(Engine(model, 140, 3, GREEDY), PROMPTS, 45)
-    made, got = speculator(model, 140, deepcopy(model), "4", 3), []
+    expected = run(Engine(model, 150, 3, GREEDY), PROMPTS, 45)
+    made, got = speculator(model, 150, deepcopy(model), "4", 3), []
     for ended in (0, 2):
         rows = [[token] for token in made.begin(PROMPTS, 45, 0, 1)[0].tolist()]
         launched = made.step()
@@ -500,7 +513,7 @@ def test_keys_and_values_in_int8_stand_beside_states_in_fp32(kind):
     assert caches[0].states.dtype == caches[0].inputs.dtype == F32
     assert caches[3].v.dtype == torch.int8
     assert run(Engine(model, 160, 6, GREEDY, cache=kind), PROMPTS, 30, samples=2)[::2] == expected
-    made = speculator(model, 130, None, "6", 3, cache=kind)
+    made = speculator(model, 140, None, "6", 3, cache=kind)
     assert run(made, PROMPTS, 30) == expected and made.counts["drafted"]
 
 
