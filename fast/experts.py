@@ -588,8 +588,6 @@ def _(x, router, norm, eps, residual):
 def why_plain_experts(ffn: nn.Module) -> str | None:
     """Why this mixture of experts stays model.py's; None: it has kernels."""
     moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
-    if moe.shared is not None:
-        return "a shared expert"
     if not gate_number(moe.gate):
         return f"{moe.gate.activation} as the gate's function"
     for experts in (moe.w_gate_up, moe.w_down):
