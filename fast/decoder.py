@@ -66,7 +66,6 @@ OPERATORS = (
     "attend",
     "update_and_attend",
     "gated_delta",
-    "remember_tokens",
     "delta_rule",
     "fused_all_reduce",
     "fused_all_gather",

@@ -1,24 +1,29 @@
 """
-Recurrent layers: the gated delta rule of model.DeltaNet for decode and verification, in one launch,
-and its gated norm in another. The plain twin is DeltaNet.mix(), which also reads prompts.
+Recurrent layers: the gated delta rule of model.DeltaNet, and its gated norm. The plain twin is
+DeltaNet.mix().
 
-A program serves BV of the V elements of a value head of one sequence: a state's columns have nothing
-to do with each other. It holds the state before the token's block [E, BV], the block's keys and its
-corrections, and takes the new tokens one after the other, as in model.delta_rule():
+One token takes two launches. A program of token_kernel serves BV of the V elements of a value head
+of one sequence: a state's columns have nothing to do with each other. It holds the state before the
+token's block [E, BV], and the keys and corrections of the block's earlier tokens, and computes, as
+in model.delta_rule(),
 
     u_t = beta_t (v_t - exp(d_t) S^T k_t - sum over s < t of exp(d_t - d_s) (k_t k_s) u_s)
     y_t = exp(d_t) S^T q_t + sum over s <= t of exp(d_t - d_s) (q_t k_s) u_s
 
-    tokens of a block     0 ... r - 1 | r ... r + T - 1 | ... 31
-                          keys, decays and corrections of
-                          the old ones lie in rings     new     not there yet
+    tokens of a block     0 ... t - 1 | t  | t + 1 ... 31
+                          keys, decays and corrections of the
+                          old ones lie in rings, t is new
 
 Only where a block is complete the state is computed anew, and written. So a step reads each state
 once, and one step of BLOCK writes it. The rings go by the position, as DeltaCache's does: what a
-rejected draft left there is overwritten before it is read. After a prompt remember_tokens() fills
-them, from the inputs in DeltaCache.
+rejected draft left there is overwritten before it is read.
 
-Shapes: as in model.py; C channels: G queries and G keys of E elements, H values of V. M = B x T rows.
+Several tokens, a prompt's or those of a verification, take three. A program of blocks_kernel makes
+of one block and value head all that needs no state, and solves the triangular system for it. A
+program of states_kernel takes BV columns of a state from block to block.
+
+Shapes: as in model.py; C channels: G queries and G keys of E elements, H values of V. M = B x T
+rows.
 """
 
 import torch
@@ -28,6 +33,9 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, jit, pdl_opt
 from model import BLOCK, RING, DeltaNet, buffer
 
 TOKENS = 2 * BLOCK  # of which the rings hold keys, decays and corrections
+AT_ONCE = 2048  # tokens of all rows, for which blocks_kernel writes what states_kernel reads
+# No prompt of another length or place compiles a kernel anew.
+RUNTIME = ["positions", "ends", "position_stride", "has_ends", "T", "n_before", "n"]
 
 
 @jit
@@ -37,36 +45,48 @@ def convolved(
     filter,
     position,
     first,
+    is_text,
     channel,
-    inside,
+    of_channel,
     STRIDE,
     WIDTH: constexpr,
     RING: constexpr,
     TAPS: constexpr,
 ):
-    """The token at `position`: its channels after the convolution and SiLU, and its own inputs, fp32
-    [channels]. Tokens before `first` are in the ring [RING, WIDTH], the others in rows of new."""
+    """Channels of tokens after the convolution and SiLU, and as they were before it, fp32. One token
+    and [channels], or tokens [n, 1] and channels [1, n]. Tokens before `first` are in the ring
+    [RING, WIDTH], the others in rows of new."""
     dtype: constexpr = new.dtype.element_ty
-    y = tl.zeros(channel.shape, tl.float32)
-    x = y
+    y = 0.0
+    x = 0.0
     for tap in tl.static_range(TAPS):
         at = position - (TAPS - 1 - tap)
-        old = inside & (at >= 0) & (at < first)
+        old = of_channel & is_text & (at >= 0) & (at < first)
         x = tl.load(ring + (at % RING) * WIDTH + channel, mask=old, other=0).to(tl.float32)
         row = new + (at - first).to(tl.int64) * STRIDE
-        x += tl.load(row + channel, mask=inside & (at >= first), other=0).to(tl.float32)
-        y += x * tl.load(filter + channel * TAPS + tap, mask=inside, other=0).to(tl.float32)
+        is_new = of_channel & is_text & (at >= first)
+        x += tl.load(row + channel, mask=is_new, other=0).to(tl.float32)
+        y += x * tl.load(filter + channel * TAPS + tap, mask=of_channel, other=0).to(tl.float32)
     y = y.to(dtype).to(tl.float32)  # as PyTorch rounds it
     return (y / (1 + tl.exp(-y))).to(dtype).to(tl.float32), x
 
 
 @jit
 def unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    """To unit length, over the last dimension."""
+    return x * tl.rsqrt(tl.sum(x * x, -1, keep_dims=True) + 1e-6)
 
 
-@jit(do_not_specialize=["T", "position_stride"])
-def delta_kernel(
+@jit
+def gate_values(b_in, a_in, log_a, dt_bias):
+    """-> beta, and decay's logarithm"""
+    a = a_in.to(tl.float32) + dt_bias
+    beta = 1 / (1 + tl.exp(-b_in.to(tl.float32)))
+    return beta, -tl.exp(log_a) * tl.where(a > 20, a, tl.log(1 + tl.exp(a)))
+
+
+@jit(do_not_specialize=["positions", "position_stride"])
+def token_kernel(
     qkvz,
     gates,
     positions,
@@ -79,7 +99,6 @@ def delta_kernel(
     decays,
     corrections,
     y,
-    T,
     position_stride,
     qkvz_stride,
     G: constexpr,
@@ -92,14 +111,12 @@ def delta_kernel(
     BLOCK: constexpr,
     RING: constexpr,
     TOKENS: constexpr,
-    REPLAY: constexpr,
     PDL: constexpr,
 ):
-    """Program (b * H + value head, BV of its elements).
+    """A token of each sequence. Program (b * H + value head, BV of its elements).
 
-    qkvz [B, T, C + H V] and gates [B, T, 2H]: fresh from the products; inputs, states: DeltaCache's;
-    keys, decays, corrections: the rings; y [B, T, H, V] fp32. REPLAY: the tokens of the last two
-    blocks before positions [B], whose inputs are in their ring, go to the other rings again."""
+    qkvz [B, C + H V] and gates [B, 2H]: fresh from the products; positions [B]; inputs, states:
+    DeltaCache's; keys, decays, corrections: the rings; y [B, H, V] fp32."""
     group = tl.program_id(0)
     b = (group // H).to(tl.int64)
     h = group % H
@@ -120,13 +137,9 @@ def delta_kernel(
     stores_key = stores & (h % (H // G) == 0)
 
     # Positions were there before the first layer, and states and rings before this step.
-    first = tl.load(positions + b * position_stride).to(tl.int32)
-    begin = first
-    end = first + T
-    if REPLAY:
-        begin = tl.maximum(first // BLOCK - 1, 0) * BLOCK
-        end = first
-    block = begin // BLOCK
+    position = tl.load(positions + b * position_stride).to(tl.int32)
+    block = position // BLOCK
+    at = position % BLOCK
     ring = inputs + b * RING * WIDTH
     states += (b * 2 * H + h) * E * V + e[:, None] * V + v[None, :]
     state_mask = of_e[:, None] & of_v[None, :]
@@ -135,7 +148,7 @@ def delta_kernel(
     corrections += (b * TOKENS * H + h) * V
     state = tl.load(states + block % 2 * (H * E * V), mask=state_mask & (block > 0), other=0)
     place = (block * BLOCK + row) % TOKENS
-    old = block * BLOCK + row < begin
+    old = row < at
     k_block = tl.load(
         keys + (place * G * E)[:, None] + e[None, :], mask=old[:, None] & of_e[None, :], other=0
     )
@@ -144,85 +157,360 @@ def delta_kernel(
         mask=old[:, None] & of_v[None, :],
         other=0,
     )
-    d_block = tl.cumsum(tl.load(decays + place * H, mask=old, other=0), 0)
-    d = tl.sum(tl.load(decays + place * H, mask=old, other=0), 0)
-    scale = -tl.exp(tl.load(log_a + h).to(tl.float32))
+    from_start = tl.sum(tl.load(decays + place * H, mask=old, other=0), 0)
+    # Each the sum of what came after its token: as a difference of two sums it would lose digits.
+    since = tl.load(decays + (place + 1) % TOKENS * H, mask=row + 1 < at, other=0)
+    since = tl.cumsum(since, 0, reverse=True)
+    log_a = tl.load(log_a + h).to(tl.float32)
     bias = tl.load(dt_bias + h).to(tl.float32)
     if PDL:
         gdc_wait()
 
-    new = qkvz + b * T * qkvz_stride
-    for position in range(begin, end):
-        q, q_in = convolved(
-            new, ring, filter, position, first, q_channel, of_e, qkvz_stride, WIDTH, RING, TAPS
-        )
-        k, k_in = convolved(
-            new,
-            ring,
-            filter,
-            position,
-            first,
-            q_channel + G * E,
-            of_e,
-            qkvz_stride,
-            WIDTH,
-            RING,
-            TAPS,
-        )
-        value, v_in = convolved(
-            new, ring, filter, position, first, v_channel, of_v, qkvz_stride, WIDTH, RING, TAPS
-        )
-        of_gates = ring + position % RING * WIDTH + C + h
-        if not REPLAY:
-            of_gates = gates + (b * T + position - first) * (2 * H) + h
-        b_in = tl.load(of_gates)
-        a_in = tl.load(of_gates + H)
-        a = a_in.to(tl.float32) + bias
-        beta = 1 / (1 + tl.exp(-b_in.to(tl.float32)))
-        decay = scale * tl.where(a > 20, a, tl.log(1 + tl.exp(a)))
-        q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
-        k = unit(k)
+    new = qkvz + b * qkvz_stride
+    q, q_in = convolved(
+        new,
+        ring,
+        filter,
+        position,
+        position,
+        True,
+        q_channel,
+        of_e,
+        qkvz_stride,
+        WIDTH,
+        RING,
+        TAPS,
+    )
+    k, k_in = convolved(
+        new,
+        ring,
+        filter,
+        position,
+        position,
+        True,
+        q_channel + G * E,
+        of_e,
+        qkvz_stride,
+        WIDTH,
+        RING,
+        TAPS,
+    )
+    value, v_in = convolved(
+        new,
+        ring,
+        filter,
+        position,
+        position,
+        True,
+        v_channel,
+        of_v,
+        qkvz_stride,
+        WIDTH,
+        RING,
+        TAPS,
+    )
+    b_in = tl.load(gates + b * (2 * H) + h)
+    a_in = tl.load(gates + b * (2 * H) + H + h)
+    beta, decay = gate_values(b_in, a_in, log_a, bias)
+    q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
+    k = unit(k)
 
-        at = position % BLOCK
-        d += decay
-        since = tl.where(row < at, tl.exp(tl.minimum(d - d_block, 0)), 0)
-        of_keys = since * tl.sum(k_block * k[None, :], 1)  # [BLOCK]
-        of_queries = since * tl.sum(k_block * q[None, :], 1)
-        found = tl.exp(d) * tl.sum(state * k[:, None], 0) + tl.sum(of_keys[:, None] * u_block, 0)
-        u = beta * (value - found)  # [BV]
-        if not REPLAY:
-            found = tl.exp(d) * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * u
-            found += tl.sum(of_queries[:, None] * u_block, 0)
-            tl.store(y + ((b * T + position - first) * H + h) * V + v, found, mask=of_v)
+    from_start = tl.exp(from_start + decay)
+    since = tl.where(old, tl.exp(since + decay), 0)
+    of_keys = since * tl.sum(k_block * k[None, :], 1)  # [BLOCK]
+    of_queries = since * tl.sum(k_block * q[None, :], 1)
+    found = from_start * tl.sum(state * k[:, None], 0) + tl.sum(of_keys[:, None] * u_block, 0)
+    u = beta * (value - found)  # [BV]
+    found = from_start * tl.sum(state * q[:, None], 0) + tl.sum(of_queries[:, None] * u_block, 0)
+    tl.store(y + (b * H + h) * V + v, found + tl.sum(q * k, 0) * u, mask=of_v)
+
+    slot = position % TOKENS
+    tl.store(corrections + slot * (H * V) + v, u, mask=of_v)
+    tl.store(keys + slot * (G * E) + e, k, mask=of_e & stores_key)
+    tl.store(decays + slot * H, decay, mask=stores)
+    to = ring + position % RING * WIDTH
+    dtype: constexpr = inputs.dtype.element_ty
+    tl.store(to + v_channel, v_in.to(dtype), mask=of_v)
+    tl.store(to + q_channel, q_in.to(dtype), mask=of_e & stores_key)
+    tl.store(to + q_channel + G * E, k_in.to(dtype), mask=of_e & stores_key)
+    tl.store(to + C + h, b_in, mask=stores)
+    tl.store(to + C + H + h, a_in, mask=stores)
+    if at == BLOCK - 1:  # the block is complete
         is_row = row == at
-        k_block = tl.where(is_row[:, None], k[None, :], k_block)
+        k_block = tl.where(is_row[:, None], k[None, :], k_block * since[:, None])
         u_block = tl.where(is_row[:, None], u[None, :], u_block)
-        d_block = tl.where(is_row, d, d_block)
+        state = from_start * state + tl.dot(tl.trans(k_block), u_block, input_precision="tf32x3")
+        tl.store(states + (block + 1) % 2 * (H * E * V), state, mask=state_mask)
 
-        slot = position % TOKENS
-        tl.store(corrections + slot * (H * V) + v, u, mask=of_v)
-        tl.store(keys + slot * (G * E) + e, k, mask=of_e & stores_key)
-        tl.store(decays + slot * H, decay, mask=stores)
-        if not REPLAY:
-            to = ring + position % RING * WIDTH
-            dtype: constexpr = inputs.dtype.element_ty
-            tl.store(to + v_channel, v_in.to(dtype), mask=of_v)
-            tl.store(to + q_channel, q_in.to(dtype), mask=of_e & stores_key)
-            tl.store(to + q_channel + G * E, k_in.to(dtype), mask=of_e & stores_key)
-            tl.store(to + C + h, b_in, mask=stores)
-            tl.store(to + C + H + h, a_in, mask=stores)
-        if at == BLOCK - 1:  # the block is complete
-            rest = tl.exp(d - d_block)
-            state = tl.exp(d) * state + tl.dot(
-                tl.trans(k_block * rest[:, None]), u_block, input_precision="tf32x3"
-            )
-            if not REPLAY:
-                done = position // BLOCK + 1
-                tl.store(states + done % 2 * (H * E * V), state, mask=state_mask)
-            k_block = k_block * 0
-            u_block = u_block * 0
-            d_block = d_block * 0
-            d = d * 0
+
+@jit
+def end_of_text(positions, ends, position_stride, has_ends, b, T):
+    """-> the first token's position, and that behind the last one's"""
+    first = tl.load(positions + b * position_stride).to(tl.int32)
+    end = tl.load(ends + b, mask=has_ends != 0, other=first + T).to(tl.int32)
+    return first, tl.maximum(first, tl.minimum(end, first + T))
+
+
+@jit(do_not_specialize=RUNTIME)
+def blocks_kernel(
+    qkvz,
+    gates,
+    positions,
+    ends,
+    filter,
+    log_a,
+    dt_bias,
+    inputs,
+    keys,
+    decays,
+    q_out,
+    k_out,
+    u_out,
+    w_out,
+    within_out,
+    from_start_out,
+    to_end_out,
+    position_stride,
+    has_ends,
+    T,
+    n_before,
+    n,
+    qkvz_stride,
+    G: constexpr,
+    H: constexpr,
+    E: constexpr,
+    V: constexpr,
+    BE: constexpr,
+    BV: constexpr,
+    TAPS: constexpr,
+    BLOCK: constexpr,
+    RING: constexpr,
+    TOKENS: constexpr,
+    PDL: constexpr,
+):
+    """Program (block * H + value head, b): n blocks of each row, n_before behind the one of its
+    first token. BV >= V.
+
+    With A [t, s] = beta_t exp(d_t - d_s) (k_t k_s) for s < t, else 0, the corrections are u - w S
+    for u = (1 + A)^-1 (beta v) and w = (1 + A)^-1 (beta exp(d) k). Out:
+
+        q, k [B, n, G, BLOCK, E]: normed    within [B, n, H, BLOCK, BLOCK]: exp(d_t - d_s) (q_t k_s)
+        u [B, n, H, BLOCK, V]               from_start, to_end [B, n, H, BLOCK]: exp(d_t), and
+        w [B, n, H, BLOCK, E]               exp(d at the block's end - d_t)
+
+    And the rings' keys and decays of the last two blocks."""
+    b = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H
+    if PDL:
+        gdc_launch_dependents()
+    first, end = end_of_text(positions, ends, position_stride, has_ends, b, T)
+    begin = (first // BLOCK + n_before + i) * BLOCK
+    if PDL:
+        gdc_wait()  # before it returns, too: whoever waits for this launch waits for all before it
+    if begin >= end:
+        return
+    C: constexpr = 2 * G * E + H * V
+    WIDTH: constexpr = C + 2 * H
+    e = tl.arange(0, BE)
+    v = tl.arange(0, BV)
+    row = tl.arange(0, BLOCK)
+    of_e = (e < E)[None, :]
+    of_v = (v < V)[None, :]
+    key_head = h // (H // G)
+    q_channel = (key_head * E + e)[None, :]
+    v_channel = (2 * G * E + h * V + v)[None, :]
+    position = begin + row
+    is_text = position < end
+    is_new = is_text & (position >= first)
+    at = position[:, None]
+    in_text = is_text[:, None]
+    ring = inputs + b * RING * WIDTH
+    log_a = tl.load(log_a + h).to(tl.float32)
+    bias = tl.load(dt_bias + h).to(tl.float32)
+
+    new = qkvz + b * T * qkvz_stride
+    q, _ = convolved(
+        new, ring, filter, at, first, in_text, q_channel, of_e, qkvz_stride, WIDTH, RING, TAPS
+    )
+    k, _ = convolved(
+        new,
+        ring,
+        filter,
+        at,
+        first,
+        in_text,
+        q_channel + G * E,
+        of_e,
+        qkvz_stride,
+        WIDTH,
+        RING,
+        TAPS,
+    )
+    value, _ = convolved(
+        new, ring, filter, at, first, in_text, v_channel, of_v, qkvz_stride, WIDTH, RING, TAPS
+    )
+    from_ring = ring + position % RING * WIDTH + C + h
+    fresh = gates + (b * T + position - first) * (2 * H) + h
+    was_old = is_text & (position < first)
+    b_in = tl.load(from_ring, mask=was_old, other=0) + tl.load(fresh, mask=is_new, other=0)
+    a_in = tl.load(from_ring + H, mask=was_old, other=0) + tl.load(fresh + H, mask=is_new, other=0)
+    beta, decay = gate_values(b_in, a_in, log_a, bias)
+    beta = tl.where(is_text, beta, 0)
+    decay = tl.where(is_text, decay, 0)
+    q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
+    k = unit(k)
+
+    below = row[:, None] > row[None, :]
+    since = tl.cumsum(tl.where(below, decay[:, None], 0), 0)  # [t, s]: d_t - d_s
+    to_end = tl.exp(tl.sum(tl.where(below, decay[:, None], 0), 0))
+    from_start = tl.exp(tl.cumsum(decay, 0))
+    since = tl.where(row[:, None] >= row[None, :], tl.exp(since), 0)
+    k_t = tl.trans(k)
+    products = tl.dot(k, k_t, input_precision="tf32x3")
+    within = tl.dot(q, k_t, input_precision="tf32x3") * since
+    inverse = tl.where(below, -beta[:, None] * products * since, 0)
+    for t in range(1, tl.minimum(end - begin, BLOCK)):  # row after row, without its 1
+        is_row = row[:, None] == t
+        of_t = tl.sum(tl.where(is_row, inverse, 0), 0)
+        of_t += tl.sum(of_t[:, None] * inverse, 0)
+        inverse = tl.where(is_row, of_t[None, :], inverse)
+    inverse = tl.where(row[:, None] == row[None, :], 1, inverse)
+    u = tl.dot(inverse, beta[:, None] * value, input_precision="tf32x3")
+    w = tl.dot(inverse, (beta * from_start)[:, None] * k, input_precision="tf32x3")
+
+    of_heads = (b * n + i) * H + h
+    tl.store(from_start_out + of_heads * BLOCK + row, from_start)
+    tl.store(to_end_out + of_heads * BLOCK + row, to_end)
+    tl.store(within_out + (of_heads * BLOCK + row[:, None]) * BLOCK + row[None, :], within)
+    tl.store(u_out + (of_heads * BLOCK + row[:, None]) * V + v[None, :], u, mask=of_v)
+    tl.store(w_out + (of_heads * BLOCK + row[:, None]) * E + e[None, :], w, mask=of_e)
+    stores_key = h % (H // G) == 0
+    of_keys = ((b * n + i) * G + key_head) * BLOCK * E + row[:, None] * E + e[None, :]
+    tl.store(q_out + of_keys, q, mask=of_e & stores_key)
+    tl.store(k_out + of_keys, k, mask=of_e & stores_key)
+    kept = is_new & (position >= (end // BLOCK - 1) * BLOCK)
+    slot = b * TOKENS + position % TOKENS
+    tl.store(decays + slot * H + h, decay, mask=kept)
+    to = keys + ((slot * G + key_head) * E)[:, None] + e[None, :]
+    tl.store(to, k, mask=kept[:, None] & of_e & stores_key)
+
+
+@jit(do_not_specialize=[*RUNTIME, "is_last"])
+def states_kernel(
+    q_in,
+    k_in,
+    u_in,
+    w_in,
+    within_in,
+    from_start_in,
+    to_end_in,
+    qkvz,
+    gates,
+    positions,
+    ends,
+    inputs,
+    states,
+    corrections,
+    y,
+    position_stride,
+    has_ends,
+    T,
+    n_before,
+    n,
+    is_last,
+    qkvz_stride,
+    G: constexpr,
+    H: constexpr,
+    E: constexpr,
+    V: constexpr,
+    BE: constexpr,
+    BV: constexpr,
+    BLOCK: constexpr,
+    RING: constexpr,
+    BRING: constexpr,
+    TOKENS: constexpr,
+    PDL: constexpr,
+):
+    """Program (b * H + value head, BV of its elements): from block to block. In: see
+    blocks_kernel. y [B, T, H, V] fp32; corrections: the ring's of the last two blocks. The last
+    launch for a text also writes what DeltaCache keeps of its inputs."""
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    if PDL:
+        gdc_launch_dependents()
+    C: constexpr = 2 * G * E + H * V
+    WIDTH: constexpr = C + 2 * H
+    e = tl.arange(0, BE)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    row = tl.arange(0, BLOCK)
+    of_e = (e < E)[None, :]
+    of_v = (v < V)[None, :]
+    key_head = h // (H // G)
+    first, end = end_of_text(positions, ends, position_stride, has_ends, b, T)
+    first_block = first // BLOCK + n_before
+    complete = end // BLOCK  # so many blocks
+    states += (b * 2 * H + h) * E * V + e[:, None] * V + v[None, :]
+    state_mask = (e < E)[:, None] & of_v
+    corrections += (b * TOKENS * H + h) * V + v[None, :]
+    y += ((b * T - first) * H + h) * V + v[None, :]
+    if PDL:
+        gdc_wait()
+
+    state = tl.load(
+        states + first_block % 2 * (H * E * V), mask=state_mask & (first_block > 0), other=0
+    )
+    n_blocks = tl.minimum(n, tl.cdiv(end, BLOCK) - first_block)
+    for i in range(n_blocks):
+        of_heads = (b * n + i) * H + h
+        of_keys = ((b * n + i) * G + key_head) * BLOCK * E + row[:, None] * E + e[None, :]
+        tile = (of_heads * BLOCK + row[:, None]) * E + e[None, :]
+        w = tl.load(w_in + tile, mask=of_e, other=0)
+        q = tl.load(q_in + of_keys, mask=of_e, other=0)
+        k = tl.load(k_in + of_keys, mask=of_e, other=0)
+        u = tl.load(u_in + (of_heads * BLOCK + row[:, None]) * V + v[None, :], mask=of_v, other=0)
+        within = tl.load(within_in + (of_heads * BLOCK + row[:, None]) * BLOCK + row[None, :])
+        from_start = tl.load(from_start_in + of_heads * BLOCK + row)
+        to_end = tl.load(to_end_in + of_heads * BLOCK + row)
+        whole = tl.load(from_start_in + of_heads * BLOCK + BLOCK - 1)
+
+        u -= tl.dot(w, state, input_precision="tf32x3")
+        found = tl.dot(q * from_start[:, None], state, input_precision="tf32x3")
+        found = tl.dot(within, u, found, input_precision="tf32x3")
+        k_t = tl.trans(k * to_end[:, None])
+        state = tl.dot(k_t, u, state * whole, input_precision="tf32x3")
+
+        position = (first_block + i) * BLOCK + row
+        is_new = (position >= first) & (position < end)
+        kept = is_new & (position >= (complete - 1) * BLOCK)
+        to = corrections + (position % TOKENS)[:, None] * (H * V)
+        tl.store(to, u, mask=kept[:, None] & of_v)
+        to = y + position.to(tl.int64)[:, None] * (H * V)
+        tl.store(to, found, mask=is_new[:, None] & of_v)
+        done = first_block + i + 1
+        if (done <= complete) & ((done >= complete - 1) | (i == n - 1)):
+            tl.store(states + done % 2 * (H * E * V), state, mask=state_mask)
+
+    if is_last != 0:
+        # In each place stands the last token before the end that belongs there: a new one?
+        place = tl.arange(0, BRING)
+        position = end - 1 - (end - 1 - place + RING) % RING
+        is_new = ((place < RING) & (position >= first))[:, None]
+        to = inputs + ((b * RING + place) * WIDTH)[:, None]
+        new = qkvz + ((b * T + position - first) * qkvz_stride)[:, None]
+        of_values = 2 * G * E + h * V + v[None, :]
+        mask = is_new & of_v
+        tl.store(to + of_values, tl.load(new + of_values, mask=mask, other=0), mask=mask)
+        stores = tl.program_id(1) == 0
+        mask = is_new & of_e & stores & (h % (H // G) == 0)
+        of_keys = key_head * E + e[None, :]
+        tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
+        of_keys += G * E
+        tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
+        pair = tl.arange(0, 2)[None, :] * H + h
+        mask = is_new & stores
+        new = gates + ((b * T + position - first) * (2 * H))[:, None] + pair
+        tl.store(to + C + pair, tl.load(new, mask=mask, other=0), mask=mask)
 
 
 @jit
@@ -259,50 +547,66 @@ def norm_kernel(
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
 
 
-def delta_sizes(V: int) -> dict:
-    return dict(BV=min(32, max(16, triton.next_power_of_2(V))), num_warps=4)
+def tile(n: int) -> int:
+    """The side of a tile for n elements. tl.dot takes no less than 16."""
+    return max(16, triton.next_power_of_2(n))
 
 
-def launch_delta(
-    qkvz: Tensor | None,
-    gates: Tensor | None,
+def launch_delta_rule(
+    qkvz: Tensor,
+    gates: Tensor,
     positions: Tensor,
-    y: Tensor | None,
-    B: int,
-    T: int,
+    ends: Tensor | None,
     weights: list[Tensor],
     caches: list[Tensor],
-    pdl: dict,
-) -> None:
-    """weights: filter, log_a, dt_bias; caches: inputs, states, keys, decays, corrections. Without
-    qkvz: a replay."""
-    keys, corrections = caches[2], caches[4]
-    (G, E), (H, V) = keys.shape[2:], corrections.shape[2:]
-    sizes = delta_sizes(V)
-    delta_kernel[(B * H, triton.cdiv(V, sizes["BV"]))](
-        caches[0] if qkvz is None else qkvz,
-        gates,
-        positions,
-        *weights,
-        *caches,
-        y,
-        T,
-        positions.stride(0) if len(positions) > 1 else 0,
-        0 if qkvz is None else qkvz.shape[-1],
-        G=G,
-        H=H,
-        E=E,
-        V=V,
-        BE=max(16, triton.next_power_of_2(E)),
-        TAPS=weights[0].shape[1],
-        BLOCK=BLOCK,
-        RING=RING,
-        TOKENS=TOKENS,
-        REPLAY=qkvz is None,
-        PDL=bool(pdl),
-        **sizes,
-        **pdl,
-    )
+) -> Tensor:
+    """weights: filter, log_a, dt_bias; caches: inputs, states, keys, decays, corrections; the others
+    as gated_delta() has them -> y [B, T, H, V] fp32"""
+    inputs, states, keys, decays, corrections = caches
+    (B, T, width), (G, E), (H, V) = qkvz.shape, keys.shape[2:], corrections.shape[2:]
+    device, pdl = qkvz.device, pdl_options(qkvz.device)
+    stride = positions.stride(0) if len(positions) > 1 else 0
+    sizes = dict(G=G, H=H, E=E, V=V, BE=tile(E), BLOCK=BLOCK, RING=RING, TOKENS=TOKENS)
+    sizes |= dict(PDL=bool(pdl), **pdl)
+    BV = min(32, tile(V))
+    programs = B * H, triton.cdiv(V, BV)
+    if T == 1 and ends is None:
+        y = torch.empty(B, 1, H, V, device=device)
+        token_kernel[programs](
+            *(qkvz, gates, positions, *weights, *caches, y, stride, width),
+            TAPS=weights[0].shape[1],
+            BV=BV,
+            num_warps=4,
+            **sizes,
+        )
+        return y
+    y = torch.zeros(B, T, H, V, device=device)  # padding stays 0
+    n_block = triton.cdiv(T + BLOCK - 1, BLOCK)  # the first one may have but its last token here
+    n = min(n_block, max(1, AT_ONCE // (B * BLOCK)))
+    of_keys = [torch.empty(B, n, G, BLOCK, E, device=device) for _ in range(2)]  # q, k
+    of_values = [  # u, w, within, from_start, to_end
+        torch.empty(B, n, H, BLOCK, *last, device=device) for last in ((V,), (E,), (BLOCK,), (), ())
+    ]
+    place = positions, positions if ends is None else ends
+    for n_before in range(0, n_block, n):
+        how = stride, int(ends is not None), T, n_before, n
+        blocks_kernel[n * H, B](
+            *(qkvz, gates, *place, *weights, inputs, keys, decays, *of_keys, *of_values),
+            *(*how, width),
+            TAPS=weights[0].shape[1],
+            BV=tile(V),
+            num_warps=4,
+            **sizes,
+        )
+        states_kernel[programs](
+            *(*of_keys, *of_values, qkvz, gates, *place, inputs, states, corrections, y),
+            *(*how, int(n_before + n >= n_block), width),
+            BV=BV,
+            BRING=triton.next_power_of_2(RING),
+            num_warps=4,
+            **sizes,
+        )
+    return y
 
 
 @library.custom_op(
@@ -314,6 +618,7 @@ def gated_delta(
     qkvz: Tensor,
     gates: Tensor,
     positions: Tensor,
+    ends: Tensor | None,
     filter: Tensor,
     log_a: Tensor,
     dt_bias: Tensor,
@@ -325,28 +630,19 @@ def gated_delta(
     norm: Tensor,
     eps: float,
 ) -> Tensor:
-    """DeltaNet.mix() of up to BLOCK + 1 tokens: qkvz [B, T, C + H V], gates [B, T, 2H], positions
-    [B, T] or [1, T], of which those of one sequence follow one another -> [B, T, H V]. inputs,
-    states: a DeltaCache's, fp32 keys [>= B, TOKENS, G, E], decays [>= B, TOKENS, H], corrections
-    [>= B, TOKENS, H, V]: the first B rows are used."""
+    """DeltaNet.mix(): qkvz [B, T, C + H V], gates [B, T, 2H], positions [B, T] or [1, T], of which
+    those of one sequence follow one another, ends [B] or None -> [B, T, H V]. inputs, states: a
+    DeltaCache's, fp32 keys [>= B, TOKENS, G, E], decays [>= B, TOKENS, H], corrections [>= B, TOKENS,
+    H, V]: the first B rows are used."""
     B, T, N = qkvz.shape
     H, V = corrections.shape[2:]
     qkvz, gates = qkvz.contiguous(), gates.contiguous()
-    y = torch.empty(B, T, H, V, device=qkvz.device)
-    pdl = pdl_options(qkvz.device)
     caches = [inputs, states, keys, decays, corrections]
-    launch_delta(qkvz, gates, positions, y, B, T, [filter, log_a, dt_bias], caches, pdl)
+    y = launch_delta_rule(qkvz, gates, positions, ends, [filter, log_a, dt_bias], caches)
     out = qkvz.new_empty(B, T, H * V)
-    heads, BH = B * T * H, 4
+    heads, BH, pdl = B * T * H, 4, pdl_options(qkvz.device)
     norm_kernel[(triton.cdiv(heads, BH),)](
-        y,
-        qkvz,
-        norm,
-        out,
-        heads,
-        N,
-        N - H * V,
-        eps,
+        *(y, qkvz, norm, out, heads, N, N - H * V, eps),
         H=H,
         V=V,
         BV=triton.next_power_of_2(V),
@@ -359,39 +655,9 @@ def gated_delta(
 
 
 @gated_delta.register_fake
-def _(
-    qkvz, gates, positions, filter, log_a, dt_bias, inputs, states, keys, decays, corrections, *_
-):
-    H, V = corrections.shape[2:]
+def _(qkvz, gates, positions, ends, filter, log_a, dt_bias, inputs, states, keys, decays, u, *_):
+    H, V = u.shape[2:]
     return qkvz.new_empty(*qkvz.shape[:2], H * V)
-
-
-@library.custom_op(
-    "llama_fast::remember_tokens",
-    mutates_args=("keys", "decays", "corrections"),
-    device_types="cuda",
-)
-def remember_tokens(
-    end: Tensor,
-    filter: Tensor,
-    log_a: Tensor,
-    dt_bias: Tensor,
-    inputs: Tensor,
-    states: Tensor,
-    keys: Tensor,
-    decays: Tensor,
-    corrections: Tensor,
-) -> None:
-    """Fills the rings for texts of end [B] tokens, whose last ones are in inputs; see
-    gated_delta()."""
-    caches = [inputs, states, keys, decays, corrections]
-    weights = [filter, log_a, dt_bias]
-    launch_delta(None, None, end[:, None], None, len(end), 0, weights, caches, {})
-
-
-@remember_tokens.register_fake
-def _(*_):
-    return None
 
 
 class FusedDelta(nn.Module):
@@ -416,20 +682,13 @@ class FusedDelta(nn.Module):
         self, qkvz: Tensor, gates: Tensor, positions: Tensor, ends: Tensor | None = None
     ) -> Tensor:
         """qkvz [B, T, C + H V], gates [B, T, 2H] -> [B, T, H V]"""
-        mixer, cache, (B, T, _) = self.mixer, self.cache, qkvz.shape
-        is_prompt = ends is not None or T > BLOCK + 1
+        mixer, cache = self.mixer, self.cache
+        if not self.kernel:
+            rows = torch.arange(len(qkvz), device=qkvz.device)[:, None]
+            return mixer.mix(qkvz, gates, positions, None, None, None, rows, ends)
         weights = mixer.filter, mixer.log_a, mixer.dt_bias
-        if self.kernel and not is_prompt:
-            caches = cache.inputs, cache.states, cache.keys, cache.decays, cache.corrections
-            return gated_delta(qkvz, gates, positions, *weights, *caches, mixer.norm, mixer.eps)
-        rows = torch.arange(B, device=qkvz.device)[:, None]
-        y = mixer.mix(qkvz, gates, positions, None, None, None, rows, ends)
-        if self.kernel:
-            first = positions[:, 0].expand(B)
-            n = torch.full_like(first, T) if ends is None else (ends - first).clamp(0, T)
-            caches = cache.inputs, cache.states, cache.keys, cache.decays, cache.corrections
-            remember_tokens(first + n, *weights, *caches)
-        return y
+        caches = cache.inputs, cache.states, cache.keys, cache.decays, cache.corrections
+        return gated_delta(qkvz, gates, positions, ends, *weights, *caches, mixer.norm, mixer.eps)
 
     def forward(self, x, positions, cos, sin, mask, rows, ends=None):
         """Prefill: x [B, T, D] -> [B, T, D]"""
