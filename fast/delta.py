@@ -26,10 +26,22 @@ Shapes: as in model.py; C channels: G queries and G keys of E elements, H values
 rows.
 """
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor, library, nn
 
-from fast.common import constexpr, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from fast.common import (
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
 from model import BLOCK, RING, DeltaNet, buffer
 
 TOKENS = 2 * BLOCK  # of which the rings hold keys, decays and corrections
@@ -48,24 +60,27 @@ def convolved(
     is_text,
     channel,
     of_channel,
+    some_old,
     STRIDE,
     WIDTH: constexpr,
     RING: constexpr,
     TAPS: constexpr,
 ):
     """Channels of tokens after the convolution and SiLU, and as they were before it, fp32. One token
-    and [channels], or tokens [n, 1] and channels [1, n]. Tokens before `first` are in the ring
-    [RING, WIDTH], the others in rows of new."""
+    and [channels], or tokens [n, 1] and channels [1, n]. Tokens before `first`, if there are some,
+    are in the ring [RING, WIDTH], the others in rows of new."""
     dtype: constexpr = new.dtype.element_ty
     y = 0.0
     x = 0.0
     for tap in tl.static_range(TAPS):
         at = position - (TAPS - 1 - tap)
-        old = of_channel & is_text & (at >= 0) & (at < first)
-        x = tl.load(ring + (at % RING) * WIDTH + channel, mask=old, other=0).to(tl.float32)
         row = new + (at - first).to(tl.int64) * STRIDE
         is_new = of_channel & is_text & (at >= first)
-        x += tl.load(row + channel, mask=is_new, other=0).to(tl.float32)
+        x = tl.load(row + channel, mask=is_new, other=0).to(tl.float32)
+        if some_old:
+            old = of_channel & is_text & (at >= 0) & (at < first)
+            place = (at % RING) * WIDTH + channel
+            x += tl.load(ring + place, mask=old, other=0).to(tl.float32)
         y += x * tl.load(filter + channel * TAPS + tap, mask=of_channel, other=0).to(tl.float32)
     y = y.to(dtype).to(tl.float32)  # as PyTorch rounds it
     return (y / (1 + tl.exp(-y))).to(dtype).to(tl.float32), x
@@ -75,6 +90,19 @@ def convolved(
 def unit(x):
     """To unit length, over the last dimension."""
     return x * tl.rsqrt(tl.sum(x * x, -1, keep_dims=True) + 1e-6)
+
+
+@jit
+def halves(x):
+    """Two of bf16, whose sum is x but for 2^-17 of it."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
+def product(a, a_low, b, b_low):
+    """Of matrices in two halves each, fp32."""
+    return tl.dot(a, b, tl.dot(a, b_low, tl.dot(a_low, b)))
 
 
 @jit
@@ -176,6 +204,7 @@ def token_kernel(
         True,
         q_channel,
         of_e,
+        True,
         qkvz_stride,
         WIDTH,
         RING,
@@ -190,6 +219,7 @@ def token_kernel(
         True,
         q_channel + G * E,
         of_e,
+        True,
         qkvz_stride,
         WIDTH,
         RING,
@@ -204,6 +234,7 @@ def token_kernel(
         True,
         v_channel,
         of_v,
+        True,
         qkvz_stride,
         WIDTH,
         RING,
@@ -284,6 +315,7 @@ def blocks_kernel(
     BV: constexpr,
     TAPS: constexpr,
     BLOCK: constexpr,
+    LEVELS: constexpr,
     RING: constexpr,
     TOKENS: constexpr,
     PDL: constexpr,
@@ -301,11 +333,11 @@ def blocks_kernel(
     And the rings' keys and decays of the last two blocks."""
     b = tl.program_id(1).to(tl.int64)
     h = tl.program_id(0) % H
-    i = tl.program_id(0) // H
+    i_block = tl.program_id(0) // H
     if PDL:
         gdc_launch_dependents()
     first, end = end_of_text(positions, ends, position_stride, has_ends, b, T)
-    begin = (first // BLOCK + n_before + i) * BLOCK
+    begin = (first // BLOCK + n_before + i_block) * BLOCK
     if PDL:
         gdc_wait()  # before it returns, too: whoever waits for this launch waits for all before it
     if begin >= end:
@@ -330,26 +362,12 @@ def blocks_kernel(
     bias = tl.load(dt_bias + h).to(tl.float32)
 
     new = qkvz + b * T * qkvz_stride
-    q, _ = convolved(
-        new, ring, filter, at, first, in_text, q_channel, of_e, qkvz_stride, WIDTH, RING, TAPS
-    )
-    k, _ = convolved(
-        new,
-        ring,
-        filter,
-        at,
-        first,
-        in_text,
-        q_channel + G * E,
-        of_e,
-        qkvz_stride,
-        WIDTH,
-        RING,
-        TAPS,
-    )
-    value, _ = convolved(
-        new, ring, filter, at, first, in_text, v_channel, of_v, qkvz_stride, WIDTH, RING, TAPS
-    )
+    some_old = begin - (TAPS - 1) < first
+    where = new, ring, filter, at, first, in_text
+    k_channel = q_channel + G * E
+    q, _ = convolved(*where, q_channel, of_e, some_old, qkvz_stride, WIDTH, RING, TAPS)
+    k, _ = convolved(*where, k_channel, of_e, some_old, qkvz_stride, WIDTH, RING, TAPS)
+    value, _ = convolved(*where, v_channel, of_v, some_old, qkvz_stride, WIDTH, RING, TAPS)
     from_ring = ring + position % RING * WIDTH + C + h
     fresh = gates + (b * T + position - first) * (2 * H) + h
     was_old = is_text & (position < first)
@@ -366,34 +384,45 @@ def blocks_kernel(
     to_end = tl.exp(tl.sum(tl.where(below, decay[:, None], 0), 0))
     from_start = tl.exp(tl.cumsum(decay, 0))
     since = tl.where(row[:, None] >= row[None, :], tl.exp(since), 0)
-    k_t = tl.trans(k)
-    products = tl.dot(k, k_t, input_precision="tf32x3")
-    within = tl.dot(q, k_t, input_precision="tf32x3") * since
-    inverse = tl.where(below, -beta[:, None] * products * since, 0)
-    for t in range(1, tl.minimum(end - begin, BLOCK)):  # row after row, without its 1
-        is_row = row[:, None] == t
-        of_t = tl.sum(tl.where(is_row, inverse, 0), 0)
-        of_t += tl.sum(of_t[:, None] * inverse, 0)
-        inverse = tl.where(is_row, of_t[None, :], inverse)
-    inverse = tl.where(row[:, None] == row[None, :], 1, inverse)
-    u = tl.dot(inverse, beta[:, None] * value, input_precision="tf32x3")
-    w = tl.dot(inverse, (beta * from_start)[:, None] * k, input_precision="tf32x3")
+    k, k_low = halves(k)
+    q, q_low = halves(q)
+    k_t, k_t_low = tl.trans(k), tl.trans(k_low)
+    system = beta[:, None] * product(k, k_low, k_t, k_t_low) * since
+    within = product(q, q_low, k_t, k_t_low) * since
+    # Of squares along the diagonal, in pairs: the inverse of [a, 0; b, c] is [1/a, 0; -1/c b 1/a, 1/c].
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+    for i in range(0, LEVELS):
+        square_row, square = row[:, None] >> i, row[None, :] >> i
+        in_pair = (square_row == square + 1) & (square_row % 2 == 1)
+        step = tl.dot(inverse, tl.where(in_pair, system, 0), input_precision="tf32x3")
+        inverse -= tl.dot(step, inverse, input_precision="tf32x3")
+    inverse, inverse_low = halves(inverse)
+    u = product(inverse, inverse_low, *halves(beta[:, None] * value))
+    k_full = k.to(tl.float32) + k_low.to(tl.float32)
+    w, w_low = halves(product(inverse, inverse_low, *halves((beta * from_start)[:, None] * k_full)))
 
-    of_heads = (b * n + i) * H + h
+    of_heads = (b * n + i_block) * H + h
     tl.store(from_start_out + of_heads * BLOCK + row, from_start)
     tl.store(to_end_out + of_heads * BLOCK + row, to_end)
-    tl.store(within_out + (of_heads * BLOCK + row[:, None]) * BLOCK + row[None, :], within)
-    tl.store(u_out + (of_heads * BLOCK + row[:, None]) * V + v[None, :], u, mask=of_v)
-    tl.store(w_out + (of_heads * BLOCK + row[:, None]) * E + e[None, :], w, mask=of_e)
+    square = row[:, None] * BLOCK + row[None, :]
+    tl.store(within_out + of_heads * (BLOCK * BLOCK) + square, within)
+    tl.store(u_out + of_heads * (BLOCK * V) + row[:, None] * V + v[None, :], u, mask=of_v)
+    keys_tile = row[:, None] * E + e[None, :]
+    to = w_out + of_heads * (2 * BLOCK * E) + keys_tile
+    tl.store(to, w, mask=of_e)
+    tl.store(to + BLOCK * E, w_low, mask=of_e)
     stores_key = h % (H // G) == 0
-    of_keys = ((b * n + i) * G + key_head) * BLOCK * E + row[:, None] * E + e[None, :]
-    tl.store(q_out + of_keys, q, mask=of_e & stores_key)
-    tl.store(k_out + of_keys, k, mask=of_e & stores_key)
+    to = q_out + ((b * n + i_block) * G + key_head) * (2 * BLOCK * E) + keys_tile
+    tl.store(to, q, mask=of_e & stores_key)
+    tl.store(to + BLOCK * E, q_low, mask=of_e & stores_key)
+    to = k_out + ((b * n + i_block) * G + key_head) * (2 * BLOCK * E) + keys_tile
+    tl.store(to, k, mask=of_e & stores_key)
+    tl.store(to + BLOCK * E, k_low, mask=of_e & stores_key)
     kept = is_new & (position >= (end // BLOCK - 1) * BLOCK)
     slot = b * TOKENS + position % TOKENS
     tl.store(decays + slot * H + h, decay, mask=kept)
     to = keys + ((slot * G + key_head) * E)[:, None] + e[None, :]
-    tl.store(to, k, mask=kept[:, None] & of_e & stores_key)
+    tl.store(to, k_full, mask=kept[:, None] & of_e & stores_key)
 
 
 @jit(do_not_specialize=[*RUNTIME, "is_last"])
@@ -428,7 +457,6 @@ def states_kernel(
     BV: constexpr,
     BLOCK: constexpr,
     RING: constexpr,
-    BRING: constexpr,
     TOKENS: constexpr,
     PDL: constexpr,
 ):
@@ -461,24 +489,32 @@ def states_kernel(
         states + first_block % 2 * (H * E * V), mask=state_mask & (first_block > 0), other=0
     )
     n_blocks = tl.minimum(n, tl.cdiv(end, BLOCK) - first_block)
+    keys_tile = row[:, None] * E + e[None, :]
+    values_tile = row[:, None] * V + v[None, :]
+    square = row[:, None] * BLOCK + row[None, :]
     for i in range(n_blocks):
         of_heads = (b * n + i) * H + h
-        of_keys = ((b * n + i) * G + key_head) * BLOCK * E + row[:, None] * E + e[None, :]
-        tile = (of_heads * BLOCK + row[:, None]) * E + e[None, :]
-        w = tl.load(w_in + tile, mask=of_e, other=0)
-        q = tl.load(q_in + of_keys, mask=of_e, other=0)
-        k = tl.load(k_in + of_keys, mask=of_e, other=0)
-        u = tl.load(u_in + (of_heads * BLOCK + row[:, None]) * V + v[None, :], mask=of_v, other=0)
-        within = tl.load(within_in + (of_heads * BLOCK + row[:, None]) * BLOCK + row[None, :])
+        w_at = w_in + of_heads * (2 * BLOCK * E) + keys_tile
+        q_at = q_in + ((b * n + i) * G + key_head) * (2 * BLOCK * E) + keys_tile
+        k_at = k_in + ((b * n + i) * G + key_head) * (2 * BLOCK * E) + keys_tile
+        w = tl.load(w_at, mask=of_e, other=0)
+        w_low = tl.load(w_at + BLOCK * E, mask=of_e, other=0)
+        q = tl.load(q_at, mask=of_e, other=0)
+        q_low = tl.load(q_at + BLOCK * E, mask=of_e, other=0)
+        k = tl.load(k_at, mask=of_e, other=0)
+        k_low = tl.load(k_at + BLOCK * E, mask=of_e, other=0)
+        u = tl.load(u_in + of_heads * (BLOCK * V) + values_tile, mask=of_v, other=0)
+        within = tl.load(within_in + of_heads * (BLOCK * BLOCK) + square)
         from_start = tl.load(from_start_in + of_heads * BLOCK + row)
         to_end = tl.load(to_end_in + of_heads * BLOCK + row)
         whole = tl.load(from_start_in + of_heads * BLOCK + BLOCK - 1)
 
-        u -= tl.dot(w, state, input_precision="tf32x3")
-        found = tl.dot(q * from_start[:, None], state, input_precision="tf32x3")
-        found = tl.dot(within, u, found, input_precision="tf32x3")
-        k_t = tl.trans(k * to_end[:, None])
-        state = tl.dot(k_t, u, state * whole, input_precision="tf32x3")
+        state_high, state_low = halves(state)
+        u -= product(w, w_low, state_high, state_low)
+        found = from_start[:, None] * product(q, q_low, state_high, state_low)
+        found += product(*halves(within), *halves(u))
+        at_end = halves(to_end[:, None] * u)
+        state = state * whole + product(tl.trans(k), tl.trans(k_low), *at_end)
 
         position = (first_block + i) * BLOCK + row
         is_new = (position >= first) & (position < end)
@@ -492,25 +528,29 @@ def states_kernel(
             tl.store(states + done % 2 * (H * E * V), state, mask=state_mask)
 
     if is_last != 0:
-        # In each place stands the last token before the end that belongs there: a new one?
-        place = tl.arange(0, BRING)
-        position = end - 1 - (end - 1 - place + RING) % RING
-        is_new = ((place < RING) & (position >= first))[:, None]
-        to = inputs + ((b * RING + place) * WIDTH)[:, None]
-        new = qkvz + ((b * T + position - first) * qkvz_stride)[:, None]
-        of_values = 2 * G * E + h * V + v[None, :]
-        mask = is_new & of_v
-        tl.store(to + of_values, tl.load(new + of_values, mask=mask, other=0), mask=mask)
-        stores = tl.program_id(1) == 0
-        mask = is_new & of_e & stores & (h % (H // G) == 0)
+        is_first_slice = tl.program_id(1) == 0
         of_keys = key_head * E + e[None, :]
-        tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
-        of_keys += G * E
-        tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
+        stores_key = of_e & is_first_slice & (h % (H // G) == 0)
+        of_values = 2 * G * E + h * V + v[None, :]
         pair = tl.arange(0, 2)[None, :] * H + h
-        mask = is_new & stores
-        new = gates + ((b * T + position - first) * (2 * H))[:, None] + pair
-        tl.store(to + C + pair, tl.load(new, mask=mask, other=0), mask=mask)
+        for begin in range(0, RING, BLOCK):
+            # In each place stands the last token before the end that belongs there: a new one?
+            place = begin + row
+            position = end - 1 - (end - 1 - place + RING) % RING
+            is_new = ((place < RING) & (position >= first))[:, None]
+            to = inputs + ((b * RING + place) * WIDTH)[:, None]
+            new = qkvz + ((b * T + position - first) * qkvz_stride)[:, None]
+            mask = is_new & of_v
+            tl.store(to + of_values, tl.load(new + of_values, mask=mask, other=0), mask=mask)
+            mask = is_new & stores_key
+            tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
+            to += G * E
+            new += G * E
+            tl.store(to + of_keys, tl.load(new + of_keys, mask=mask, other=0), mask=mask)
+            mask = is_new & is_first_slice
+            to += C - G * E
+            new = gates + ((b * T + position - first) * (2 * H))[:, None]
+            tl.store(to + pair, tl.load(new + pair, mask=mask, other=0), mask=mask)
 
 
 @jit
@@ -576,34 +616,36 @@ def launch_delta_rule(
             *(qkvz, gates, positions, *weights, *caches, y, stride, width),
             TAPS=weights[0].shape[1],
             BV=BV,
-            num_warps=4,
+            # Where they wait for memory, and not for each other, there is room for more programs.
+            num_warps=4 if math.prod(programs) <= 4 * gpu(device).multi_processor_count else 2,
             **sizes,
         )
         return y
     y = torch.zeros(B, T, H, V, device=device)  # padding stays 0
     n_block = triton.cdiv(T + BLOCK - 1, BLOCK)  # the first one may have but its last token here
     n = min(n_block, max(1, AT_ONCE // (B * BLOCK)))
-    of_keys = [torch.empty(B, n, G, BLOCK, E, device=device) for _ in range(2)]  # q, k
-    of_values = [  # u, w, within, from_start, to_end
-        torch.empty(B, n, H, BLOCK, *last, device=device) for last in ((V,), (E,), (BLOCK,), (), ())
-    ]
+    halves = partial(torch.empty, dtype=torch.bfloat16, device=device)
+    empty = partial(torch.empty, B, n, H, BLOCK, device=device)
+    q, k, w = (halves(B, n, heads, 2, BLOCK, E) for heads in (G, G, H))
+    between = q, k, empty(V), w, empty(BLOCK), empty(), empty()
     place = positions, positions if ends is None else ends
     for n_before in range(0, n_block, n):
         how = stride, int(ends is not None), T, n_before, n
         blocks_kernel[n * H, B](
-            *(qkvz, gates, *place, *weights, inputs, keys, decays, *of_keys, *of_values),
-            *(*how, width),
+            *(qkvz, gates, *place, *weights, inputs, keys, decays, *between, *how, width),
             TAPS=weights[0].shape[1],
+            LEVELS=BLOCK.bit_length() - 1,
             BV=tile(V),
-            num_warps=4,
+            num_warps=8,
             **sizes,
         )
+        is_last = int(n_before + n >= n_block)
         states_kernel[programs](
-            *(*of_keys, *of_values, qkvz, gates, *place, inputs, states, corrections, y),
-            *(*how, int(n_before + n >= n_block), width),
+            *(*between, qkvz, gates, *place, inputs, states, corrections, y),
+            *(*how, is_last, width),
             BV=BV,
-            BRING=triton.next_power_of_2(RING),
             num_warps=4,
+            num_stages=2,
             **sizes,
         )
     return y
