@@ -45,6 +45,7 @@ from fast.common import (
 from model import BLOCK, RING, DeltaNet, buffer
 
 TOKENS = 2 * BLOCK  # of which the rings hold keys, decays and corrections
+FEW = 8  # tokens that are taken one by one
 AT_ONCE = 2048  # tokens of all rows, for which blocks_kernel writes what states_kernel reads
 # No prompt of another length or place compiles a kernel anew.
 RUNTIME = ["positions", "ends", "position_stride", "has_ends", "T", "n_before", "n"]
@@ -113,7 +114,7 @@ def gate_values(b_in, a_in, log_a, dt_bias):
     return beta, -tl.exp(log_a) * tl.where(a > 20, a, tl.log(1 + tl.exp(a)))
 
 
-@jit(do_not_specialize=["positions", "position_stride"])
+@jit(do_not_specialize=["positions", "position_stride", "T", "t"])
 def token_kernel(
     qkvz,
     gates,
@@ -128,6 +129,8 @@ def token_kernel(
     corrections,
     y,
     position_stride,
+    T,
+    t,
     qkvz_stride,
     G: constexpr,
     H: constexpr,
@@ -141,10 +144,10 @@ def token_kernel(
     TOKENS: constexpr,
     PDL: constexpr,
 ):
-    """A token of each sequence. Program (b * H + value head, BV of its elements).
+    """Token t of the T of each sequence. Program (b * H + value head, BV of its elements).
 
-    qkvz [B, C + H V] and gates [B, 2H]: fresh from the products; positions [B]; inputs, states:
-    DeltaCache's; keys, decays, corrections: the rings; y [B, H, V] fp32."""
+    qkvz [B, T, C + H V] and gates [B, T, 2H]: fresh from the products; positions [B, T]; inputs,
+    states: DeltaCache's; keys, decays, corrections: the rings; y [B, T, H, V] fp32."""
     group = tl.program_id(0)
     b = (group // H).to(tl.int64)
     h = group % H
@@ -164,11 +167,13 @@ def token_kernel(
     stores = tl.program_id(1) == 0
     stores_key = stores & (h % (H // G) == 0)
 
-    # Positions were there before the first layer, and states and rings before this step.
-    position = tl.load(positions + b * position_stride).to(tl.int32)
+    position = tl.load(positions + b * position_stride).to(tl.int32) + t
     block = position // BLOCK
     at = position % BLOCK
     ring = inputs + b * RING * WIDTH
+    if PDL:
+        gdc_wait()  # before it reads states and rings: those of the last token are from this step
+
     states += (b * 2 * H + h) * E * V + e[:, None] * V + v[None, :]
     state_mask = of_e[:, None] & of_v[None, :]
     keys += (b * TOKENS * G + key_head) * E
@@ -191,10 +196,7 @@ def token_kernel(
     since = tl.cumsum(since, 0, reverse=True)
     log_a = tl.load(log_a + h).to(tl.float32)
     bias = tl.load(dt_bias + h).to(tl.float32)
-    if PDL:
-        gdc_wait()
-
-    new = qkvz + b * qkvz_stride
+    new = qkvz + (b * T + t) * qkvz_stride
     q, q_in = convolved(
         new,
         ring,
@@ -240,8 +242,8 @@ def token_kernel(
         RING,
         TAPS,
     )
-    b_in = tl.load(gates + b * (2 * H) + h)
-    a_in = tl.load(gates + b * (2 * H) + H + h)
+    b_in = tl.load(gates + (b * T + t) * (2 * H) + h)
+    a_in = tl.load(gates + (b * T + t) * (2 * H) + H + h)
     beta, decay = gate_values(b_in, a_in, log_a, bias)
     q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
     k = unit(k)
@@ -253,7 +255,7 @@ def token_kernel(
     found = from_start * tl.sum(state * k[:, None], 0) + tl.sum(of_keys[:, None] * u_block, 0)
     u = beta * (value - found)  # [BV]
     found = from_start * tl.sum(state * q[:, None], 0) + tl.sum(of_queries[:, None] * u_block, 0)
-    tl.store(y + (b * H + h) * V + v, found + tl.sum(q * k, 0) * u, mask=of_v)
+    tl.store(y + ((b * T + t) * H + h) * V + v, found + tl.sum(q * k, 0) * u, mask=of_v)
 
     slot = position % TOKENS
     tl.store(corrections + slot * (H * V) + v, u, mask=of_v)
@@ -610,16 +612,17 @@ def launch_delta_rule(
     sizes |= dict(PDL=bool(pdl), **pdl)
     BV = min(32, tile(V))
     programs = B * H, triton.cdiv(V, BV)
-    if T == 1 and ends is None:
-        y = torch.empty(B, 1, H, V, device=device)
-        token_kernel[programs](
-            *(qkvz, gates, positions, *weights, *caches, y, stride, width),
-            TAPS=weights[0].shape[1],
-            BV=BV,
-            # Where they wait for memory, and not for each other, there is room for more programs.
-            num_warps=4 if math.prod(programs) <= 4 * gpu(device).multi_processor_count else 2,
-            **sizes,
-        )
+    if T <= FEW and ends is None:
+        y = torch.empty(B, T, H, V, device=device)
+        for t in range(T):
+            token_kernel[programs](
+                *(qkvz, gates, positions, *weights, *caches, y, stride, T, t, width),
+                TAPS=weights[0].shape[1],
+                BV=BV,
+                # Where programs wait for their turn, small ones are faster.
+                num_warps=4 if math.prod(programs) <= 4 * gpu(device).multi_processor_count else 2,
+                **sizes,
+            )
         return y
     y = torch.zeros(B, T, H, V, device=device)  # padding stays 0
     n_block = triton.cdiv(T + BLOCK - 1, BLOCK)  # the first one may have but its last token here
