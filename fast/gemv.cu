@@ -1,11 +1,16 @@
 // The product of one row of x with packed or 16-bit weights, from a ring in shared memory and with
 // exact integer sums. packed_gemv.py has the words, and the macros that this is compiled with:
 // BITS, E4M3, E2M1, BF16, K, GROUP (0: one a row), PARTS, SHARED_ROWS, FLOAT_SCALES, GATED, NORM,
-// BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES. With FEW few.cu stands behind this, which
-// shares the first part.
+// FLOAT_NORM, BIAS, RESIDUAL, PERM, EXPERTS, WIDTH, TEAMS, STAGES. With FEW few.cu stands behind
+// this, which shares the first part.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
+#if FLOAT_NORM
+typedef float Norm;  // a weight of the norm
+#else
+typedef u16 Norm;
+#endif
 
 // Inputs of a block, 1 KiB of 16 rows.
 constexpr int BLOCK = 512 / BITS, BLOCKS = (K + BLOCK - 1) / BLOCK;
@@ -136,6 +141,9 @@ __device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u
 
 #endif
 
+__device__ __forceinline__ float norm_number(u16 bits) { return number(bits); }
+__device__ __forceinline__ float norm_number(float weight) { return weight; }
+
 struct Place {  // in a ring
   int slot = 0, parity = 0;
   __device__ void next() {
@@ -248,13 +256,17 @@ struct Operands {
 __device__ __forceinline__ int in_row(int unit) { return SUMMED ? unit % ROW_UNITS : unit; }
 
 // A lane's numbers of this warp's units: of a quarter of a block, those in its column of the
-// product.
+// product. T: u16, or float for a norm's weights.
+template <typename T>
 struct Inputs {
   static constexpr int N = PLAIN ? 2 : BITS == 4 ? 8 : 4;
-  u16 of[STEPS][N];
+  struct alignas(2 * sizeof(T)) Pair {
+    T first, second;
+  };
+  T of[STEPS][N];
   // there: whether there is an x. One that is read before the kernel before has ended would stay in
   // the cache as it was.
-  __device__ __forceinline__ Inputs(bool there, const u16* x, const long long* perm, int wl,
+  __device__ __forceinline__ Inputs(bool there, const T* x, const long long* perm, int wl,
                                     int lane) {
     if (!there) return;
 #pragma unroll
@@ -264,32 +276,32 @@ struct Inputs {
         const int unit = s * WIDTH + wl;
         const int k = in_row(unit) * UNIT +
                       (PLAIN ? lane * 2 : (lane >> 2) * (BLOCK / 4) + i * 4 + (lane & 3) * 2);
-        u32 both = 0;
+        Pair both{0, 0};
         if (PERM || K % 2) {
-          if (k < K) both = x[PERM ? perm[k] : k];
-          if (k + 1 < K) both |= (u32)x[PERM ? perm[k + 1] : k + 1] << 16;
+          if (k < K) both.first = x[PERM ? perm[k] : k];
+          if (k + 1 < K) both.second = x[PERM ? perm[k + 1] : k + 1];
         } else if (k < K && unit < UNITS) {
-          both = *(const u32*)(x + (SUMMED ? unit / ROW_UNITS * K : 0) + k);
+          both = *(const Pair*)(x + (SUMMED ? unit / ROW_UNITS * K : 0) + k);
         }
-        of[s][i] = both;
-        of[s][i + 1] = both >> 16;
+        of[s][i] = both.first;
+        of[s][i + 1] = both.second;
       }
   }
 };
 
 // x, times the norm's weight, in fixed point or fp16 for the units of this warp. -> what its digits
 // count.
-__device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs& x,
-                                         const Inputs& norm) {
-  float v[STEPS][Inputs::N], squares = 0, most = 1e-20f;
+__device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs<u16>& x,
+                                         const Inputs<Norm>& norm) {
+  float v[STEPS][Inputs<u16>::N], squares = 0, most = 1e-20f;
 #pragma unroll
   for (int s = 0; s < STEPS; s++)
 #pragma unroll
-    for (int i = 0; i < Inputs::N; i++) {
+    for (int i = 0; i < Inputs<u16>::N; i++) {
       v[s][i] = number(x.of[s][i]);
       if (NORM) {
         squares += v[s][i] * v[s][i];
-        v[s][i] *= number(norm.of[s][i]);
+        v[s][i] *= norm_number(norm.of[s][i]);
       }
       most = fmaxf(most, fabsf(v[s][i]));
     }
@@ -566,8 +578,8 @@ __device__ __forceinline__ void multiply_tile(Team& t, Place& place, int wl, int
 
 extern "C" __global__ void __launch_bounds__((WARPS + TEAMS) * 32, 1)
 gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, const long long* perm,
-     const u16* norm, const u16* bias, const u16* residual, const int* active, const float* weights,
-     u16* out, int n_out, int tiles, float eps, float limit, float alpha) {
+     const Norm* norm, const u16* bias, const u16* residual, const int* active,
+     const float* weights, u16* out, int n_out, int tiles, float eps, float limit, float alpha) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp < WARPS ? warp / WIDTH : warp - WARPS, wl = warp % WIDTH;
   Team& t = ((Team*)shared_memory())[team];
@@ -648,9 +660,9 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
     return;
   }
 
-  const Inputs norm_weights(NORM, norm, perm, wl, lane);
+  const Inputs<Norm> norm_weights(NORM, norm, perm, wl, lane);
   wait_for_kernel_before();
-  const float unit = prepare(t, wl, lane, Inputs(true, x, perm, wl, lane), norm_weights);
+  const float unit = prepare(t, wl, lane, Inputs<u16>(true, x, perm, wl, lane), norm_weights);
   if (wl == 0 && lane == 0) t.busy = 1;
   Place place;
   const int r = lane & 15;

@@ -267,14 +267,12 @@ def linear(
 ) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias, where each of norm, bias and residual may be None.
 
-    x [M, K], w [N, K], norm [K], bias [N], residual [M, N] -> [M, N], all of one 16-bit type.
-    gated: w's first half is the gate, its second half up, and f(gate) * up [M, N / 2] takes the
-    product's place. f is SiLU for 1, GELU by tanh for 2."""
+    x [M, K], w [N, K], norm [K], bias [N], residual [M, N] -> [M, N], all of one 16-bit type; norm
+    may be fp32. gated: w's first half is the gate, its second half up, and f(gate) * up [M, N / 2]
+    takes the product's place. f is SiLU for 1, GELU by tanh for 2."""
     M, K = x.shape
     N = len(w)
     x = x.contiguous()
-    if norm is not None and norm.dtype != x.dtype:  # Gemma 3's, in fp32: gemv.cu reads 16 bits
-        x, norm = rms_norm(x, norm, eps), None
     if M == 1 and takes_gemv(plain := Plain(w, gated), x.device):
         return gemv(x, plain, norm, bias, residual, eps)
     choice = kernel_for("16-bit", N, K, M, x.device)

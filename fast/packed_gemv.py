@@ -214,6 +214,7 @@ def macros_for(
         FLOAT_SCALES=scales is not None and scales.dtype == torch.float32,
         GATED=packed.gated,
         NORM=norm is not None,
+        FLOAT_NORM=norm is not None and norm.dtype == torch.float32,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         PERM=packed.perm is not None,
@@ -269,7 +270,7 @@ def gemv(
     experts: Experts | None = None,
 ) -> Tensor:
     """residual + rms_norm(x, norm) @ w.T + bias in one launch, what is None left out. All of one
-    16-bit type.
+    16-bit type; the norm's weights may be fp32.
 
     x [1, inputs], norm [inputs], bias [N], residual [1, N] -> [1, N]. packed.gated: silu(gate) * up
     [1, N / 2], without residual. With experts bias is [X, N], and what x is and comes is

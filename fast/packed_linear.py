@@ -179,11 +179,11 @@ def packed_linear(
         rows = next((most for most in PROMPT_ROWS if rows <= most), rows)
     choice = choice_for(w, rows, x.device)
     x = x.contiguous()
-    if norm is not None and norm.dtype != x.dtype:  # fp32: gemv.cu and few.cu read 16 bits
-        x, norm = rms_norm(x, norm, eps), None
     if choice["kernel"] == "gemv":
         return gemv(x, w, norm, bias, residual, eps)
     if choice["kernel"] == "few" and w.perm is None:
+        if norm is not None and norm.dtype != x.dtype:  # fp32: few.cu has no registers for it
+            x, norm = rms_norm(x, norm, eps), None
         return few(x, w, norm, bias, residual, eps)
     if norm is not None:
         # Before perm: a kernel may read norm while norm[perm] is being made.

@@ -259,10 +259,15 @@ extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Byte
   });
 }
 #else
-extern "C" void gemv(Numbers, Bytes, Bytes, const long long*, Numbers, Numbers, Numbers, const int*,
+#if FLOAT_NORM
+typedef const float* Norms;
+#else
+typedef Numbers Norms;
+#endif
+extern "C" void gemv(Numbers, Bytes, Bytes, const long long*, Norms, Numbers, Numbers, const int*,
                      const float*, unsigned short*, int, int, float, float, float);
 extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes,
-                    Bytes scales, const long long* perm, Numbers norm, Numbers bias,
+                    Bytes scales, const long long* perm, Norms norm, Numbers bias,
                     Numbers residual, const int* active, const float* weights, unsigned short* out,
                     int n_out, int tiles, float eps, float limit, float alpha) {
   return run_programs(programs, threads, shared_bytes, [=] {

@@ -184,7 +184,7 @@ def test_gates_of_heads_inside_of_attention(T, G, L):
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @torch.no_grad()
 def test_a_norm_of_fp32_before_a_product(quantize, rows):
-    """Gemma 3's and Qwen3.5's norms; gemv.cu and few.cu read 16 bits."""
+    """Gemma 3's and Qwen3.5's norms; few.cu and linear.py's kernel have it as a launch before."""
     from fast.linear import linear
     from fast.packed_linear import PackedLinear
     from quantize import CODES, plain_layer, rounded

@@ -211,7 +211,8 @@ def random_inputs(weight: Weight, rows: int, parts: str, dtype: torch.dtype) -> 
     magnitude = 10 ** torch.empty(rows, 1, device=device).uniform_(-3, 3)
     magnitude[0] = 1
     x = (torch.randn(rows, K, device=device) * magnitude).to(dtype)
-    norm = torch.rand(K, device=device, dtype=dtype) + 0.5 if "norm" in parts else None
+    kind = torch.float32 if "norm32" in parts else dtype
+    norm = torch.rand(K, device=device, dtype=kind) + 0.5 if "norm" in parts else None
     residual = torch.randn(rows, N, device=device, dtype=dtype) if "residual" in parts else None
     return x, norm, residual
 
@@ -256,6 +257,9 @@ def test_the_twin_is_the_product(shape, monkeypatch):
         (40, 288, "mxfp4", 9, "bf16 order norm bias"),
         (37, 1096, "int8", 1, "bf16 plain norm bias"),
         (44, 72, "int8", 1, "plain norm gated"),
+        (44, 72, "int8", 1, "bf16 plain norm32"),
+        (48, 640, "int4", 5, "bf16 zeros norm32"),
+        (74, 288, "int4", 9, "order norm32 gated"),
         (48, 1280, "int4", 10, "bf16 zeros norm few 5 1"),
         (74, 896, "int4", 28, "zeros norm gated few 8 4"),
         (1100, 256, "int4", 2, "bf16 residual few 2 1"),
