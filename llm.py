@@ -481,7 +481,7 @@ class LLM:
         # The places whose hidden states the draft reads: see Transformer.setup().
         self.features = getattr(self.draft_checkpoint, "places", ())
         self._sizes = [
-            (checkpoint.counted(), formats.read_settings(checkpoint).get("bits"))
+            (checkpoint.counted(), formats.bits_of(checkpoint))
             for checkpoint in (self.checkpoint, self.draft_checkpoint)
             if checkpoint
         ]

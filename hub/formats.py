@@ -516,8 +516,7 @@ def read_settings(checkpoint: Checkpoint) -> dict:
     """What config.json's quantization_config says; {} where there is none, or it wants no weights
     quantized. ValueError for a format that is not read.
 
-    quant_method; rules, their patterns compiled; name, such as "int4", and bits: of the most exact
-    scheme."""
+    quant_method; rules, their patterns compiled; name, such as "int4": of the most exact scheme."""
     settings = written_settings(checkpoint)
     if not settings:
         return {}
@@ -528,7 +527,21 @@ def read_settings(checkpoint: Checkpoint) -> dict:
         if not codes:
             return {}
         most = max(codes, key=lambda codes: (codes.bits, codes is not E4M3))
-        return dict(quant_method=method, rules=rules, name=most.name, bits=most.bits)
+        return dict(quant_method=method, rules=rules, name=most.name)
+
+
+def bits_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """Hugging Face's name of each matrix that stays quantized -> the bits of a weight."""
+    settings = read_settings(checkpoint)
+    if not settings:
+        return {}
+    reader = QuantizedReader(settings, torch.device("cpu"), torch.float32)
+    reader.files, reader.table = checkpoint.files(), checkpoint.weights
+    return {
+        name: scheme.codes.bits
+        for name, scheme in reader.find_schemes().items()
+        if scheme and not is_left_out(reader.table[name])
+    }
 
 
 def shared_inputs(settings: dict, group: int = 1) -> int:
@@ -605,7 +618,7 @@ class QuantizedReader:
             model.set_submodule(ours, layer)
 
     def find_schemes(self) -> dict[str, Scheme | None]:
-        """How each matrix is held. config.json decides. But GPTQ and AWQ files tell only by their
+        """How each matrix of the table is held in the files. config.json decides. But GPTQ and AWQ files tell only by their
         tensors what they left out, and so do all files of the head, of LEFT_OUT and of all experts
         in one tensor: transformers has parameters there, which no rule for layers is about."""
         matrices = [

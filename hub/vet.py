@@ -209,7 +209,7 @@ def memory_advice(advice: str):
 
 
 def check_memory(
-    models: list[tuple[Config, int | None]],
+    models: list[tuple[Config, dict[str, int]]],
     batch_size: int,
     cache_length: int,
     device: torch.device,
@@ -221,8 +221,8 @@ def check_memory(
 ) -> str:
     """What to say if memory runs out later. ValueError if weights and KV caches alone do not fit.
 
-    models: their configs and, for a quantized checkpoint, the bits of a weight. The ranks' GPUs
-    share both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
+    models: their configs and, of a quantized checkpoint, formats.bits_of(). The ranks' GPUs share
+    both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
     features: numbers that are kept of each token for an EAGLE head."""
     share, there = 1, host_memory()
     if device.type == "cuda":
@@ -230,9 +230,9 @@ def check_memory(
     tokens = batch_size * cache_length
     weights, cache = 0, features * dtype.itemsize * tokens
     for config, bits in models:
-        packed = bits / 8 if bits else dtype.itemsize  # scales are not counted
-        for weight in hf_weights(config).values():
-            size = math.prod(weight.shape) * (packed if weight.quantized else dtype.itemsize)
+        for name, weight in hf_weights(config).items():
+            # Scales are not counted.
+            size = math.prod(weight.shape) * bits.get(name, 8 * dtype.itemsize) / 8
             weights += size / (share if weight.rows or weight.columns else 1)
         cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
         cache += DeltaCache.bytes_per_row(config, dtype) * batch_size / share

@@ -47,6 +47,7 @@ from cli.errors import run
 from cli.options import DEVICE, QUANTIZATION, Parser, within
 from generate import Engine, generate
 from hub.checkpoint import hf_weights
+from hub.formats import bits_of
 from hub.vet import (
     GIB,
     check_memory,
@@ -167,15 +168,18 @@ def build(what: str, setup: Setup) -> Transformer:
     torch._dynamo.reset()
     gc.collect()  # compiled layers refer to each other
     args, checkpoint, mxfp4 = setup.args, None, what in MXFP4_SHAPES
-    bits = 4 if mxfp4 else None
+    bits = {}
     if what not in SHAPES:
         if not Path(what).exists() and "/" not in what:
             raise ValueError(
                 f"{what}: no such shape and no such directory; the shapes are {', '.join(SHAPES)}"
             )
         checkpoint, _ = open_checkpoint(what, tokenizer=False)
-        bits = setup.check(checkpoint).get("bits")
+        setup.check(checkpoint)
+        bits = bits_of(checkpoint)
     config = checkpoint.config if checkpoint else SHAPES[what]
+    if mxfp4:
+        bits = {name: 4 for name, weight in hf_weights(config).items() if weight.experts}
     length = length_of(args)
     if length > config.context:
         raise ValueError(

@@ -6,7 +6,9 @@ and what is refused.
 import copy
 import functools
 import json
+import math
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -62,11 +64,23 @@ def test_what_other_packages_packed_gives_their_logits(tmp_path, setting):
     tokens, logits = unfold(setting, tmp_path)
     model = load_checkpoint(tmp_path)
     assert quantized_layers(model)
+    check_bits(tmp_path, model)
     got = logits_of(model, tokens)
     assert error(got, logits) < 1e-5
     assert got.argmax(-1)[8:-1].equal(tokens[9:])
     with torch.no_grad():
         assert error(read(fast.optimize(model).decoder, tokens[None])[0], logits) < 1e-5
+
+
+def check_bits(directory: Path, model: Transformer) -> None:
+    """Memory is counted by the bits that the model's weights have, of so many weights."""
+    counted, held = Counter(), Counter()
+    for name, bits in formats.bits_of(checkpoint := Checkpoint(directory)).items():
+        counted[bits] += math.prod(checkpoint.weights[name].shape)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
+            held[module.codes.bits] += module.qweight.numel() * 32 // module.codes.bits
+    assert counted == held
 
 
 def weight_of(module) -> Tensor:
@@ -173,6 +187,7 @@ def test_recurrent_layers_that_were_left_out_are_plain(tmp_path, lone, form, nam
         assert [type(part) for part in mixer.w_in] == [QuantizedLinear, kind]
         assert type(mixer.wo) is QuantizedLinear
     assert type(model.layers[1].attn.wqkv) is QuantizedLinear
+    check_bits(out, model)
     compare_ranks(out)
 
 
@@ -197,7 +212,9 @@ def test_of_a_recurrent_model_what_has_codes_in_the_file_has_them_here(tmp_path,
     w_in, wo, gates, experts = HELD[setting]
     stored = [name.rpartition(".")[0] for name in load_file(tmp_path / "model.safetensors")]
     assert any(stored.count(name) > 1 for name in stored if "in_proj_b" in name) == gates
-    layer = load_checkpoint(tmp_path).layers[0]
+    model = load_checkpoint(tmp_path)
+    check_bits(tmp_path, model)
+    layer = model.layers[0]
     if w_in is None:
         assert [type(part) for part in layer.attn.w_in] == [QuantizedLinear, torch.nn.Linear]
     else:
