@@ -5,13 +5,14 @@ One forward serves prefill, decode, speculative verification and ragged batches.
 T and in the positions: each token carries its own position, writes its key and value into that slot
 of the KV cache, and attends to the slots up to its own position. A slot is written before it
 becomes visible. So right-padding and rejected drafts need no clean-up and no mask of their own:
-what they left in the cache is overwritten before any token attends to it.
+what they left in the cache is overwritten before any token attends to it. Recurrent layers have a
+cache that works alike, see DeltaCache, but want to know where padding begins.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
-C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows, which
-are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs and K
-inputs.
+C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows,
+which are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs
+and K inputs.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
 hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
@@ -179,8 +180,8 @@ class Transformer(nn.Module):
         spare: int = 0,
     ):
         """Makes rope tables for texts of max_seq_len tokens and, in each layer, a KV cache
-        [batch_size, K, L, E]. L is max_seq_len, and `spare` slots more for what stands behind a
-        text: padding, drafts.
+        [batch_size, K, L, E], or a DeltaCache. L is max_seq_len, and `spare` slots more for what
+        stands behind a text: padding, drafts.
 
         The weights are in place by then: it takes their device and dtype. Another call makes all
         anew. Without a batch_size there is no cache, and the tokens of a forward, at positions 0 to
@@ -219,8 +220,8 @@ class Transformer(nn.Module):
         self.features[: len(rows), :n] = self.features[rows, :n]
 
     def oldest(self, n: int) -> int:
-        """The first token that a forward may begin with, once n tokens have been read: 0 but for
-        recurrent layers."""
+        """The first token that a forward may begin with, once n tokens have been read, padding not
+        counted but rejected drafts: 0 but for recurrent layers."""
         return max(layer.attn.cache.oldest(n) for layer in self.layers)
 
     def forward(
@@ -502,7 +503,7 @@ class DeltaNet(nn.Module):
 
         S <- decay S;  S <- S + k (beta (v - S^T k))^T;  y = S^T q         S [E, V], k, q [E], v [V]
 
-    Here that is computed for BLOCK tokens at once, see delta_rule(). DeltaCache says what is kept
+    where decay is between 0 and 1; below, the name is for its logarithm. Here that is computed for BLOCK tokens at once, see delta_rule(). DeltaCache says what is kept
     between two forwards, and why a rejected draft spoils nothing.
 
     w_in makes q and k of all key heads, v and z of all value heads, w_gates b and a of each value
@@ -551,17 +552,15 @@ class DeltaNet(nn.Module):
         qkv = F.silu(qkv.type_as(z))  # [B, BLOCK - 1 + T, C]
         gates = gates[:, self.delta.width - 1 :]
 
-        # Columns from the beginning of first's block on, to the end of the last token's.
+        # Columns from the beginning of first's block on: whole blocks, enough for any `into`.
         L = (T + BLOCK - 2) // BLOCK * BLOCK + BLOCK
         into = first % BLOCK  # tokens of the block that are there already
-        column = torch.arange(L, device=first.device)
-        at = (BLOCK - 1 - into)[:, None] + column  # [B, L]
+        at = (BLOCK - 1 - into)[:, None] + torch.arange(L, device=first.device)  # [B, L]
         at = at.clamp(max=qkv.shape[1] - 1)[:, :, None]
         q, k, v = qkv.gather(1, at.expand(-1, -1, qkv.shape[-1])).float().split(self.sizes, -1)
         b, a = gates.gather(1, at.expand(-1, -1, gates.shape[-1])).float().chunk(2, dim=-1)
-        is_text = column < (into + n)[:, None]  # [B, L]
-        beta = torch.sigmoid(b) * is_text[:, :, None]  # [B, L, H]
-        decay = -self.log_a.exp() * F.softplus(a + self.dt_bias) * is_text[:, :, None]
+        beta = torch.sigmoid(b)  # [B, L, H]
+        decay = -self.log_a.exp() * F.softplus(a + self.dt_bias)
         q, k = (unit(x.unflatten(-1, (-1, self.delta.key_dim))) for x in (q, k))  # [B, L, G, E]
         q = q * self.delta.key_dim**-0.5
         v = v.unflatten(-1, (-1, self.delta.value_dim))  # [B, L, H, V]
@@ -583,25 +582,34 @@ def unit(x):
 
 
 BLOCK = 32  # tokens between two states of a DeltaCache: at least as many as are drafted at once
-RING = 2 * BLOCK + 8  # tokens whose inputs it holds: two blocks, and what a convolution sees before
+# Tokens whose inputs it holds: two blocks, and what the convolution sees before, width - 1.
+RING = 2 * BLOCK + 8
 
 
 class DeltaCache(nn.Module):
     """What a recurrent layer keeps of each row:
 
-        states [B, 2, H, E, V]    the states before the last two blocks: that before token n BLOCK
-                                  lies in place n % 2. fp32
+        states [B, 2, H, E, V]    the states at the last two ends of blocks: that before token
+                                  n BLOCK lies in place n % 2. fp32
         inputs [B, RING, C + 2H]  what w_in and w_gates made of the last RING tokens: that of token
                                   t lies in place t % RING
 
-    Before token 0 all is zero. A forward begins with the state before its first token's block, and
-    reads this block's earlier tokens from the ring. A state is written when its block is complete.
+    A forward begins with the state before its first token's block, and reads this block's earlier
+    tokens from the ring. When a block is complete, the state behind it is written. What would come
+    from before token 0 counts as zero, so that nothing is cleared for a new text.
 
     So it is with a recurrent layer as it is with a KV cache: all lies in places that go by the
-    position, and what a rejected draft left behind is overwritten before it is read. A block that
-    ended with rejected tokens is completed once more, and its state written again; the state before
-    it is still there, in the other place. Whoever has read up to token t may go back to any token
-    above t - BLOCK, and to some before: see oldest(). Whatever was read and left behind in between,
+    position, and what a rejected draft left is overwritten before it is read. Other than there it
+    also erased something, but nothing that is still needed: if at most BLOCK tokens are rejected,
+    the state before the block to go on from is in the other place, and this block's inputs are in
+    the ring.
+
+        62 tokens read    the state before 32, the inputs of 0 to 61
+        5 drafted         block 32 to 63 is complete with two drafts: the state before 64 is written
+        1 kept            the next forward begins with token 63: with the state before 32, and the
+                          inputs of 32 to 62. It writes the state before 64 once more.
+
+    Whoever has read n tokens may go back to oldest(n). Whatever was read and left behind in between,
     a token's output comes from the same state and the same inputs."""
 
     def __init__(self, shape: tuple[int, DeltaConfig], device: torch.device, dtype: torch.dtype):
@@ -624,21 +632,23 @@ class DeltaCache(nn.Module):
 
     @staticmethod
     def oldest(n: int) -> int:
-        """The first token that a forward may begin with, once n tokens have been read."""
+        """The first token that a forward may begin with, once n tokens have been read, rejected ones
+        included."""
         return max(0, (n // BLOCK - 1) * BLOCK)
 
     def before(self, first, n: int):
         """The inputs of the n tokens before the first [B]: [B, n, C + 2H]."""
         at = first[:, None] + torch.arange(-n, 0, device=first.device)
         rows = torch.arange(len(first), device=first.device)[:, None]
-        return self.inputs[rows, at % RING] * (at >= 0)[:, :, None]
+        return torch.where((at >= 0)[:, :, None], self.inputs[rows, at % RING], 0)
 
     def write(self, new, first, n):
         """new [B, T, C + 2H]: inputs of tokens from first [B] on, n [B] of which are text."""
         B = len(new)
         end = (first + n)[:, None]
         place = torch.arange(RING, device=first.device)
-        # In each place stands the last token before the end that belongs there: a new one?
+        # The last token of the text that belongs in each place, as a column of new: negative if it
+        # was there before.
         column = end - 1 - (end - 1 - place) % RING - first[:, None]  # [B, RING]
         found = new.gather(1, column.clamp(min=0)[:, :, None].expand(-1, -1, new.shape[-1]))
         self.inputs[:B] = torch.where((column >= 0)[:, :, None], found, self.inputs[:B])
@@ -663,9 +673,9 @@ def delta_rule(
     2412.06464, section 3.3).
 
     q, k [B, L, G, E], v [B, L, H, V], decay (its logarithm) and beta [B, L, H]: the columns from the
-    beginning of the block of first [B] on, of which n [B] from first on are text; both gates are 0
-    behind. states [B, 2, H, E, V]: as DeltaCache has them -> y [B, L, H, V] and the states, with
-    those before blocks that begin within the text or at its end.
+    beginning of the block of first [B] on, of which n [B] from first on are text. states [B, 2, H,
+    E, V]: as DeltaCache has them -> y [B, L, H, V] and the states, with those before blocks that
+    begin within the text or at its end.
 
     In a block, with d the sum of decay from its beginning, S the state there, and u the corrections:
 
@@ -686,21 +696,22 @@ def delta_rule(
     system = beta * (k @ k.mT) * since  # its diagonal is taken as 1
     right = torch.cat((beta * v, beta * d.exp()[..., None] * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    # u = without_state - of_state S
+    without_state, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = (q @ k.mT) * since
     q = q * d.exp()[..., None]
     k = k * since[..., -1, :, None]  # as the block's end sees them
 
     B, places = len(v), torch.arange(2, device=v.device)
     block = first // BLOCK  # [B]
-    complete = block + (first % BLOCK + n) // BLOCK  # the block that the text ends in
+    complete = (first + n) // BLOCK  # so many blocks of the text are
     state = states[torch.arange(B, device=v.device), block % 2]  # [B, H, E, V]
     state = torch.where((block > 0)[:, None, None, None], state, 0)
     ys = []
     for i in range(v.shape[2]):
-        corrections = u[:, :, i] - of_state[:, :, i] @ state  # [B, H, BLOCK, V]
-        ys.append(q[:, :, i] @ state + within[:, :, i] @ corrections)
-        state = state * d[:, :, i, -1:, None].exp() + k[:, :, i].mT @ corrections
+        u = without_state[:, :, i] - of_state[:, :, i] @ state  # [B, H, BLOCK, V]
+        ys.append(q[:, :, i] @ state + within[:, :, i] @ u)
+        state = state * d[:, :, i, -1:, None].exp() + k[:, :, i].mT @ u
         block = block + 1
         is_new = (block <= complete)[:, None] & (block[:, None] % 2 == places)  # [B, 2]
         states = torch.where(is_new[:, :, None, None, None], state[:, None], states)

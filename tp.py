@@ -301,6 +301,16 @@ def _(x):
     return x.new_empty(x.shape)
 
 
+def on_all_ranks(fact: bool, device: torch.device) -> bool:
+    """Whether it is so on all ranks, each of which asks. Those that went different ways would wait
+    for each other."""
+    if not dist.is_initialized():
+        return fact
+    agreed = torch.tensor(float(fact), device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
 @library.custom_op("llama_fast::all_gather", mutates_args=())
 def all_gather(x: Tensor, columns: int) -> Tensor:
     """All ranks' x [..., logits_per_rank(columns, R)] side by side: [..., columns]. The last have

@@ -376,8 +376,6 @@ def blocks_kernel(
     b_in = tl.load(from_ring, mask=was_old, other=0) + tl.load(fresh, mask=is_new, other=0)
     a_in = tl.load(from_ring + H, mask=was_old, other=0) + tl.load(fresh + H, mask=is_new, other=0)
     beta, decay = gate_values(b_in, a_in, log_a, bias)
-    beta = tl.where(is_text, beta, 0)
-    decay = tl.where(is_text, decay, 0)
     q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
     k = unit(k)
 

@@ -52,7 +52,7 @@ from fast.twins import plain_expert_linear, plain_route, plain_unpack_experts
 from model import Experts as PlainExperts
 from model import grouped_linear
 from quantize import QuantizedExperts, QuantizedLinear
-from tp import ParallelExperts, all_reduce
+from tp import ParallelExperts, all_reduce, on_all_ranks
 
 if triton:
     from fast.packed_gemm import GemmSizes, multiply_rows
@@ -590,19 +590,22 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
     moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
     if not gate_number(moe.gate):
         return f"{moe.gate.activation} as the gate's function"
-    for experts in (moe.w_gate_up, moe.w_down):
-        if isinstance(experts, QuantizedExperts):
-            if not packs(experts) or experts.g_idx is not None:
-                return "experts in codes or scales that no kernel knows"
-            groups, block = experts.scales.shape[-1], KINDS[experts.codes.name].block
-            size = experts.in_features // groups
-            if groups > 1 and (size % 32 or size % block and block % size):
-                return f"experts in groups of {size} codes"
-    if moe.shared is not None and not all(
-        is_one_more(getattr(moe, name), getattr(moe.shared, name))
-        for name in ("w_gate_up", "w_down")
-    ):
-        return "a shared expert of another size, or in other codes, than the others"
+    device = moe.router.weight.device
+    matrices = moe.w_gate_up, moe.w_down
+    quantized = [experts for experts in matrices if isinstance(experts, QuantizedExperts)]
+    if not all([packs(experts) and experts.g_idx is None for experts in quantized]):
+        return "experts in codes or scales that no kernel knows"
+    for experts in quantized:
+        groups, block = experts.scales.shape[-1], KINDS[experts.codes.name].block
+        size = experts.in_features // groups
+        fits = groups == 1 or not (size % 32 or size % block and block % size)
+        if not on_all_ranks(fits, device):
+            return f"experts in groups of {size} codes"
+    if moe.shared is not None:
+        shared = moe.shared.w_gate_up, moe.shared.w_down
+        # Ranks' shares may be equal where the wholes are not.
+        if not on_all_ranks(all(map(is_one_more, matrices, shared)), device):
+            return "a shared expert of another size, or in other codes, than the others"
     return None
 
 

@@ -16,7 +16,6 @@ layout.py draws them.
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, library, nn
 
 from fast.common import constexpr, jit, tl, triton
@@ -28,6 +27,7 @@ from fast.tuning import kernel_for
 from fast.twins import plain_packed_linear
 from quantize import QuantizedLinear, say_once
 from quantize import unpack as codes_of
+from tp import on_all_ranks
 
 if triton:
     from fast.packed_gemm import gemm, scale_of
@@ -232,13 +232,11 @@ def packs(layer: QuantizedLinear) -> bool:
     if layer.codes.name not in KINDS or layer.zeros is None:
         return layer.codes.name in KINDS
     scales, most = layer.scales.float(), 2**layer.codes.bits - 1
-    fits = scales.new_ones(())
+    fits = True
     if scales.numel():
         off = (scales.half().float() - scales).abs().amax()
-        fits = (off * most <= scales.amax() / 2).float()
-    if dist.is_initialized():  # ranks that went different ways would wait for each other
-        dist.all_reduce(fits, dist.ReduceOp.MIN)
-    return bool(fits)
+        fits = bool(off * most <= scales.amax() / 2)
+    return on_all_ranks(fits, scales.device)
 
 
 def pack_layer(layer: QuantizedLinear, gated: int) -> Packed:
