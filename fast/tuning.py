@@ -75,7 +75,8 @@ def kernel_for(format: str, N: int, K: int, M: int, device: torch.device) -> dic
 
 
 def rules_of_thumb(format: str, N: int, K: int, device: torch.device) -> list[dict]:
-    return rules_for_16_bits(N) if format == "16-bit" else rules_for_packed(N, device)
+    rules = rules_for_16_bits if format == "16-bit" else rules_for_packed
+    return rules(N, device)
 
 
 def rules_for_packed(N: int, device: torch.device) -> list[dict]:
@@ -124,8 +125,10 @@ def rules_for_packed(N: int, device: torch.device) -> list[dict]:
     return [few, more, most]
 
 
-def rules_for_16_bits(N: int) -> list[dict]:
+def rules_for_16_bits(N: int, device: torch.device) -> list[dict]:
     several = dict(rows=16, kernel="gemm", block_n=16, block_k=256, stages=6, warps=2)
+    if N > 2 * 16 * gpu(device).multi_processor_count:  # two such programs share a multiprocessor
+        several |= dict(block_n=32, stages=4, warps=4)
     if N > 8192:
         several |= dict(block_n=64, block_k=128, stages=4, warps=4)
     return [several]
