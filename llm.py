@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 
 from drafts import NAMED, make_draft, open_draft
-from drafts.eagle import Head
 from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
@@ -162,7 +161,8 @@ class Options(CallOptions):
     )
     draft: str | None = of_speculation(
         None,
-        "a smaller checkpoint with the same tokenizer, an EAGLE-3 head, or prompt-lookup",
+        "a smaller checkpoint with the same tokenizer, an EAGLE-3 head, mtp (what the checkpoint "
+        "brings), or prompt-lookup",
         metavar="DRAFT",
     )
     draft_tokens: int | str | None = of_speculation(
@@ -198,7 +198,7 @@ class Options(CallOptions):
             )
         if self.draft == "":
             raise ValueError(
-                "draft='': want a checkpoint or prompt-lookup; for no draft, leave the option out"
+                "draft='': want a checkpoint, mtp or prompt-lookup; for no draft, leave the option out"
             )
         if not self.draft and (self.draft_tokens or self.draft_quantize):
             raise ValueError("draft_tokens and draft_quantize go with draft")
@@ -599,8 +599,6 @@ class LLM:
                     quantize=options.draft_quantize,
                     split=draft_splitter(self.team, self.draft_checkpoint.counted()),
                 )
-                if isinstance(draft, Head):
-                    draft.share_embedding(model)
         self.model, self.draft_model = model, draft
         self.load_s = time.perf_counter() - begun
 

@@ -180,7 +180,7 @@ class DraftModel(Drafter):
 
     So start() always reads two slots, and catch_up() at least one more than are unread.
 
-    drafts/eagle.py's EagleDraft replaces read_prompts(), read(), start(), forward() and follow(),
+    drafts/heads.py's HeadDraft replaces read_prompts(), read(), start(), forward() and follow(),
     as its slots hold other things, and readable() and choose(), as its vocabulary differs.
 
     engine: its generate.Engine, with SLACK spare slots. max_seq_len: as Drafter has it."""

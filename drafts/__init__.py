@@ -3,6 +3,8 @@ What proposes tokens, beyond speculative.py's smaller model and prompt lookup, a
 say how many.
 
     eagle.py      EAGLE-3 heads
+    mtp.py        the layer that drafts in the checkpoint's own files
+    heads.py      what these two share
     policies.py   how many tokens to draft
 
 A draft of your own is a subclass of speculative.Drafter in a file here, and its name in NAMED. One
@@ -35,7 +37,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from drafts.eagle import EagleDraft, Head, HeadCheckpoint
+from drafts.eagle import HeadCheckpoint
+from drafts.heads import DraftHead, HeadDraft
+from drafts.mtp import MtpCheckpoint
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
@@ -50,11 +54,14 @@ NAMED = {
 
 
 def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:
-    """A smaller model's checkpoint or an EAGLE head's; None where the draft has no weights.
-    ValueError if it is not for the target."""
+    """A smaller model's checkpoint, an EAGLE head's or, of the target's own, what drafts; None where
+    the draft has no weights. ValueError if it is not for the target."""
     if name is None or name in NAMED:
         return None
-    if meant := get_close_matches(str(name).lower().replace("_", "-"), NAMED, 1, cutoff=0.8):
+    if name == "mtp":
+        return MtpCheckpoint(target[0])
+    known = *NAMED, "mtp"
+    if meant := get_close_matches(str(name).lower().replace("_", "-"), known, 1, cutoff=0.8):
         if not Path(name).exists():
             raise ValueError(f"draft={name}: no such directory; did you mean {meant[0]}?")
     directory = vet.find_checkpoint(name)
@@ -81,10 +88,11 @@ def make_draft(
     spare = slots - target.limit
     if model is None:
         return NAMED[name](vocab_size, slots)
-    if isinstance(model, Head):
-        # It reads its own last hidden state: see EagleDraft.
+    if isinstance(model, DraftHead):
+        model.share(target.model)
+        # It reads its own last hidden state: see HeadDraft.
         places = (model.config.n_layer,)
-        return EagleDraft(make_engine(model, target.limit, spare=spare, features=places), target)
+        return HeadDraft(make_engine(model, target.limit, spare=spare, features=places), target)
     context = model.config.context
     engine = make_engine(model, min(target.limit, context), spare=spare)
     return DraftModel(engine, vocab_size, min(slots, context))

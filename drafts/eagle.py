@@ -2,19 +2,10 @@
 EAGLE-3 heads (arXiv 2503.01840): the small draft that is trained for one model, the target, and
 reads its features.
 
-A feature is what the target's hidden states at a few places make, side by side: see
-Transformer.setup(). The head reads pairs: the embedding of token t + 1 with the feature of token t.
-From the pair in slot t it predicts token t + 2. For the tokens that it drafts itself there is no
-feature yet: the head's own hidden state takes the feature's place.
+It is a Transformer whose first layer reads 2 D inputs. heads.py says what it reads when, and drafts
+with it.
 
-A head is a Transformer whose first layer reads 2 D inputs. Its engine keeps the head's own last
-hidden states by position, as the target's keeps the features (Transformer.setup()); EagleDraft
-makes the first layer's inputs of both.
-
-Contents: the head, its files in both published layouts, the Drafter.
-
-Shapes: as in model.py and speculative.py; n places, D the head's dim, which may differ from the
-target's.
+Contents: the head, its files in both published layouts. Shapes: as in heads.py.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from drafts.heads import DraftHead
 from hub.checkpoint import (
     Checkpoint,
     Place,
@@ -35,7 +27,6 @@ from hub.checkpoint import (
 )
 from hub.families import check_supported, numbers_of, text_settings, value_of
 from model import Block, Config, RMSNorm, Transformer
-from speculative import DraftModel
 
 
 # The head
@@ -80,13 +71,12 @@ class FirstBlock(Block):
         return x + self.ffn(self.ffn_norm(x))
 
 
-class Head(Transformer):
-    """vocabulary [draft's V]: the target's token of each of the head's; None: they are the same."""
-
+class Head(DraftHead):
     def __init__(self, config: Config, options: HeadConfig, vocabulary: Tensor | None = None):
         super().__init__(config)
-        self.options = options
-        self.vocabulary = vocabulary
+        self.options, self.vocabulary = options, vocabulary
+        self.places, self.norm_output = options.places, options.norm_output
+        self.head_size = options.vocab_size
         self.layers[0] = FirstBlock(config, options)
         self.fc = nn.Linear(options.width, config.dim, bias=False)
         normed = options.places if options.fc_norm else ()
@@ -96,13 +86,11 @@ class Head(Transformer):
         )
         self.head = nn.Linear(config.dim, options.vocab_size, bias=False)
 
-    def share_embedding(self, target: Transformer):
-        """Heads whose file has no embedding read the target's."""
+    def share(self, target: Transformer):
         if self.embed.weight.is_meta:
             self.embed = target.embed
 
     def project(self, features):
-        """features [..., n target_dim] -> states [..., D]"""
         x = self.input_norm(features)
         if self.fc_norm:
             parts = x.chunk(len(self.fc_norm), dim=-1)
@@ -110,7 +98,6 @@ class Head(Transformer):
         return self.fc(x)
 
     def inputs(self, tokens, states):
-        """tokens [B, T], states [B, T, D] -> what the first layer reads [B, T, 2 D]"""
         return torch.cat((self.embed(tokens), states), dim=-1)
 
 
@@ -306,95 +293,3 @@ def head_weights(config: Config, options: HeadConfig, embedding=True) -> dict[st
             name = f"fc_norm.{i}.weight"
             table[name] = Weight(name, 0, (options.target_dim,), norm=True)
     return table
-
-
-# The Drafter
-
-
-class EagleDraft(DraftModel):
-    """Drafts with a head. Slot t of its cache is of the pair of token t's feature and token t + 1,
-    so that the cache holds slots 0 to last - 1 - unread after every step: follow() reads the pairs
-    of all tokens that were kept.
-
-    engine: the head's generate.Engine, which keeps the head's last hidden states; target: the
-    target's, which keeps the features of all slots. So pairs can be read late, and again: what was
-    read of drafted tokens gives way to what the target made of those that were kept."""
-
-    OFFSET = 1
-    READ_TOKENS = 4096
-
-    def __init__(self, engine, target):
-        self.head = head = engine.model
-        super().__init__(engine, target.model.config.vocab_size, engine.max_seq_len)
-        self.features = target.model.features
-        # [B, 1, draft's V]: behind the pair in slot last - 1 of each row, the last one that can be
-        # made.
-        shape = engine.batch_size, 1, head.options.vocab_size
-        self.logits = head.fc.weight.new_zeros(shape)
-        self.vocabulary = head.vocabulary
-        if self.vocabulary is not None:
-            self.vocabulary = self.vocabulary.to(engine.device)
-
-    def readable(self, tokens):
-        return tokens  # its embedding is the target's
-
-    def read_prompts(self, text, slots):
-        """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before
-        it is seen."""
-        head, P, samples = self.head, len(self.prompts), self.samples
-        pairs = max(map(len, self.prompts)) - 1
-        width = min(-(-pairs // 32) * 32, self.max_seq_len - 1)
-        at = torch.arange(width, device=text.device).expand(P, -1)
-        size = max(32, self.READ_TOKENS // P // 32 * 32)
-        for chunk in at.split(size, dim=1) if width else ():
-            tokens, inputs = self.pairs(text, chunk, width, samples)
-            # Nobody reads the logits: column 0.
-            head(tokens, chunk, slots, at[:, 0], inputs)
-        if samples > 1:
-            head.arrange_rows([row for row in range(P) for _ in range(samples)], width)
-
-    def read(self, text, last, at, slots):
-        tokens, inputs = self.pairs(text, at, last[:, None])
-        wanted = last - 1 - at[:, 0]  # the column of slot last - 1
-        column = wanted.clamp(0, at.shape[1] - 1)
-        logits = self.head(tokens, at, slots, column, inputs)[:, None]
-        here = (column == wanted)[:, None, None]
-        self.logits.copy_(torch.where(here, logits, self.logits))
-
-    def pairs(self, text, at, end, samples=1):
-        """The pairs of slots at [B, T]: tokens [B, T] and what the first layer reads of them. Slots
-        before end, [B, 1] or one for all, have features. Row b is of the text's row b * samples."""
-        head = self.head
-        tokens = text[::samples].gather(1, at + 1)
-        states = head.project(self.features[::samples][head.rows[: len(at)], at])
-        states = torch.where((at < end)[:, :, None], states, self.own_states(at))
-        return tokens, head.inputs(tokens, states)
-
-    def own_states(self, at):
-        """The head's own hidden states of the slots before at [B, T] -> [B, T, D]: they stand for
-        the features that the target has not made yet."""
-        head = self.head
-        states = head.features[head.rows[: len(at)], (at - 1).clamp(min=0)]
-        return head.norm(states) if head.options.norm_output else states
-
-    def start(self, text, last, k, slots):
-        """Nothing is left to read: follow() or catch_up() has read the last pair."""
-        return last[:, None] - 1, self.logits
-
-    def forward(self, tokens, at, slots):
-        inputs = self.head.inputs(tokens, self.own_states(at))
-        return self.engine.forward(tokens, at, slots, inputs=inputs)
-
-    def choose(self, logits):
-        """In the target's numbers. Tokens that the head lacks have probability 0."""
-        if self.vocabulary is None:
-            return super().choose(logits)
-        n = len(self.vocabulary)
-        token, q = super().choose(logits[..., :n])
-        return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
-
-    def follow(self, text, at, accepted, n_slots):
-        tokens, inputs = self.pairs(text, at, at[:, :1] + accepted[:, None] + 1)
-        slots = self.engine.slots(n_slots)
-        logits = self.engine.forward(tokens, at, slots, inputs=inputs)  # [B, T, draft's V]
-        self.logits.copy_(logits.take_along_dim(accepted[:, None, None], dim=1))

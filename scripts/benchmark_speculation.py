@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from drafts import make_draft, open_draft
-from drafts.eagle import EagleDraft, Head, HeadCheckpoint, head_weights
+from drafts.eagle import Head, HeadCheckpoint, head_weights
+from drafts.heads import HeadDraft
 from drafts.policies import make_policy
 from generate import Engine, generate
 from hub.checkpoint import Checkpoint, hf_weights, part_of, take
@@ -89,7 +90,7 @@ def widen(
 def widen_head(tiny: Head, target: Transformer, config: Config) -> Head:
     """The bundled head for target, the bundled model widened to config's shape: it costs what an
     EAGLE-3 head of that shape does, and has tiny's function. Of its 32,000 rows of output tiny's
-    tokens are the first, and no other counts: see EagleDraft.choose()."""
+    tokens are the first, and no other counts: see HeadDraft.choose()."""
     d, D = tiny.config.dim, config.dim
     # The target may be a rank's part.
     sizes = dict(n_head=config.n_head, n_kv_head=config.n_kv_head, ffn_dim=config.ffn_dim)
@@ -200,7 +201,7 @@ def draft_model(
     split = draft_splitter(setup.team, checkpoint.counted())
     model = load(checkpoint, setup.device, setup.dtype, split=split)
     if isinstance(model, Head):
-        model.share_embedding(target)
+        model.share(target)
     return model
 
 
@@ -241,7 +242,7 @@ def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float
     forwards, and of the last of these, which reads a token a row. The first of a head reads what
     was kept, and makes states of its features."""
     draft, target = speculator.draft, speculator.target
-    is_head = isinstance(draft, EagleDraft)
+    is_head = isinstance(draft, HeadDraft)
     first, other = (forward_ms(draft.engine, rows, T, draft) for T in (k + 1 if is_head else 2, 1))
     if is_head:
         features = target.model.features[:rows, : k + 1]
@@ -258,7 +259,7 @@ def forward_ms(engine: Engine, rows: int, T: int, draft: DraftModel | None = Non
 
     def forward() -> None:
         more = {}
-        if isinstance(draft, EagleDraft):
+        if isinstance(draft, HeadDraft):
             more = dict(inputs=draft.head.inputs(tokens, draft.own_states(positions)))
         decoder(tokens, positions, engine.slots(200), **more)
 

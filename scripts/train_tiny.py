@@ -44,6 +44,7 @@ from cli.errors import report_errors
 from cli.options import Parser, within
 from drafts import make_draft, open_draft
 from drafts.eagle import EMBEDDING, Head, HeadConfig, head_weights
+from drafts.heads import DraftHead
 from generate import Engine, Sampling, generate
 from hub.checkpoint import Weight, hf_weights, is_file, load_model, read_text, reading
 from hub.families import config_from_hf
@@ -460,7 +461,7 @@ def acceptance(
     rows, tried = len(openings), Counter()
     length = max(map(len, openings)) + NEW_TOKENS
     engine = partial(Engine, batch_size=rows, sampling=Sampling(0.2, 0, 0.95))
-    places = draft.options.places if isinstance(draft, Head) else ()
+    places = draft.places if isinstance(draft, DraftHead) else ()
     whole = engine(target, length, features=places, spare=SLACK)
     drafter = make_draft(whole, draft, engine)
     speculator = Speculator(whole, drafter, Policy(MEASURED))
@@ -484,7 +485,7 @@ def measure_head(directory: Path, paragraphs: list[str], device: torch.device) -
     for name in ("tiny-draft", HEAD):
         draft = load_model(open_draft(directory / name, opened), device, torch.float32)
         if name == HEAD:
-            draft.share_embedding(target)
+            draft.share(target)
         shares = " ".join(
             f"{share:.1%}" for share in acceptance(target, draft, openings, tokenizer.stops)
         )

@@ -29,6 +29,7 @@ from hub import vet
 from hub.checkpoint import Checkpoint, hf_weights, load_model
 from drafts import make_draft, open_draft
 from drafts.eagle import Head, HeadConfig
+from drafts.heads import DraftHead
 from drafts.policies import make_policy
 from hub.families import config_from_hf
 from generate import Engine, generate
@@ -180,7 +181,7 @@ def tiny_head(directory: Path = EAGLE, **how) -> Head:
     """The bundled head, beside an embedding of its own."""
     target = vet.open_checkpoint(TINY)
     head = formats.load(open_draft(directory, target), CPU, F32, **how)
-    head.share_embedding(tiny())
+    head.share(tiny())
     return head
 
 
@@ -271,7 +272,7 @@ def speculator(
     cache: str = "16-bit",
 ) -> Speculator:
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
-    places = draft.options.places if isinstance(draft, Head) else ()
+    places = draft.places if isinstance(draft, DraftHead) else ()
     engine = partial(ENGINES[mode], batch_size=rows, sampling=sampling, cache=cache)
     target = engine(model, length, features=places, spare=SLACK)
     return Speculator(target, make_draft(target, draft, engine), make_policy(policy), agree)

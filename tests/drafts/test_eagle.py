@@ -75,7 +75,7 @@ def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> 
     logits = [read(head, tokens[None], inputs=inputs)[0, -1]]
     for at, token in enumerate(drafted[:-1], start=n):
         state = head.features[:, at - 1 : at]
-        state = head.norm(state) if head.options.norm_output else state
+        state = head.norm(state) if head.norm_output else state
         token = torch.tensor([[token]])
         inputs = head.inputs(token, state)
         logits.append(head(token, torch.tensor([[at]]), inputs=inputs)[0, 0])
@@ -152,7 +152,7 @@ def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
     """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long
     prompt is read in pieces, by the target 16 tokens at a time, by the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
-    monkeypatch.setattr("drafts.eagle.EagleDraft.READ_TOKENS", 32)
+    monkeypatch.setattr("drafts.heads.HeadDraft.READ_TOKENS", 32)
     made = watched(policy, len(texts) * samples)
     rows = run(made, texts, 40, samples=samples)
     assert (
@@ -165,7 +165,7 @@ def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
     """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind
     the text, whose end it has not heard of, and behind a part of it, which only a row alone can
     have."""
-    monkeypatch.setattr("drafts.eagle.EagleDraft.READ_TOKENS", 32)
+    monkeypatch.setattr("drafts.heads.HeadDraft.READ_TOKENS", 32)
     made = watched("auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2]]
     made.policy = Policy(0)
@@ -234,5 +234,5 @@ def test_embeddings_are_the_targets_where_a_head_has_none(target, copied):
     whole = load(target, CPU, F32)
     for directory, shared in (copied, True), (HEADS / "authors", False):
         _, head = open_head(directory, target)
-        head.share_embedding(whole)
+        head.share(whole)
         assert (head.embed is whole.embed) == shared
