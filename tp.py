@@ -232,8 +232,9 @@ def draft_splitter(team: "Team", config: Config):
     TB/s and 5 us a sum (H200) they break even at 46 million bf16 parameters a layer, on two ranks;
     the logits cost as much as a sum. So 60 million are asked for. It must be divisible in groups of
     128, quantized or not."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Transformer(config).parameters())
+    with torch.device("meta"):  # a draft that borrows its head has no rows, of which PyTorch warns
+        model = Transformer(replace(config, vocab_size=config.vocab_size or 1))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     pays = parameters >= 6e7 * config.n_layer
     return splitter(team) if pays and not cannot_share(config, 128, team.ranks) else None
 

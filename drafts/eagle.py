@@ -75,7 +75,7 @@ class Head(DraftHead):
     def __init__(self, config: Config, options: HeadConfig, vocabulary: Tensor | None = None):
         super().__init__(config)
         self.options, self.vocabulary = options, vocabulary
-        self.places, self.norm_output = options.places, options.norm_output
+        self.target_places, self.norm_output = options.places, options.norm_output
         self.head_size = options.vocab_size
         self.layers[0] = FirstBlock(config, options)
         self.fc = nn.Linear(options.width, config.dim, bias=False)

@@ -24,11 +24,11 @@ from speculative import DraftModel
 class DraftHead(Transformer):
     """A kind of head is a subclass, whose Checkpoint open_draft() makes.
 
-    places: whose hidden states make a feature: see Transformer.setup(). norm_output: whether the
+    target_places: whose hidden states make a feature: see Transformer.setup(). norm_output: whether the
     state that it hands on to itself is normed. head_size: how many tokens it has logits of;
     vocabulary [head_size]: the target's token of each; None: they are the same."""
 
-    places: tuple[int, ...]
+    target_places: tuple[int, ...]
     norm_output: bool
     head_size: int
     vocabulary: Tensor | None = None

@@ -31,7 +31,7 @@ class MtpHead(DraftHead):
         """n_layer: the target's."""
         super().__init__(config)
         D = config.dim
-        self.places, self.head_size = (n_layer,), config.vocab_size
+        self.target_places, self.head_size = (n_layer,), config.vocab_size
         self.embedding_norm, self.state_norm = RMSNorm(D, config), RMSNorm(D, config)
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.target_norm = None

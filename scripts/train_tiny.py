@@ -461,7 +461,7 @@ def acceptance(
     rows, tried = len(openings), Counter()
     length = max(map(len, openings)) + NEW_TOKENS
     engine = partial(Engine, batch_size=rows, sampling=Sampling(0.2, 0, 0.95))
-    places = draft.places if isinstance(draft, DraftHead) else ()
+    places = draft.target_places if isinstance(draft, DraftHead) else ()
     whole = engine(target, length, features=places, spare=SLACK)
     drafter = make_draft(whole, draft, engine)
     speculator = Speculator(whole, drafter, Policy(MEASURED))

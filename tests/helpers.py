@@ -30,6 +30,7 @@ from hub.checkpoint import Checkpoint, hf_weights, load_model
 from drafts import make_draft, open_draft
 from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
+from drafts.mtp import MtpCheckpoint, MtpHead
 from drafts.policies import make_policy
 from hub.families import config_from_hf
 from generate import Engine, generate
@@ -272,7 +273,7 @@ def speculator(
     cache: str = "16-bit",
 ) -> Speculator:
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
-    places = draft.places if isinstance(draft, DraftHead) else ()
+    places = draft.target_places if isinstance(draft, DraftHead) else ()
     engine = partial(ENGINES[mode], batch_size=rows, sampling=sampling, cache=cache)
     target = engine(model, length, features=places, spare=SLACK)
     return Speculator(target, make_draft(target, draft, engine), make_policy(policy), agree)
@@ -296,6 +297,16 @@ def random_head(
         p.data = torch.randn(p.shape, generator=random) * (
             2 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.3
         )
+        p.data += p.dim() == 1
+    return head.requires_grad_(False)
+
+
+def random_mtp(seed: int, target: Transformer) -> MtpHead:
+    """For a random_model(); make_draft() lets it share what is the target's."""
+    config = replace(target.config, layers=target.config.layers[:1], tied=False)
+    head, random = MtpHead(config, target.config.n_layer), torch.Generator().manual_seed(seed)
+    for p in head.parameters():
+        p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
         p.data += p.dim() == 1
     return head.requires_grad_(False)
 
@@ -635,6 +646,16 @@ def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
     save_file(
         {name: t.contiguous() for name, t in held.items() if t is not None},
         directory / "model.safetensors",
+    )
+
+
+def add_mtp(directory: Path) -> None:
+    """Random tensors that draft, for a checkpoint of Qwen3.5's kind."""
+    change_tensors(directory, **{"mtp.fc.weight": torch.zeros(1)})
+    weights = MtpCheckpoint(Checkpoint(directory)).weights
+    change_tensors(
+        directory,
+        **{f"mtp.{name}": torch.randn(of.shape).bfloat16() / 4 for name, of in weights.items()},
     )
 
 

@@ -24,6 +24,7 @@ from helpers import (
     on_each_device,
     open_tokenizer,
     random_head,
+    random_mtp,
     random_model,
     read,
     run,
@@ -53,6 +54,7 @@ def draft_of(
         "fewer tokens": lambda: random_model(2, 6, 8, 1),
         "padded": lambda: random_model(2, 11, 8, 1),
         "head": lambda: random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16),
+        "mtp": lambda: random_mtp(5, random_model(1)),
         "tiny-draft": lambda: tiny(directory=DRAFT),
         "tiny-eagle": tiny_head,
     }
@@ -83,7 +85,13 @@ def exact(sampling: Sampling) -> Tensor:
 @on_each_device
 @pytest.mark.parametrize(
     "sampling, name",
-    [(PLAIN, "prompt-lookup"), (CUT, "fewer tokens"), (PLAIN, "padded"), (PLAIN, "head")],
+    [
+        (PLAIN, "prompt-lookup"),
+        (CUT, "fewer tokens"),
+        (PLAIN, "padded"),
+        (PLAIN, "head"),
+        (CUT, "mtp"),
+    ],
 )
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):
     """Two tokens a step; of four the first is prefill's, none of the others. The seed is fixed: it

@@ -53,6 +53,7 @@ from helpers import (
     torchrun,
     traced,
     write,
+    add_mtp,
 )
 from model import Config, Transformer, visible
 from quantized_golden import unfold
@@ -152,6 +153,9 @@ TOKENS_CASES = {
     "recurrent, draft split": dict(
         checkpoint="recurrent", draft="recurrent", policy="3", split_draft=True
     ),
+    "mtp": dict(checkpoint="recurrent_moe", draft="mtp", policy="3"),
+    "mtp split": dict(checkpoint="recurrent", draft="mtp", policy="3", split_draft=True),
+    "mtp, compiled": dict(checkpoint="recurrent", draft="mtp", policy="2", mode="fast"),
 }
 CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
     name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()
@@ -244,6 +248,8 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
+    for name in ("recurrent", "recurrent_moe"):
+        add_mtp(directory / name)
     fuse_experts(directory / "fused")
     # 36 rows of the head a rank: no multiple of 8.
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from cli.errors import run as run_rank
+from drafts import open_draft
+from hub import formats
+from hub.checkpoint import Checkpoint
 from hub.vet import find_device
 from helpers import (
     ENGINES,
@@ -82,6 +85,10 @@ def tokens(
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
         smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
+    elif draft == "mtp":
+        source = open_draft("mtp", (Checkpoint(Path(checkpoint)), None))
+        split = splitter(team) if split_draft else None
+        smaller = formats.load(source, device, model.embed.weight.dtype, split=split)
     elif draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
     rows, sampling = len(prompts()), Sampling(temperature)

@@ -1,8 +1,9 @@
-"""EAGLE-3 heads: their logits are those of others, and a drafted token depends on the text
-alone."""
+"""EAGLE-3 heads: their logits are those of others; and of all heads a drafted token depends on the
+text alone."""
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from helpers import (
     python,
     random_head,
     random_model,
+    random_mtp,
     read,
     refusal,
     rewrite,
@@ -112,11 +114,13 @@ def test_ids_are_places_unless_the_first_is_1():
 KNOWN = [1, 2, 3, 5, 7]
 
 
-def watched(policy: str, rows: int, room: int = 160) -> Speculator:
+def watched(kind: str, policy: str, rows: int, room: int = 160) -> Speculator:
     """A speculator whose drafts are compared with drafts(), of the features of the text so far,
-    read anew. The head is narrower than its target. checked: their lengths."""
+    read anew. An EAGLE head is narrower than its target. checked: their lengths."""
     model, whole = random_model(1), random_model(1)
-    head, new = (random_head(5, model, KNOWN) for _ in range(2))
+    make = partial(random_head, known=KNOWN) if kind == "eagle" else random_mtp
+    head, new = (make(5, target=model) for _ in range(2))
+    new.share(whole)
     made = speculator(model, room, head, policy, rows, Sampling(temperature=1.0))
     propose, made.checked = made.draft.propose, []
 
@@ -124,10 +128,11 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
         drafted, q, proposed = propose(text, last, k, n_slots)
         for b in (made.last < made.ends).nonzero().flatten().tolist():
             tokens = text[b, : last[b] + 1]
-            whole.setup(len(tokens), 1, head.options.places)
+            whole.setup(len(tokens), 1, head.target_places)
             read(whole, tokens[None])
             logits = drafts(new, whole.features[0, :-1], tokens[1:], drafted[b].tolist())
-            expected = torch.zeros(k, 8).index_copy(1, torch.tensor(KNOWN), logits.softmax(-1))
+            known = torch.tensor(KNOWN if kind == "eagle" else range(8))
+            expected = torch.zeros(k, 8).index_copy(1, known, logits.softmax(-1))
             assert torch.allclose(q[b, :k], expected, atol=1e-4), f"row {b} at {last[b]}"
             made.checked.append(k)
         return drafted, q, proposed
@@ -139,6 +144,7 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
 TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize(
     "policy, texts, samples",
     [
@@ -148,25 +154,26 @@ TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
         ("1", TEXTS[1:2], 2),
     ],
 )
-def test_a_draft_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
+def test_a_draft_goes_by_the_text_alone(kind, policy, texts, samples, monkeypatch):
     """Whatever was drafted and rejected before; of a ragged batch and of several samples. A long
     prompt is read in pieces, by the target 16 tokens at a time, by the head 32."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
     monkeypatch.setattr("drafts.heads.HeadDraft.READ_TOKENS", 32)
-    made = watched(policy, len(texts) * samples)
+    made = watched(kind, policy, len(texts) * samples)
     rows = run(made, texts, 40, samples=samples)
     assert (
         len(made.checked) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
     )
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[:2]])
-def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
+def test_so_it_does_after_pauses_and_in_a_chats_next_turn(kind, texts, monkeypatch):
     """Steps without drafts, of which the head hears later, 32 tokens at a time; then turns behind
     the text, whose end it has not heard of, and behind a part of it, which only a row alone can
     have."""
     monkeypatch.setattr("drafts.heads.HeadDraft.READ_TOKENS", 32)
-    made = watched("auto", len(texts), 400)
+    made = watched(kind, "auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2]]
     made.policy = Policy(0)
     made.policy.update = lambda *_: setattr(made.policy, "k", plan.pop(0) if plan else 0)
