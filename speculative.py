@@ -104,6 +104,7 @@ class Drafter:
     max_seq_len: int
     unread: int = 0
 
+    most = 32  # tokens that it can draft at once
     captures = True  # whether a CUDA graph can hold propose() and follow()
 
     def set_sampling(self, sampling: Sampling):
@@ -502,14 +503,18 @@ class Speculator:
         return results
 
     def lengths(self) -> list[int]:
-        """The values of k that a step is made for: those of the policy for which the draft's cache
-        has room, and 0, no draft, for texts that outgrow that cache."""
-        room = self.draft.max_seq_len
+        """The values of k that a step is made for: those of the policy that the draft can draft and
+        its cache has room for, and 0, no draft, for texts that outgrow that cache."""
+        room, most = self.draft.max_seq_len, self.draft.most
+        if type(self.policy) is Policy and self.policy.k > most:
+            raise ValueError(
+                f"draft_tokens={self.policy.k}: the draft proposes {most} tokens at most"
+            )
         wanted = {*self.policy.lengths(few=self.target.compiled and not self.captures)}
         if room < self.target.max_seq_len:
             wanted.add(0)
         # The shortest text has two tokens.
-        return sorted(k for k in wanted if 2 + k <= room) or [0]
+        return sorted(k for k in wanted if 2 + k <= room and k <= most) or [0]
 
     @torch.no_grad()
     def warm_up(self, prompts: int, alone: bool = True):

@@ -5,6 +5,7 @@ say how many.
     eagle.py      EAGLE-3 heads
     mtp.py        the layer that drafts in the checkpoint's own files
     heads.py      what these two share
+    dflash.py     DFlash, which proposes a block at once
     policies.py   how many tokens to draft
 
 A draft of your own is a subclass of speculative.Drafter in a file here, and its name in NAMED. One
@@ -37,13 +38,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
+from drafts.dflash import DFlash, DFlashCheckpoint, make_dflash
 from drafts.eagle import HeadCheckpoint
 from drafts.heads import DraftHead, HeadDraft
 from drafts.mtp import MtpCheckpoint
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
-from hub.families import is_head
+from hub.families import is_dflash, is_head
 from hub.tokenizer import Tokenizer
 from model import Transformer
 from speculative import Drafter, DraftModel, PromptLookup
@@ -54,8 +56,8 @@ NAMED = {
 
 
 def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:
-    """A smaller model's checkpoint, an EAGLE head's or, of the target's own, what drafts; None where
-    the draft has no weights. ValueError if it is not for the target."""
+    """A smaller model's checkpoint, an EAGLE head's, a DFlash draft's or, of the target's own, what
+    drafts; None where the draft has no weights. ValueError if it is not for the target."""
     if name is None or name in NAMED:
         return None
     if name == "mtp":
@@ -65,7 +67,10 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
         if not Path(name).exists():
             raise ValueError(f"draft={name}: no such directory; did you mean {meant[0]}?")
     directory = vet.find_checkpoint(name)
-    if is_head(vet.read_json(directory / "config.json")):
+    hf = vet.read_json(directory / "config.json")
+    if is_dflash(hf):
+        return DFlashCheckpoint(directory, target[0])
+    if is_head(hf):
         return HeadCheckpoint(directory, target[0])
     draft, tokenizer = vet.open_checkpoint(directory)
     vet.check_draft(name, tokenizer, target[1])
@@ -88,6 +93,8 @@ def make_draft(
     spare = slots - target.limit
     if model is None:
         return NAMED[name](vocab_size, slots)
+    if isinstance(model, DFlash):
+        return make_dflash(model, target, spare)
     if isinstance(model, DraftHead):
         model.share(target.model)
         # It reads its own last hidden state: see HeadDraft.

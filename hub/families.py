@@ -323,6 +323,11 @@ def check_supported(settings: dict, supported: dict) -> None:
             )
 
 
+def is_dflash(hf: dict) -> bool:
+    """Whether config.json is a DFlash draft's, and not a whole model's."""
+    return "dflash" in str(hf.get("architectures", "")).lower() or "dflash_config" in hf
+
+
 def is_head(hf: dict) -> bool:
     """Whether config.json is an EAGLE head's, and not a whole model's."""
     named = "eagle" in str(hf.get("architectures", "")).lower()

@@ -28,6 +28,7 @@ from hub import formats
 from hub import vet
 from hub.checkpoint import Checkpoint, hf_weights, load_model
 from drafts import make_draft, open_draft
+from drafts.dflash import BlockConfig, DFlash, DFlashCheckpoint
 from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
 from drafts.mtp import MtpCheckpoint, MtpHead
@@ -274,6 +275,8 @@ def speculator(
 ) -> Speculator:
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
     places = draft.target_places if isinstance(draft, DraftHead) else ()
+    if isinstance(draft, DFlash):
+        places = draft.block.places
     engine = partial(ENGINES[mode], batch_size=rows, sampling=sampling, cache=cache)
     target = engine(model, length, features=places, spare=SLACK)
     return Speculator(target, make_draft(target, draft, engine), make_policy(policy), agree)
@@ -309,6 +312,22 @@ def random_mtp(seed: int, target: Transformer) -> MtpHead:
         p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
         p.data += p.dim() == 1
     return head.requires_grad_(False)
+
+
+def random_dflash(seed: int, target: Transformer) -> DFlash:
+    """A block of 8 tokens for a target, in two layers, of which the second has a window."""
+    config, random = target.config, torch.Generator().manual_seed(seed)
+    whole = LayerConfig(rope=Rope(tuple(10000.0 ** (-i / 4) for i in range(4))))
+    config = Config(
+        config.dim, (whole, replace(whole, window=9)), 2, 1, 8, 24, config.vocab_size, 999
+    )
+    draft = DFlash(
+        replace(config, qk_norm="head"), BlockConfig((1, target.config.n_layer), config.dim, 8, 6)
+    )
+    for p in draft.parameters():
+        p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
+        p.data += p.dim() == 1
+    return draft.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -646,6 +665,28 @@ def change_tensors(directory: Path, **tensors: Tensor | None) -> None:
     save_file(
         {name: t.contiguous() for name, t in held.items() if t is not None},
         directory / "model.safetensors",
+    )
+
+
+def make_dflash(directory: Path, target: Path) -> None:
+    """A draft of two layers with random tensors."""
+    config = Checkpoint(target).config
+    hf = SHAPE | dict(
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        hidden_size=config.dim,
+        vocab_size=config.vocab_size,
+        dflash_config=dict(mask_token_id=7, target_layer_ids=[0, config.n_layer - 1]),
+    )
+    directory.mkdir()
+    put(directory / "config.json", hf)
+    save_file(
+        {"fc.weight": torch.zeros(config.dim, 2 * config.dim)}, directory / "model.safetensors"
+    )
+    weights = DFlashCheckpoint(directory, Checkpoint(target)).weights
+    change_tensors(
+        directory,
+        **{name: torch.randn(of.shape).bfloat16() / 4 for name, of in weights.items()},
     )
 
 

@@ -25,6 +25,7 @@ from helpers import (
     open_tokenizer,
     random_head,
     random_mtp,
+    random_dflash,
     random_model,
     read,
     run,
@@ -55,6 +56,7 @@ def draft_of(
         "padded": lambda: random_model(2, 11, 8, 1),
         "head": lambda: random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16),
         "mtp": lambda: random_mtp(5, random_model(1)),
+        "dflash": lambda: random_dflash(5, random_model(1)),
         "tiny-draft": lambda: tiny(directory=DRAFT),
         "tiny-eagle": tiny_head,
     }
@@ -91,6 +93,7 @@ def exact(sampling: Sampling) -> Tensor:
         (PLAIN, "padded"),
         (PLAIN, "head"),
         (CUT, "mtp"),
+        (PLAIN, "dflash"),
     ],
 )
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):

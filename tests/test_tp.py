@@ -54,6 +54,7 @@ from helpers import (
     traced,
     write,
     add_mtp,
+    make_dflash,
 )
 from model import Config, Transformer, visible
 from quantized_golden import unfold
@@ -155,6 +156,9 @@ TOKENS_CASES = {
     ),
     "mtp": dict(checkpoint="recurrent_moe", draft="mtp", policy="3"),
     "mtp split": dict(checkpoint="recurrent", draft="mtp", policy="3", split_draft=True),
+    "dflash": dict(checkpoint="recurrent", draft="dflash", policy="3"),
+    "dflash split": dict(checkpoint="recurrent", draft="dflash", policy="3", split_draft=True),
+    "dflash, compiled": dict(checkpoint="recurrent", draft="dflash", policy="3", mode="fast"),
     "mtp, compiled": dict(checkpoint="recurrent", draft="mtp", policy="2", mode="fast"),
 }
 CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
@@ -235,7 +239,7 @@ def placed(cases: dict, directory: Path) -> dict[str, tuple[str, dict]]:
             | {
                 key: str(directory / args[key])
                 for key in args
-                if key == "checkpoint" or key == "draft" and args[key] in MADE
+                if key == "checkpoint" or key == "draft" and args[key] in (*MADE, "dflash")
             },
         )
         for name, (function, args) in cases.items()
@@ -250,6 +254,7 @@ def pair(directory: Path) -> Callable:
         make(directory / name, kind, **changes)
     for name in ("recurrent", "recurrent_moe"):
         add_mtp(directory / name)
+    make_dflash(directory / "dflash", directory / "recurrent")
     fuse_experts(directory / "fused")
     # 36 rows of the head a rank: no multiple of 8.
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))

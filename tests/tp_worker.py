@@ -85,8 +85,8 @@ def tokens(
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
         smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
-    elif draft == "mtp":
-        source = open_draft("mtp", (Checkpoint(Path(checkpoint)), None))
+    elif draft and (draft == "mtp" or "dflash" in draft):
+        source = open_draft(draft, (Checkpoint(Path(checkpoint)), None))
         split = splitter(team) if split_draft else None
         smaller = formats.load(source, device, model.embed.weight.dtype, split=split)
     elif draft and draft != "prompt-lookup":

@@ -1,0 +1,272 @@
+"""
+DFlash (arXiv 2602.06036): a draft of a few layers that proposes a whole block of tokens in one
+forward.
+
+A block is the text's last token and, in the place of the tokens to come, masks: a token of its own
+that the target embeds. Behind the draft's final norm the target's output head gives the logits of
+all masks at once, each by itself. In a layer the block's queries see
+
+    the context       keys and values of the text's earlier tokens, made of the target's features:
+                      hidden states behind a few of its layers, side by side, through fc and a norm
+    the block itself  keys and values of its own states; masks see what stands behind them, too
+
+So the KV cache holds nothing of the draft's own but the block, which stands behind the text, in the
+slots of the tokens that it proposes. What the target kept of these is written over it.
+
+Contents: the draft, its files, the Drafter. Shapes: as in model.py and speculative.py; n features.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from generate import Engine
+from hub.checkpoint import Checkpoint, Weight, hf_weights, open_shard, reading
+from hub.families import numbers_of, text_settings, value_of, values_of
+from model import Config, RMSNorm, Transformer
+from speculative import DraftModel, choose_draft
+
+MOST = 32  # tokens of a block
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What a DFlash draft has beyond its decoder's Config."""
+
+    places: tuple[int, ...]  # whose hidden states make a feature: see Transformer.setup()
+    target_dim: int
+    size: int  # tokens of a block
+    mask: int  # the token that stands for those to come
+    causal: bool | None = None  # None: layers with a window are
+    cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: off
+
+
+class DFlash(Transformer):
+    def __init__(self, config: Config, block: BlockConfig):
+        super().__init__(config)
+        self.block = block
+        self.fc = nn.Linear(len(block.places) * block.target_dim, config.dim, bias=False)
+        self.context_norm = RMSNorm(config.dim, config)
+
+    def share(self, target: Transformer):
+        self.embed, self.head = target.embed, target.head
+
+    def read(self, features, positions):
+        """Features [B, T, n target_dim] of the text's tokens at positions [B, T], which become
+        context."""
+        context = self.context_norm(self.fc(features))
+        rows = self.rows[: len(features)]
+        turns = {table.rope: table(positions) for table in self.ropes}
+        for layer in self.layers:
+            attn = layer.attn
+            _, k, v = attn.rotate(attn.wqkv(context), positions, *turns[layer.config.rope])
+            attn.cache.write(k, v, rows, positions)
+
+    def forward(self, tokens, positions, slots):
+        """A block: tokens [B, T], of which all but the first are masks, at positions [B, T] ->
+        logits [B, T - 1, V] of the masks."""
+        rows = self.rows[: len(tokens)]
+        turns = {table.rope: table(positions) for table in self.ropes}
+        x = self.embedded(tokens)
+        for layer in self.layers:
+            mask = self.visible(slots, positions, layer.config.window)
+            x = layer(x, positions, *turns[layer.config.rope], mask, rows)
+        logits = self.head(self.norm(x[:, 1:]) * self.config.logits_scale)
+        if cap := self.block.cap:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def visible(self, slots, positions, window: int | None):
+        """Which slots [L] the tokens of a block attend to: a mask [B, 1, T, L]."""
+        causal = self.block.causal
+        if causal is None:
+            causal = window is not None
+        at, last = positions[:, None, :, None], positions[:, None, -1:, None]
+        mask = slots <= (at if causal else last)
+        if window:
+            mask = mask & (slots > at - window) & (slots < at + window)
+        return mask
+
+
+# Its files
+
+
+def default_layers(n_target: int, n_layer: int) -> list[int]:
+    """target_layer_ids where the file names none, as its authors and SGLang have it: from layer 1 to
+    the third before the last, evenly."""
+    if n_layer == 1:
+        return [n_target // 2]
+    return [round(1 + i * (n_target - 4) / (n_layer - 1)) for i in range(n_layer)]
+
+
+class DFlashCheckpoint(Checkpoint):
+    """A draft's directory. target: its target's Checkpoint. ValueError for a draft of another
+    target, and for DFlash 2, whose layers have more."""
+
+    bare = ()
+
+    @staticmethod
+    def settings(hf: dict) -> dict:
+        kind = str(hf.get("architectures", ""))
+        if "DFlashDraftModel" not in kind:
+            raise ValueError(
+                f"architectures={kind}: want DFlashDraftModel; its successors are not read"
+            )
+        # layer_types say what Qwen3's use_sliding_window says.
+        return text_settings(hf | dict(tie_word_embeddings=False, use_sliding_window=False))
+
+    def __init__(self, directory: Path, target: Checkpoint):
+        super().__init__(directory)
+        hf, whole = self.hf, target.config
+        with reading(directory / "config.json"):
+            own = hf | value_of(hf, "dflash_config", dict, {})
+            n, kinds = self.config.n_layer, ("full_attention", "sliding_attention")
+            types = values_of(hf, "layer_types", kinds, n, [kinds[0]] * n)
+            window = None
+            if kinds[1] in types:
+                window = value_of(hf, "sliding_window", int, most=10**9)
+            layers = (
+                replace(layer, window=window if of == kinds[1] else None)
+                for layer, of in zip(self.config.layers, types)
+            )
+            ids = numbers_of(own, "target_layer_ids")
+            if ids is None:
+                ids = default_layers(whole.n_layer, self.config.n_layer)
+            self.places = tuple(i + 1 for i in ids)  # of the layers' outputs
+            if not ids or len(set(ids).intersection(range(whole.n_layer))) < len(ids):
+                raise ValueError(
+                    f"target_layer_ids={ids}: want distinct ones from 0 to {whole.n_layer - 1}, as "
+                    f"the checkpoint has {whole.n_layer} layers"
+                )
+            size = value_of(own, "block_size", int, 16)
+            if not 2 <= size <= MOST:
+                raise ValueError(f"block_size={size}: want 2 to {MOST}")
+            mask = value_of(own, "mask_token_id", int, most=2**24, or_zero=True)
+            if mask >= whole.vocab_size:
+                raise ValueError(
+                    f"mask_token_id={mask}: the checkpoint has {whole.vocab_size} tokens, and the "
+                    "draft is of another model"
+                )
+            scale = value_of(own, "input_embedding_scale", float, 1.0)
+            self.block = BlockConfig(
+                self.places,
+                whole.dim,
+                size,
+                mask,
+                value_of(own, "is_causal", bool, None),
+                value_of(own, "final_logit_softcapping", float, 0.0, or_zero=True),
+            )
+            self.config = replace(
+                self.config,
+                layers=tuple(layers),
+                vocab_size=whole.vocab_size,
+                embedding_scale=scale,
+                logits_scale=value_of(own, "output_multiplier", float, 1.0),
+            )
+        self.check_sizes(whole)
+
+    def check_sizes(self, target: Config) -> None:
+        files, want = self.files(), [self.config.dim, len(self.places) * target.dim]
+        if "fc.weight" not in files:
+            raise ValueError(f"{self.directory}: fc.weight is missing: want a DFlash draft")
+        path, name = files["fc.weight"]
+        with reading(path):
+            found = open_shard(path).get_slice(name).get_shape()
+        if found != want or self.config.dim != target.dim:
+            raise ValueError(
+                f"{self.directory}: fc.weight is {found}, want {want} for {len(self.places)} layers "
+                f"and the checkpoint's {target.dim} dimensions: the draft is of another model"
+            )
+
+    def counted(self) -> Config:
+        """Embedding and head are the target's, and count there."""
+        return replace(self.config, vocab_size=0, tied=True)
+
+    def make_model(self, config: Config) -> DFlash:
+        return DFlash(config, self.block)
+
+    def weights_of(self, config: Config) -> dict[str, Weight]:
+        D = config.dim
+        table = {
+            name.removeprefix("model."): weight
+            for name, weight in hf_weights(config).items()
+            if weight.ours not in ("embed.weight", "head.weight")
+        }
+        return table | {
+            "fc.weight": Weight("fc.weight", 0, (D, len(self.places) * self.block.target_dim)),
+            "hidden_norm.weight": Weight("context_norm.weight", 0, (D,), norm=True),
+        }
+
+
+# The Drafter
+
+
+class DFlashDraft(DraftModel):
+    """Between steps the cache holds slots 0 to last - 1 - unread: follow() reads the features of all
+    tokens that were kept. The block's slots begin with that of the last token, whose feature the
+    target makes when it verifies.
+
+    Each drafted token is drawn from its mask's own distribution, which is q.
+
+    engine: the draft's generate.Engine, eager; target: the target's, which keeps the features."""
+
+    READ_TOKENS = 4096
+
+    def __init__(self, engine: Engine, target: Engine):
+        self.draft = engine.model
+        super().__init__(engine, target.model.config.vocab_size, engine.max_seq_len)
+        self.target = target
+        self.most = self.draft.block.size - 1
+
+    captures = True
+
+    def slots(self, n_slots: int) -> Tensor:
+        """A CUDA graph serves texts of any length, so that it reads all slots."""
+        return self.draft.slots if self.target.captures else self.engine.slots(n_slots)
+
+    def read_prompts(self, text, slots):
+        """Once for all samples of a prompt. What lies behind a shorter prompt is overwritten before
+        it is seen."""
+        P, samples, width = len(self.prompts), self.samples, max(map(len, self.prompts))
+        at = torch.arange(width, device=text.device).expand(P, -1)
+        for chunk in at.split(max(32, self.READ_TOKENS // P), dim=1):
+            self.read_features(chunk, samples)
+        if samples > 1:
+            self.draft.arrange_rows([row for row in range(P) for _ in range(samples)], width)
+
+    def read(self, text, last, at, slots):
+        self.read_features(at)
+
+    def read_features(self, at, samples: int = 1):
+        """Of slots at [B, any]; row b is the text's row b * samples."""
+        draft = self.draft
+        features = self.target.model.features[::samples]
+        draft.read(features[draft.rows[: len(at)], at], at)
+
+    def propose(self, text, last, k, n_slots):
+        # Where k tokens do not fit behind last, none counts. The clamp keeps that row in the cache.
+        first = last.clamp(max=self.engine.max_seq_len - k - 1)[:, None]
+        at = first + torch.arange(k + 1, device=last.device)
+        tokens = F.pad(text.gather(1, last[:, None]), (0, k), value=self.draft.block.mask)
+        logits = self.draft(tokens, at, self.slots(n_slots))  # [B, k, V]
+        drafted, q = self.choose(logits.flatten(0, 1)[:, None])
+        q = F.pad(q.unflatten(0, (-1, k)), (0, 0, 0, 1))
+        proposed = torch.where(last + k < self.max_seq_len, k, 0)
+        return drafted.unflatten(0, (-1, k)), q, proposed
+
+    def choose(self, logits):
+        """With the target's sampler, which may be a kernel."""
+        target = self.target
+        return target.twin(choose_draft)(logits, self.vocab_size, target.sampling)
+
+    def follow(self, text, at, accepted, n_slots):
+        self.read_features(at)
+
+
+def make_dflash(model: DFlash, target: Engine, spare: int) -> DFlashDraft:
+    model.share(target.model)
+    return DFlashDraft(Engine(model, target.limit, target.batch_size, spare=spare), target)
