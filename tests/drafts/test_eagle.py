@@ -77,7 +77,9 @@ def drafts(head: Head, features: Tensor, tokens: Tensor, drafted: list[int]) -> 
     logits = [read(head, tokens[None], inputs=inputs)[0, -1]]
     for at, token in enumerate(drafted[:-1], start=n):
         state = head.features[:, at - 1 : at]
-        state = head.norm(state) if head.norm_output else state
+        # The layer of mtp always.
+        normed = not isinstance(head, Head) or head.options.norm_output
+        state = head.norm(state) if normed else state
         token = torch.tensor([[token]])
         inputs = head.inputs(token, state)
         logits.append(head(token, torch.tensor([[at]]), inputs=inputs)[0, 0])
