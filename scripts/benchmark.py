@@ -58,6 +58,7 @@ from hub.vet import (
 )
 from llm import Options, find_engine, import_fast
 from model import Config, DeltaCache, KVCache, MoE, Transformer
+from scripts.benchmark_drafts import KINDS, simulate
 from scripts.benchmark_speculation import speculate
 from scripts.measuring import Setup, all_reduce_us, matrix_rate
 from scripts.others_on_cpu import CONVERTER, llama_cpp_run
@@ -91,9 +92,16 @@ def parse_args() -> Namespace:
     switch("--speculate", "give the shape the bundled model's function, and the bundled draft")
     add(
         "--draft",
-        "with --speculate: the small model, or the EAGLE head at the cost of the shape's "
-        "(default: tiny-draft)",
-        choices=("tiny-draft", "eagle"),
+        "with --speculate: the small model, or the EAGLE head at the cost of the shape's; mtp and "
+        "dflash: random ones of the shape's size, whose acceptance is simulated (default: "
+        "tiny-draft)",
+        choices=("tiny-draft", "eagle", *KINDS),
+    )
+    add(
+        "--tokens-per-step",
+        "with --draft mtp or dflash: what acceptance is simulated for; a line for each (default: "
+        "2,3,4)",
+        metavar="LIST",
     )
     add(
         "--draft-tokens",
@@ -131,6 +139,13 @@ def parse_args() -> Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} goes with --speculate")
     if args.cold_start and args.speculate:
         parser.error("--cold-start does not go with --speculate")
+    if args.tokens_per_step and args.draft not in KINDS:
+        parser.error(f"--tokens-per-step {args.tokens_per_step} goes with --draft mtp or dflash")
+    try:
+        steps = [float(tokens) for tokens in (args.tokens_per_step or "2,3,4").split(",")]
+    except ValueError:
+        parser.error(f"--tokens-per-step {args.tokens_per_step}: want numbers, with commas")
+    args.tokens_per_step = steps
     args.draft_tokens = args.draft_tokens or "auto"
     for tokens in args.draft_tokens.split(","):
         Options(draft="prompt-lookup", draft_tokens=tokens)  # ValueError if it is none
@@ -429,12 +444,16 @@ def measurements(what: str, setup: Setup) -> Iterator[dict]:
     if args.speculate:
         lists = len(args.draft_tokens.split(","))
         count = 1 + args.runs * (1 + lists if setup.cuda else 2 * lists)
+    if args.draft in KINDS:
+        count = 1 + args.runs * (1 + len(args.tokens_per_step))
     advice = (
         f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
         "--batch, --context or --prompt-length helps"
     )
     with tqdm(total=count, desc=what, unit="run", disable=None) as bar, memory_advice(advice):
-        if args.speculate:
+        if args.draft in KINDS:
+            yield from simulate(what, setup, bar)
+        elif args.speculate:
             yield from speculate(what, setup, bar)
         else:
             yield measure(what, setup, bar)

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from drafts import make_draft, open_draft
+from drafts.dflash import DFlashDraft
 from drafts.eagle import Head, HeadCheckpoint, head_weights
 from drafts.heads import HeadDraft
 from drafts.policies import make_policy
@@ -240,8 +241,12 @@ def until_the_end(
 def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float, float]:
     """Milliseconds of the target's forward that verifies k drafted tokens, of the draft's k
     forwards, and of the last of these, which reads a token a row. The first of a head reads what
-    was kept, and makes states of its features."""
+    was kept, and makes states of its features. DFlash has one forward, and another that makes
+    context of what was kept."""
     draft, target = speculator.draft, speculator.target
+    if isinstance(draft, DFlashDraft):
+        block, context = dflash_ms(draft, k, rows)
+        return forward_ms(target, rows, k + 1), block + context, block
     is_head = isinstance(draft, HeadDraft)
     first, other = (forward_ms(draft.engine, rows, T, draft) for T in (k + 1 if is_head else 2, 1))
     if is_head:
@@ -265,6 +270,16 @@ def forward_ms(engine: Engine, rows: int, T: int, draft: DraftModel | None = Non
 
     with torch.no_grad():
         return 1e3 * graph_seconds(forward)
+
+
+@torch.no_grad()
+def dflash_ms(draft: DFlashDraft, k: int, rows: int) -> tuple[float, float]:
+    """Of a block with k masks, and of making context of k + 1 tokens."""
+    device = draft.engine.device
+    tokens = torch.randint(draft.vocab_size, (rows, k + 1), device=device)
+    at = 100 + torch.arange(k + 1, device=device).repeat(rows, 1)
+    block = graph_seconds(lambda: draft.draft(tokens, at, draft.slots(200)))
+    return 1e3 * block, 1e3 * graph_seconds(lambda: draft.read_features(at))
 
 
 def read_bytes(draft: DraftModel) -> int:

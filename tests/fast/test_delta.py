@@ -6,16 +6,21 @@ import copy
 import pytest
 import torch
 
+from drafts import open_draft
 from fast.decoder import install_kernels, plain_halves
 from helpers import (
     ENGINES,
     SHAPE,
+    add_mtp,
     load_checkpoint,
     make,
+    make_dflash,
     run,
     same_but_for_ties,
     speculator,
 )
+from hub import formats
+from hub.checkpoint import Checkpoint
 from model import Config, DeltaCache, DeltaConfig, DeltaNet, LayerConfig
 from generate import Sampling
 
@@ -152,6 +157,29 @@ def test_captured_engines_and_drafts_give_the_eager_texts(tmp_path, kind):
         same_but_for_ties(exact, prompts, rows, found, 0.05)
         # The draft is the target: but for ties it keeps all.
         assert with_draft.counts["accepted"] > 0.8 * with_draft.counts["drafted"]
+
+
+@pytest.mark.parametrize("name", ["mtp", "dflash"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_with_what_drafts_for_these_models(tmp_path, kind, name):
+    """Random ones, whose drafts are hardly ever kept; tests/drafts has more, on a CPU."""
+    family, sizes = KINDS[kind]
+    make(tmp_path / "in", family, **sizes)
+    add_mtp(tmp_path / "in")
+    make_dflash(tmp_path / "dflash", tmp_path / "in")
+    exact = load_checkpoint(tmp_path / "in", torch.device("cpu"), torch.float32)
+    load = lambda: load_checkpoint(tmp_path / "in", torch.device("cuda"), torch.bfloat16)  # noqa: E731
+    prompts = [torch.randint(1000, (n,)).tolist() for n in (70, 1, 33)]
+    rows = run(ENGINES["fast"](load(), 200, 3, GREEDY), prompts, 60)
+    source = "mtp" if name == "mtp" else str(tmp_path / "dflash")
+    opened = open_draft(source, (Checkpoint(tmp_path / "in"), None))
+    draft = formats.load(opened, torch.device("cuda"), torch.bfloat16)
+    made = speculator(load(), 200, draft, "3", 3, GREEDY, "fast")
+    assert made.captures
+    same_but_for_ties(exact, prompts, rows, run(made, prompts, 60), 0.05)
+    assert made.counts["drafted"] > 100
+    made.set_sampling(Sampling(1.0, top_p=0.9))
+    assert all(len(row) == 60 for row in run(made, prompts, 60))
 
 
 @pytest.mark.parametrize("T, G, L", [(1, 6, 40), (4, 2, 300), (9, 3, 129)])

@@ -229,6 +229,44 @@ def test_what_a_gpu_times_of_speculation_are_whole_forwards(benchmark, monkeypat
     assert (verify, drafts, one) == (1, 4 if draft == "tiny-draft" else 5, 1)
 
 
+@pytest.mark.parametrize("quantize", ["", "--quantize int8"])
+@pytest.mark.parametrize("kind, tokens", [("mtp", 3), ("dflash", 7)])
+def test_drafts_whose_acceptance_is_simulated(benchmark, monkeypatch, kind, tokens, quantize):
+    """As many tokens a step as are asked for, but for the draw; of a recurrent target."""
+    config = load_checkpoint(ROOT / "tests" / "mtp" / "qwen3.5").config
+    config = replace(config, dim=64, ffn_dim=96, vocab_size=64, context=999)
+    monkeypatch.setitem(SHAPES, "llama-2-7b", config)
+    options = f"--speculate --draft {kind} --draft-tokens {tokens} {quantize} --runs 1"
+    more = "--new-tokens 200 --batch 3 --tokens-per-step 1,2.5"
+    lines = benchmark(f"{options} {more}", "llama-2-7b")
+    assert [line["simulated_tokens_per_step"] for line in lines] == [1, 2.5]
+    assert lines[0]["tokens_per_step"] == 1
+    assert lines[1]["tokens_per_step"] == pytest.approx(2.5, rel=0.15)
+    for line in lines:
+        assert line["speed_up"] == pytest.approx(line["plain_ms_per_token"] / line["ms_per_token"])
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("llama-3.2-1b --draft mtp --draft-tokens auto,2", "--draft-tokens auto,2"),
+        ("llama-3.2-1b --draft mtp --tokens-per-step 5", "--tokens-per-step 5: want 1 to 4"),
+        ("llama-3.2-1b --draft mtp --tokens-per-step x", "--tokens-per-step x: want numbers"),
+        ("llama-3.2-1b --draft eagle --tokens-per-step 2", "goes with --draft mtp or dflash"),
+        ("mixtral-8x7b --draft dflash", "--draft dflash: want a dense shape"),
+        ("checkpoints/tiny --draft dflash", "is no shape"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(call, monkeypatch, options, said):
+    small = SHAPES["mixtral-8x7b"]
+    small = replace(small, layers=small.layers[:1], dim=64, vocab_size=64, ffn_dim=64)
+    moe = replace(small.layers[0].moe, ffn_dim=32)
+    small = replace(small, layers=(replace(small.layers[0], moe=moe),))
+    monkeypatch.setitem(SHAPES, "mixtral-8x7b", small)
+    arguments = options.split() + ["--speculate", "--device", "cpu"]
+    assert said in one_line(call("benchmark.py", main, *arguments))
+
+
 def test_ranks_draw_and_speculate_as_one_does(benchmark):
     options = "--speculate --draft eagle --batch 2 --runs 1 --new-tokens 20 --draft-tokens 3,2"
     done = python(

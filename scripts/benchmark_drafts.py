@@ -1,0 +1,166 @@
+"""
+benchmark.py --speculate --draft mtp, or dflash: what a draft of this kind and size gains where a step
+makes so many tokens.
+
+Shapes have random weights, and no draft knows what they would say: acceptance is simulated, which
+the line says. All else runs as it does with a real draft: its forwards, the verification, sampling
+and acceptance. Each drafted token is kept with the same probability, that of --tokens-per-step.
+"""
+
+import gc
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from drafts import make_draft
+from drafts.dflash import BlockConfig, DFlash, default_layers
+from drafts.mtp import MtpHead
+from generate import Engine
+from model import Config, Transformer
+from quantize import round_model
+from scripts.benchmark_speculation import bound, middle, until_the_end
+from scripts.measuring import Setup
+from scripts.shapes import MXFP4_SHAPES, SHAPES, fill, random_model
+from speculative import SLACK, Policy, Speculator, accept
+
+KINDS = {"mtp": "3", "dflash": "15"}  # and what is drafted where nothing is said
+DFLASH_LAYERS, BLOCK_SIZE = 5, 16  # as Qwen3-4B's and 8B's drafts have them
+
+
+def random_draft(kind: str, target: Transformer, setup: Setup) -> Transformer:
+    """Rounded as the target is; it takes embedding and head from there."""
+    config = target.config
+    layer = next(layer for layer in reversed(config.layers) if not layer.delta)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(setup.dtype)
+    try:
+        with torch.device("meta"):
+            if kind == "mtp":
+                one = replace(config, layers=(layer,), tied=False)
+                draft = MtpHead(replace(one, vocab_size=1), config.n_layer)
+                draft.head_size = config.vocab_size
+            else:
+                draft = DFlash(*dflash_sizes(config))
+    finally:
+        torch.set_default_dtype(before)
+    draft = fill(draft, setup.device)
+    if setup.args.quantize:
+        round_model(draft, setup.args.quantize, setup.group(config))
+    return draft
+
+
+def dflash_sizes(config: Config) -> tuple[Config, BlockConfig]:
+    """Of a draft whose layers are as large as a dense target's."""
+    if any(layer.moe for layer in config.layers):
+        raise ValueError(
+            "--draft dflash: want a dense shape: drafts of mixtures have sizes of their own"
+        )
+    layer = next(layer for layer in config.layers if not layer.delta)
+    layers = (replace(layer, window=None),) * DFLASH_LAYERS
+    own = dict(qk_norm="head", attention_gate=False, norm_fp32=False, norm_offset=0.0, tied=False)
+    own |= dict(qkv_bias=False, embedding_scale=1.0, vocab_size=1)
+    ids = default_layers(config.n_layer, DFLASH_LAYERS)
+    block = BlockConfig(tuple(i + 1 for i in ids), config.dim, BLOCK_SIZE, mask=0)
+    return replace(config, layers=layers, **own), block
+
+
+def rate_of(tokens: float, k: int) -> float:
+    """How probable each of k drafted tokens must be kept, where those before it are, so that a step
+    makes so many tokens in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        made = sum(middle**i for i in range(k + 1))
+        low, high = (middle, high) if made < tokens else (low, middle)
+    return low
+
+
+class Simulated:
+    """Engine.sample() of a target whose acceptance is drawn. rate: a tensor, which a CUDA graph
+    reads anew."""
+
+    def __init__(self, engine: Engine):
+        self.sample, self.rate = engine.sample, torch.zeros((), device=engine.device)
+
+    def __call__(self, function: Callable, logits: Tensor, at: Tensor, *given):
+        found = self.sample(function, logits, at, *given)
+        if function is not accept:
+            return found
+        tokens, logprobs, _ = found
+        drafted, _, proposed = given
+        drawn = torch.rand(len(drafted), drafted.shape[1] - 1, device=drafted.device)
+        kept = (drawn < self.rate).long().cumprod(1).sum(1)
+        return tokens, logprobs, torch.minimum(kept, proposed)
+
+
+def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
+    """A JSON line for each of --tokens-per-step."""
+    args, cuda = setup.args, setup.cuda
+    if what not in SHAPES:
+        raise ValueError(f"--draft {args.draft}: {what} is no shape: acceptance is simulated")
+    if setup.team.ranks > 1:
+        raise ValueError(f"--draft {args.draft}: want --ranks 1")
+    tokens = KINDS[args.draft] if args.draft_tokens == "auto" else args.draft_tokens
+    if not tokens.isdecimal():
+        raise ValueError(f"--draft-tokens {tokens}: want a number with --draft {args.draft}")
+    k = int(tokens)
+    for wanted in args.tokens_per_step:
+        if not 1 <= wanted <= k + 1:
+            raise ValueError(
+                f"--tokens-per-step {wanted:g}: want 1 to {k + 1} with --draft-tokens {k}"
+            )
+    gc.collect()
+    torch._dynamo.reset()
+    where = setup.device, setup.dtype
+    model = random_model(SHAPES[what], *where, None, what in MXFP4_SHAPES)
+    model = setup.finish(model, None)
+    draft = random_draft(args.draft, model, setup)
+    length = args.prompt_length + args.new_tokens
+    places = draft.target_places if args.draft == "mtp" else draft.block.places
+    target = setup.engine(model, length, features=places, spare=SLACK)
+    target.sample = simulated = Simulated(target)
+    made = make_draft(target, draft, setup.engine)
+    speculator = Speculator(target, made, Policy(k))
+    if target.compiled:
+        target.warm_up(args.batch)
+        speculator.warm_up(args.batch)
+    seeds = itertools.count(args.seed)
+
+    def one_run(runner: Engine | Speculator) -> float:
+        torch.manual_seed(next(seeds))
+        prompts = torch.randint(model.config.vocab_size, (args.batch, args.prompt_length)).tolist()
+        times = until_the_end(runner, prompts, args.new_tokens, set())
+        bar.update()
+        return statistics.mean(times)
+
+    one_run(target)  # warms up
+    plain = statistics.median(one_run(target) for _ in range(args.runs))
+    for wanted in args.tokens_per_step:
+        simulated.rate.fill_(rate_of(wanted, k))
+        runs = []
+        for _ in range(args.runs):
+            speculator.counts = Counter(dict.fromkeys(speculator.counts, 0))
+            run = dict(mean=one_run(speculator)) | speculator.counts
+            run["tokens"] = 1 + run["accepted"] / run["row_steps"]
+            run["speed_up"] = plain / run["mean"]
+            runs.append(run)
+        run = middle(runs)
+        result = setup.describe(what) | dict(
+            draft=args.draft,
+            draft_tokens=tokens,
+            simulated_tokens_per_step=wanted,
+            tokens_per_step=run["tokens"],
+            plain_ms_per_token=plain,
+            ms_per_token=run["mean"],
+            tokens_per_s=1e3 * args.batch / run["mean"],
+            speed_up=run["speed_up"],
+        )
+        if cuda:
+            result |= bound(speculator, k, args.batch, result, runs)
+        yield result
