@@ -190,16 +190,21 @@ class DFlashCheckpoint(Checkpoint):
         return DFlash(config, self.block)
 
     def weights_of(self, config: Config) -> dict[str, Weight]:
-        D = config.dim
-        table = {
-            name.removeprefix("model."): weight
-            for name, weight in hf_weights(config).items()
-            if weight.ours not in ("embed.weight", "head.weight")
-        }
-        return table | {
-            "fc.weight": Weight("fc.weight", 0, (D, len(self.places) * self.block.target_dim)),
-            "hidden_norm.weight": Weight("context_norm.weight", 0, (D,), norm=True),
-        }
+        return dflash_weights(config, self.block)
+
+
+def dflash_weights(config: Config, block: BlockConfig) -> dict[str, Weight]:
+    """As checkpoint.hf_weights()."""
+    D = config.dim
+    table = {
+        name.removeprefix("model."): weight
+        for name, weight in hf_weights(config).items()
+        if weight.ours not in ("embed.weight", "head.weight")
+    }
+    return table | {
+        "fc.weight": Weight("fc.weight", 0, (D, len(block.places) * block.target_dim)),
+        "hidden_norm.weight": Weight("context_norm.weight", 0, (D,), norm=True),
+    }
 
 
 # The Drafter

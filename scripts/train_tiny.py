@@ -1,11 +1,13 @@
 """
 Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any
 file of short stories, a blank line between two: two minutes on an H200. With
---eagle, train an EAGLE-3 head for checkpoints/tiny, on texts that it writes
-behind openings of these stories: two and a half minutes on an H100.
+--eagle or --dflash, train an EAGLE-3 head or a DFlash draft for checkpoints/tiny,
+on texts that it writes behind openings of these stories: the former takes two and
+a half minutes on an H100.
 
     python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt
     python scripts/train_tiny.py --eagle --text stories.txt.xz --eval valid.txt
+    python scripts/train_tiny.py --dflash --text stories.txt.xz --eval valid.txt
     python scripts/train_tiny.py --measure --eval validation.txt
     python scripts/train_tiny.py --measure --eagle --eval validation.txt
 
@@ -29,6 +31,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from cli.errors import report_errors
 from cli.options import Parser, within
 from drafts import make_draft, open_draft
+from drafts.dflash import BlockConfig, DFlash, dflash_weights
 from drafts.eagle import EMBEDDING, Head, HeadConfig, head_weights
 from drafts.heads import DraftHead
 from generate import Engine, Sampling, generate
@@ -91,7 +95,10 @@ TEMPERATURES = 0.2, 0.2, 0.6, 1.0  # of these texts, in turns
 PLACES = 2, 4, 5
 DRAFT_VOCAB = 1024  # tokens that a head may draft
 DRAFTED = 5  # tokens that it learns to draft one after the other
-HEAD, MEASURED, NEW_TOKENS = "tiny-eagle", 5, 200
+HEAD, BLOCKS, MEASURED, NEW_TOKENS = "tiny-eagle", "tiny-dflash", 5, 200
+# Of the block: tokens, layers, and places of a text that it learns at in a step. <unk>, which no
+# text has, is the mask.
+BLOCK, BLOCK_LAYERS, ANCHORS, MASK = 8, 2, 24, 0
 
 
 def read_stories(path: Path) -> list[str]:
@@ -292,14 +299,60 @@ def new_head(target: Transformer, texts: Tensor) -> Head:
     return head
 
 
-def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> Head:
-    """AdamW with a warm-up and a cosine to zero; at first, while that is cheap, one token is
-    drafted."""
-    head, device = new_head(target, texts), texts.device
-    head.setup(texts.shape[1])
+def block_loss(draft: DFlash, features: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Blocks at random places of the texts, the anchors, all in one forward (arXiv 2602.06036,
+    section 4.2): each sees the features before its anchor, and itself. A later mask counts less.
+
+    features [B, N, n D], tokens [B, N]; targets [B, N, V]: the target's probabilities."""
+    (B, N), S, device = tokens.shape, BLOCK, tokens.device
+    anchors = 1 + torch.rand(N - S, device=device).argsort()[:ANCHORS].sort().values  # [A]
+    A, place = len(anchors), anchors[:, None] + torch.arange(S, device=device)  # [A, S]
+    positions = place.flatten()[None]
+    for layer in draft.layers:
+        layer.attn.cache = Unrolled()
+    draft.read(features, torch.arange(N, device=device)[None])
+    block = torch.full((B, A, S), MASK, device=device)
+    block[:, :, 0] = tokens[:, anchors]
+    of = torch.arange(A, device=device).repeat_interleave(S)
+    before = torch.arange(N, device=device) < anchors[of, None]
+    mask = torch.cat((before, of[:, None] == of), dim=1)[None, None]
+    x, [table] = draft.embed(block.flatten(1)), draft.ropes
+    for layer in draft.layers:
+        x = layer(x, positions, *table(positions), mask, None)
+    x = draft.norm(x).unflatten(1, (A, S))[:, :, 1:]
+    loss = -(targets[:, place[:, :-1]] * draft.head(x).log_softmax(-1)).sum(-1)  # [B, A, S - 1]
+    return (loss * 0.8 ** torch.arange(S - 1, device=device)).mean()
+
+
+def new_blocks(target: Transformer) -> DFlash:
+    """It begins as the target's last layers, of what the last layer put out."""
+    D, whole = target.config.dim, target.config
+    config = replace(whole, layers=whole.layers[:BLOCK_LAYERS], tied=False, qk_norm="head")
+    draft = DFlash(config, BlockConfig(PLACES, D, BLOCK, MASK)).to(target.embed.weight.device)
+    draft.share(target)  # what is not trained
+    torch.nn.init.normal_(draft.fc.weight, std=0.02)
+    with torch.no_grad():
+        draft.fc.weight[:, -D:] += torch.eye(D, device=draft.fc.weight.device)
+        draft.norm.weight.copy_(target.norm.weight)
+    for layer, last in zip(draft.layers, target.layers[-BLOCK_LAYERS:]):
+        layer.load_state_dict(last.state_dict(), strict=False)  # but for the norms of q and k
+    return draft
+
+
+def train_draft(
+    draft: Transformer,
+    loss_of: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+    target: Transformer,
+    texts: Tensor,
+    args: argparse.Namespace,
+) -> None:
+    """AdamW with a warm-up and a cosine to zero. loss_of: features, tokens, the target's
+    probabilities, step -> loss."""
+    device = texts.device
+    draft.setup(texts.shape[1])
     target.setup(texts.shape[1], args.batch, PLACES)
     positions = torch.arange(texts.shape[1], device=device)[None]
-    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    trained = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(args.steps), unit="step", mininterval=5)
     for step in bar:
@@ -308,18 +361,32 @@ def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> 
             group["lr"] = args.lr * warm * left
         rows = texts[torch.randint(len(texts), (args.batch,), device=device)]
         with torch.no_grad():
-            targets = target(rows, positions).softmax(-1)[:, :, head.vocabulary]
-        features = target.features[:, : texts.shape[1]]
-        loss = unrolled_loss(
-            head, features, rows, targets, 1 if step < 0.7 * args.steps else DRAFTED
-        )
+            targets = target(rows, positions).softmax(-1)
+        loss = loss_of(target.features[:, : texts.shape[1]], rows, targets, step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 20 == 19:
             bar.set_postfix(loss=f"{loss.item():.4f}")
+
+
+def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> Head:
+    """At first, while that is cheap, one token is drafted."""
+    head = new_head(target, texts)
+
+    def loss_of(features: Tensor, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
+        drafted = 1 if step < 0.7 * args.steps else DRAFTED
+        return unrolled_loss(head, features, tokens, targets[:, :, head.vocabulary], drafted)
+
+    train_draft(head, loss_of, target, texts, args)
     return head
+
+
+def train_blocks(target: Transformer, texts: Tensor, args: argparse.Namespace) -> DFlash:
+    draft = new_blocks(target)
+    train_draft(draft, lambda *given: block_loss(draft, *given[:3]), target, texts, args)
+    return draft
 
 
 def check_out(out: Path, names: list[str]) -> None:
@@ -398,6 +465,27 @@ def save_head(head: Head, out: Path) -> None:
     save(weights, {"config.json": shape}, out)
 
 
+def save_blocks(draft: DFlash, out: Path) -> None:
+    """The layout of the paper's authors."""
+    ids = [place - 1 for place in PLACES]
+    shape = (
+        COMMON
+        | PAIR["tiny"]
+        | dict(
+            model_type="qwen3",
+            architectures=["DFlashDraftModel"],
+            num_hidden_layers=BLOCK_LAYERS,
+            vocab_size=draft.config.vocab_size,
+            tie_word_embeddings=False,
+            block_size=BLOCK,
+            num_target_layers=PAIR["tiny"]["num_hidden_layers"],
+            dflash_config=dict(mask_token_id=MASK, target_layer_ids=ids),
+        )
+    )
+    weights = held(draft, dflash_weights(draft.config, draft.block))
+    save(weights, {"config.json": shape}, out)
+
+
 def read_paragraphs(text: Path) -> list[str]:
     """The first 200 of over 100 characters."""
     paragraphs = [line for line in read_text(text).split("\n") if len(line) > 100][:200]
@@ -461,7 +549,11 @@ def acceptance(
     rows, tried = len(openings), Counter()
     length = max(map(len, openings)) + NEW_TOKENS
     engine = partial(Engine, batch_size=rows, sampling=Sampling(0.2, 0, 0.95))
-    places = draft.target_places if isinstance(draft, DraftHead) else ()
+    places = ()
+    if isinstance(draft, DraftHead):
+        places = draft.target_places
+    if isinstance(draft, DFlash):
+        places = draft.block.places
     whole = engine(target, length, features=places, spare=SLACK)
     drafter = make_draft(whole, draft, engine)
     speculator = Speculator(whole, drafter, Policy(MEASURED))
@@ -474,18 +566,18 @@ def acceptance(
                 ended.add(b)
                 speculator.finish(b)
         first = False
-    return [tried[j + 1] / tried[j] for j in range(MEASURED)]
+    return [tried[j + 1] / max(1, tried[j]) for j in range(MEASURED)]
 
 
-def measure_head(directory: Path, paragraphs: list[str], device: torch.device) -> None:
+def measure_drafts(directory: Path, paragraphs: list[str], device: torch.device) -> None:
     torch.manual_seed(0)
     opened = checkpoint, tokenizer = open_checkpoint(directory / "tiny")
     target = load_model(checkpoint, device, torch.float32)
     openings = [tokenizer.encode_text(paragraph)[:8] for paragraph in paragraphs]
-    for name in ("tiny-draft", HEAD):
+    for name in ("tiny-draft", HEAD, BLOCKS):
+        if not (directory / name).exists():
+            continue
         draft = load_model(open_draft(directory / name, opened), device, torch.float32)
-        if name == HEAD:
-            draft.share(target)
         shares = " ".join(
             f"{share:.1%}" for share in acceptance(target, draft, openings, tokenizer.stops)
         )
@@ -495,7 +587,7 @@ def measure_head(directory: Path, paragraphs: list[str], device: torch.device) -
         )
 
 
-def make_head(args: argparse.Namespace, device: torch.device) -> None:
+def make_draft_of_tiny(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     random.seed(0)
     begun = time.perf_counter()
@@ -503,8 +595,12 @@ def make_head(args: argparse.Namespace, device: torch.device) -> None:
     target = load_model(checkpoint, device, torch.float32).requires_grad_(False)
     texts = write_texts(target, tokenizer, read_stories(args.text), args.texts).to(device)
     print(f"{len(texts)} texts of {TEXT} tokens, written in {time.perf_counter() - begun:.0f} s")
-    save_head(train_head(target, texts, args), (args.out / HEAD).resolve())
-    print(f"{HEAD}: trained in {time.perf_counter() - begun:.0f} s")
+    if args.eagle:
+        save_head(train_head(target, texts, args), (args.out / HEAD).resolve())
+    else:
+        save_blocks(train_blocks(target, texts, args), (args.out / BLOCKS).resolve())
+    name = HEAD if args.eagle else BLOCKS
+    print(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
 
 
 def main() -> None:
@@ -523,6 +619,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--eagle", action="store_true", help="the head for the tiny model in --out, not the pair"
+    )
+    parser.add_argument(
+        "--dflash", action="store_true", help="the DFlash draft for it, not the pair"
     )
     parser.add_argument(
         "--measure", action="store_true", help="no training: measure what is in --out"
@@ -554,7 +653,8 @@ def main() -> None:
         help="the highest learning rate (default: 0.01; of the head 0.005)",
     )
     args = parser.parse_args()
-    usual = dict(steps=5000, lr=5e-3) if args.eagle else dict(steps=6000, lr=1e-2)
+    drafts = args.eagle or args.dflash
+    usual = dict(steps=5000, lr=5e-3) if drafts else dict(steps=6000, lr=1e-2)
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -564,9 +664,10 @@ def main() -> None:
         if not args.measure:
             if not args.text:
                 raise ValueError("--text is missing: name a file of stories, or give --measure")
-            check_out(args.out, [HEAD] if args.eagle else [*PAIR])
-            (make_head if args.eagle else train_pair)(args, device)
-        (measure_head if args.eagle else measure)(args.out, paragraphs, device)
+            names = [HEAD] if args.eagle else [BLOCKS] if args.dflash else [*PAIR]
+            check_out(args.out, names)
+            (make_draft_of_tiny if drafts else train_pair)(args, device)
+        (measure_drafts if drafts else measure)(args.out, paragraphs, device)
 
 
 if __name__ == "__main__":
