@@ -265,6 +265,7 @@ class Engine:
     fast/engine.py's FastEngine overrides what kernels change."""
 
     captures = False  # whether a step runs as one CUDA graph: see capture()
+    keeps_states = False  # whether prefill() keeps those of the prompt's end, for go_back()
 
     def __init__(
         self,
@@ -288,6 +289,7 @@ class Engine:
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.begins = torch.zeros_like(self.tokens)
+        self.kept = 0, []  # the prompt's tokens, and copies of Transformer.states() behind it
         self.history = self.tokens.new_zeros(batch_size, len(model.slots))
         self.compiled = compile
         if compile:
@@ -383,6 +385,9 @@ class Engine:
         """The function prefill() for P prompts after `start` cached tokens, and for each prompt's
         samples the first token and its log-probability [P x samples]."""
         logits = prefill(self, prompts, start)
+        if self.keeps_states:
+            states = [part.clone() for part in self.model.states()]
+            self.kept = start + max(map(len, prompts)), states
         if samples > 1:
             rows = [row for row in range(len(prompts)) for _ in range(samples)]
             self.model.arrange_rows(rows, start + max(map(len, prompts)))
@@ -423,6 +428,21 @@ class Engine:
         """The shortest text that begin() can go on from, `start` tokens, once a text of n tokens
         was made: 0, but where layers are recurrent. Two steps may go beyond the text."""
         return self.model.oldest(n + 2)
+
+    def go_back(self, start: int, n: int) -> int:
+        """Where the next begin() may start, at most at `start`, once a text of n tokens was made.
+        A template that drops what the model thought needs this: the next turn goes on from about
+        the end of the last prompt, which may be long ago."""
+        return start if start >= self.oldest(n) or self.restore(start) else 0
+
+    def restore(self, start: int) -> bool:
+        """Brings recurrent layers back to the end of the last prompt, if begin() may start there."""
+        n, states = self.kept
+        if not self.model.oldest(n) <= start <= n or not states:
+            return False
+        for part, kept in zip(self.model.states(), states):
+            part.copy_(kept)
+        return True
 
     def decode(self) -> tuple[Tensor, Tensor]:
         slots = self.slots(self.length)

@@ -219,6 +219,16 @@ class Transformer(nn.Module):
             layer.attn.cache.arrange_rows(rows, n)
         self.features[: len(rows), :n] = self.features[rows, :n]
 
+    def states(self) -> list[Tensor]:
+        """What goes with a text's end, and not by the position alone: all that recurrent layers
+        hold. Copied, and copied back, they go back to where they were."""
+        return [
+            part
+            for layer in self.layers
+            if layer.config.delta
+            for part in layer.attn.cache.buffers()
+        ]
+
     def oldest(self, n: int) -> int:
         """The first token that a forward may begin with, once n tokens have been read, padding not
         counted but rejected drafts: 0 but for recurrent layers."""

@@ -385,6 +385,16 @@ class Speculator:
         as they drafted."""
         return max(self.target.model.oldest(self.reached), self.draft.oldest(self.draft_reached))
 
+    def go_back(self, start: int, n: int) -> int:
+        """As Engine.go_back()."""
+        if start >= self.oldest(n):
+            return start
+        # What the draft cannot go back to it would have to read from the beginning.
+        if start < self.draft.oldest(self.draft_reached) or not self.target.restore(start):
+            return 0
+        self.reached, _ = self.target.kept
+        return start
+
     def step(self):
         """Launches a step: what speculate() returns, None where all rows are done."""
         live = [last for last, end in zip(self.host_last, self.host_ends) if last < end]

@@ -141,8 +141,8 @@ class Chat:
         messages, tokens = self.fit([*before, dict(role="user", content=text)])
         # The last token is read again, for its logits.
         start = len(os.path.commonprefix([self.cached, tokens[:-1]]))
-        if start < (self.llm.speculator or self.llm.engine).oldest(len(self.cached)):
-            start = 0  # a recurrent layer cannot go back so far
+        start = (self.llm.speculator or self.llm.engine).go_back(start, len(self.cached))
+        self.llm.engine.keeps_states = True
         limit = min(self.args.max_new_tokens or room, room - len(tokens))
         answer = Completion(text, tokens, self.tokenizer, limit, self.args.stop)
         self.cached = []

@@ -306,7 +306,8 @@ def random_head(
 
 def random_mtp(seed: int, target: Transformer) -> MtpHead:
     """For a random_model(); make_draft() lets it share what is the target's."""
-    config = replace(target.config, layers=target.config.layers[:1], tied=False)
+    layer = next(layer for layer in target.config.layers if not layer.delta)
+    config = replace(target.config, layers=(layer,), tied=False)
     head, random = MtpHead(config, target.config.n_layer), torch.Generator().manual_seed(seed)
     for p in head.parameters():
         p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)

@@ -24,6 +24,7 @@ from helpers import (
     error,
     load_checkpoint,
     one_line,
+    random_mtp,
     read,
     refusal,
     rewrite,
@@ -479,6 +480,30 @@ def test_a_text_goes_on_from_any_start_that_is_not_too_old(ks):
                 assert run(made, [again[start:]], 8, start) == run(plain, [again], 8)
                 starts.append(start)
     assert min(starts) >= BLOCK and len({*starts}) > 2 and check() > 4
+
+
+@pytest.mark.parametrize("name", [None, "prompt-lookup", "mtp", "recurrent"])
+def test_a_text_goes_on_from_about_the_end_of_its_prompt(name):
+    """However long what came behind it: a chat whose template drops thoughts. From further back,
+    and with a draft that is recurrent itself, it begins anew."""
+    model = model_of("qwen3.5")
+    plain = Engine(deepcopy(model), 300, 1, GREEDY)
+    draft = {"mtp": random_mtp(4, model), "recurrent": noisy(model, 0.3)}.get(name)
+    made = speculator(model, 300, draft, "3") if name else Engine(model, 300, 1, GREEDY)
+    target = made.target if name else made
+    assert not target.kept[1]
+    target.keeps_states = True
+    starts = []
+    for n in (70, 100, 70):
+        text = [(7 * i + n) % 96 for i in range(n)]
+        for back in (0, 1, 20, n // 32 * 32 - 32, n - 20):
+            [answer] = run(made, [text], 120)
+            start = made.go_back(n - back, n + len(answer) - 1)
+            assert start in (0, n - back)
+            again = text[: n - back] + [5, 4, 3]
+            assert run(made, [again[start:]], 40, start) == run(plain, [again], 40)
+            starts.append(start)
+    assert starts == [0] * 15 if name == "recurrent" else starts[:5] == [70, 69, 50, 38, 0]
 
 
 @torch.no_grad()

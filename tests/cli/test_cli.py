@@ -434,18 +434,20 @@ def test_out_of_memory_later_on_says_what_was_needed(cli, monkeypatch):
     assert "GiB of cache" in one_line(cli("--max-new-tokens 9"))
 
 
-def test_train_tiny_writes_a_pair_that_generates_and_a_head_for_it(call, tmp_path, monkeypatch):
-    """The end of the second command has both drafts speculate."""
+def test_train_tiny_writes_a_pair_that_generates_and_drafts_for_it(call, tmp_path, monkeypatch):
+    """The end of the second and third command has all drafts speculate."""
     text, out = ROOT / "checkpoints" / "stories.txt", tmp_path / "out"
     line = f"--text {text} --eval {text} --out {out} --steps 3 --batch 2 --context 64 --vocab 350"
     monkeypatch.setattr(train_tiny, "NEW_TOKENS", 6)
     for more, words in (
         ("", "greedy agreement"),
         ("--eagle --texts 2", "tiny-eagle: of the 1st to 5th drafted token"),
+        ("--dflash --texts 2", "tiny-dflash: of the 1st to 5th drafted token"),
     ):
         code, said, err = call("train_tiny.py", train_tiny.main, *line.split(), *more.split())
         assert code == 0 and words in said, err
-    assert sorted(path.name for path in out.iterdir()) == ["tiny", "tiny-draft", "tiny-eagle"]
+    made = {"tiny", "tiny-draft", "tiny-eagle", "tiny-dflash"}
+    assert {path.name for path in out.iterdir()} == made
 
 
 @pytest.mark.parametrize(
