@@ -1,9 +1,9 @@
 """
 Train the bundled pair, checkpoints/tiny and the draft that imitates it, on any
 file of short stories, a blank line between two: two minutes on an H200. With
---eagle or --dflash, train an EAGLE-3 head or a DFlash draft for checkpoints/tiny
-on texts that it writes behind openings of these stories: the head takes two and a
-half minutes on an H100.
+--eagle or --dflash, train an EAGLE-3 head or a DFlash draft for
+checkpoints/tiny, on texts that it writes behind openings of these stories: the
+head takes two and a half minutes on an H100.
 
     python scripts/train_tiny.py --text stories.txt.xz --eval validation.txt
     python scripts/train_tiny.py --eagle --text stories.txt.xz --eval valid.txt
