@@ -13,9 +13,15 @@ all masks at once, each by itself. In a layer the block's queries see
 So the KV cache holds nothing of the draft's own but the block, which stands behind the text, in the
 slots of the tokens that it proposes. What the target kept of these is written over it.
 
-Contents: the draft, its files, the Drafter. Shapes: as in model.py and speculative.py; n features.
+DFlash 2 has a convolution over the block's tokens around each attention and feed-forward part, and
+draws the tokens one after the other: of each mask's likeliest candidates, by the mask's logits and
+how well a candidate goes with the token before it.
+
+Contents: the drafts, their files, the Drafter. Shapes: as in model.py and speculative.py; n features.
 """
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +33,7 @@ from torch import Tensor
 from generate import Engine
 from hub.checkpoint import Checkpoint, Weight, hf_weights, open_shard, reading
 from hub.families import numbers_of, text_settings, value_of, values_of
-from model import Config, RMSNorm, Transformer
+from model import Block, Config, LayerConfig, RMSNorm, Transformer
 from speculative import DraftModel, choose_draft
 
 MOST = 32  # tokens of a block
@@ -43,6 +49,17 @@ class BlockConfig:
     mask: int  # the token that stands for those to come
     causal: bool | None = None  # None: layers with a window are
     cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: off
+    second: "Second | None" = None  # of DFlash 2
+
+
+@dataclass(frozen=True)
+class Second:
+    """What DFlash 2 has beyond that."""
+
+    taps: int  # tokens that a convolution sees, a token's own included
+    group: int  # channels that share what a token adds to the convolution's weights
+    rank: int  # of what scores pairs of tokens
+    candidates: int
 
 
 class DFlash(Transformer):
@@ -67,18 +84,30 @@ class DFlash(Transformer):
             attn.cache.write(k, v, rows, positions)
 
     def forward(self, tokens, positions, slots):
-        """A block: tokens [B, T], of which all but the first are masks, at positions [B, T] ->
-        logits [B, T - 1, V] of the masks."""
+        """A block: tokens [B, T], of which all but the first are masks, at positions [B, T] -> the
+        masks' states behind the final norm [B, T - 1, D]."""
         rows = self.rows[: len(tokens)]
         turns = {table.rope: table(positions) for table in self.ropes}
         x = self.embedded(tokens)
         for layer in self.layers:
             mask = self.visible(slots, positions, layer.config.window)
             x = layer(x, positions, *turns[layer.config.rope], mask, rows)
-        logits = self.head(self.norm(x[:, 1:]) * self.config.logits_scale)
+        return self.norm(x[:, 1:])
+
+    def logits(self, states):
+        """[B, k, D] -> [B, k, V]"""
+        logits = self.head(states * self.config.logits_scale)
         if cap := self.block.cap:
             logits = cap * torch.tanh(logits / cap)
         return logits
+
+    def draw(self, states, last, choose: Callable):
+        """The masks' states [B, k, D], the token before them [B] -> tokens [B, k] and the
+        distributions [B, k, V] they were drawn from. choose(logits [B, 1, V]) -> a token [B], and
+        its distribution [B, V]."""
+        k = states.shape[1]
+        drafted, q = choose(self.logits(states).flatten(0, 1)[:, None])
+        return drafted.unflatten(0, (-1, k)), q.unflatten(0, (-1, k))
 
     def visible(self, slots, positions, window: int | None):
         """Which slots [L] the tokens of a block attend to: a mask [B, 1, T, L]."""
@@ -92,7 +121,69 @@ class DFlash(Transformer):
         return mask
 
 
-# Its files
+class DynamicConv(nn.Module):
+    """A causal depthwise convolution over a block, before and behind a part of a layer, whose
+    weights are each channel's own and, added to these, what a token's state makes of them for each
+    group of channels."""
+
+    def __init__(self, dim: int, taps: int, group: int):
+        super().__init__()
+        self.sizes, self.group = (2, taps, dim // group), group
+        self.base = nn.Parameter(torch.empty(2, taps, dim))
+        self.own = nn.Linear(dim, 2 * taps * (dim // group), bias=False)
+
+    def around(self, part: Callable, x):
+        """x [B, T, D], normed -> [B, T, D]"""
+        own = self.own(x).unflatten(-1, self.sizes).repeat_interleave(self.group, dim=-1)
+        before, behind = (self.base + own).unbind(2)  # [B, T, taps, D] each
+        return convolve(part(convolve(x, before)), behind)
+
+
+def convolve(x, weights):
+    """x [B, T, D], weights [B, T, taps, D], the token's own first -> [B, T, D]"""
+    T = x.shape[1]
+    taps = enumerate(weights.unbind(2))
+    return sum(F.pad(x, (0, 0, i, 0))[:, :T] * weight for i, weight in taps)
+
+
+class ConvBlock(Block):
+    def __init__(self, config: Config, layer: LayerConfig, second: Second):
+        super().__init__(config, layer)
+        sizes = config.dim, second.taps, second.group
+        self.attn_conv, self.ffn_conv = DynamicConv(*sizes), DynamicConv(*sizes)
+
+    def forward(self, x, *where):
+        attend = lambda y: self.attn(y, *where)  # noqa: E731
+        x = x + self.attn_conv.around(attend, self.attn_norm(x))
+        return x + self.ffn_conv.around(self.ffn, self.ffn_norm(x))
+
+
+class DFlash2(DFlash):
+    def __init__(self, config: Config, block: BlockConfig):
+        super().__init__(config, block)
+        second = block.second
+        self.layers = nn.ModuleList(ConvBlock(config, layer, second) for layer in config.layers)
+        # A pair's score is the sum of before[token] * of_mask(state) * after[candidate].
+        V, R = config.vocab_size, second.rank
+        self.before, self.after = (nn.Parameter(torch.empty(V, R)) for _ in range(2))
+        self.of_mask = nn.Linear(config.dim, R, bias=False)
+
+    def draw(self, states, last, choose):
+        logits, of_masks = self.logits(states), self.of_mask(states)
+        scores, candidates = logits.topk(self.block.second.candidates)  # [B, k, candidates]
+        drafted, distributions = [], []
+        for i in range(states.shape[1]):
+            pair = self.before[last] * of_masks[:, i]  # [B, R]
+            fit = (self.after[candidates[:, i]] @ pair[:, :, None]).squeeze(-1)
+            none = torch.full_like(logits[:, 0], torch.finfo(logits.dtype).min)
+            found = none.scatter(1, candidates[:, i], scores[:, i] + fit)
+            last, q = choose(found[:, None])
+            drafted.append(last)
+            distributions.append(q)
+        return torch.stack(drafted, 1), torch.stack(distributions, 1)
+
+
+# Their files
 
 
 def default_layers(n_target: int, n_layer: int) -> list[int]:
@@ -105,16 +196,16 @@ def default_layers(n_target: int, n_layer: int) -> list[int]:
 
 class DFlashCheckpoint(Checkpoint):
     """A draft's directory. target: its target's Checkpoint. ValueError for a draft of another
-    target, and for DFlash 2, whose layers have more."""
+    target."""
 
     bare = ()
 
     @staticmethod
     def settings(hf: dict) -> dict:
-        kind = str(hf.get("architectures", ""))
-        if "DFlashDraftModel" not in kind:
+        kinds = hf.get("architectures")
+        if kinds not in (["DFlashDraftModel"], ["DFlash2DraftModel"]):
             raise ValueError(
-                f"architectures={kind}: want DFlashDraftModel; its successors are not read"
+                f"architectures={kinds!r:.60}: want one of DFlashDraftModel and DFlash2DraftModel"
             )
         # layer_types say what Qwen3's use_sliding_window says.
         return text_settings(hf | dict(tie_word_embeddings=False, use_sliding_window=False))
@@ -151,6 +242,19 @@ class DFlashCheckpoint(Checkpoint):
                     f"mask_token_id={mask}: the checkpoint has {whole.vocab_size} tokens, and the "
                     "draft is of another model"
                 )
+            second = None
+            if hf["architectures"] == ["DFlash2DraftModel"]:
+                second = Second(
+                    value_of(own, "conv_kernel_size", int, most=size),
+                    value_of(own, "conv_group_size", int),
+                    value_of(own, "selector_rank", int),
+                    value_of(own, "selector_top_k", int, most=whole.vocab_size),
+                )
+                if self.config.dim % second.group:
+                    raise ValueError(
+                        f"conv_group_size={second.group} does not divide hidden_size="
+                        f"{self.config.dim}"
+                    )
             scale = value_of(own, "input_embedding_scale", float, 1.0)
             self.block = BlockConfig(
                 self.places,
@@ -159,6 +263,7 @@ class DFlashCheckpoint(Checkpoint):
                 mask,
                 value_of(own, "is_causal", bool, None),
                 value_of(own, "final_logit_softcapping", float, 0.0, or_zero=True),
+                second,
             )
             self.config = replace(
                 self.config,
@@ -187,7 +292,7 @@ class DFlashCheckpoint(Checkpoint):
         return replace(self.config, vocab_size=0, tied=True)
 
     def make_model(self, config: Config) -> DFlash:
-        return DFlash(config, self.block)
+        return (DFlash2 if self.block.second else DFlash)(config, self.block)
 
     def weights_of(self, config: Config) -> dict[str, Weight]:
         return dflash_weights(config, self.block)
@@ -201,10 +306,23 @@ def dflash_weights(config: Config, block: BlockConfig) -> dict[str, Weight]:
         for name, weight in hf_weights(config).items()
         if weight.ours not in ("embed.weight", "head.weight")
     }
-    return table | {
+    table |= {
         "fc.weight": Weight("fc.weight", 0, (D, len(block.places) * block.target_dim)),
         "hidden_norm.weight": Weight("context_norm.weight", 0, (D,), norm=True),
     }
+    if second := block.second:
+        V, R, outputs = config.vocab_size, second.rank, 2 * second.taps * D // second.group
+        parts = ("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")
+        for i, (theirs, ours) in itertools.product(range(config.n_layer), parts):
+            at, to = f"layers.{i}.{theirs}", f"layers.{i}.{ours}"
+            table[f"{at}.base_kernel"] = Weight(f"{to}.base", 0, (2, second.taps, D))
+            table[f"{at}.kernel_projection.weight"] = Weight(f"{to}.own.weight", 0, (outputs, D))
+        table |= {
+            "candidate_selector.predecessor_codebook": Weight("before", 0, (V, R)),
+            "candidate_selector.successor_codebook": Weight("after", 0, (V, R)),
+            "candidate_selector.hidden_projection.weight": Weight("of_mask.weight", 0, (R, D)),
+        }
+    return table
 
 
 # The Drafter
@@ -215,7 +333,7 @@ class DFlashDraft(DraftModel):
     tokens that were kept. The block's slots begin with that of the last token, whose feature the
     target makes when it verifies.
 
-    Each drafted token is drawn from its mask's own distribution, which is q.
+    Each drafted token is drawn from a distribution of its own, which is q: see DFlash.draw().
 
     engine: the draft's generate.Engine, eager; target: the target's, which keeps the features."""
 
@@ -257,11 +375,10 @@ class DFlashDraft(DraftModel):
         first = last.clamp(max=self.engine.max_seq_len - k - 1)[:, None]
         at = first + torch.arange(k + 1, device=last.device)
         tokens = F.pad(text.gather(1, last[:, None]), (0, k), value=self.draft.block.mask)
-        logits = self.draft(tokens, at, self.slots(n_slots))  # [B, k, V]
-        drafted, q = self.choose(logits.flatten(0, 1)[:, None])
-        q = F.pad(q.unflatten(0, (-1, k)), (0, 0, 0, 1))
+        states = self.draft(tokens, at, self.slots(n_slots))  # [B, k, D]
+        drafted, q = self.draft.draw(states, tokens[:, 0], self.choose)
         proposed = torch.where(last + k < self.max_seq_len, k, 0)
-        return drafted.unflatten(0, (-1, k)), q, proposed
+        return drafted, F.pad(q, (0, 0, 0, 1)), proposed
 
     def choose(self, logits):
         """With the target's sampler, which may be a kernel."""

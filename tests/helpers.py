@@ -28,7 +28,7 @@ from hub import formats
 from hub import vet
 from hub.checkpoint import Checkpoint, hf_weights, load_model
 from drafts import make_draft, open_draft
-from drafts.dflash import BlockConfig, DFlash, DFlashCheckpoint
+from drafts.dflash import BlockConfig, DFlash, DFlash2, DFlashCheckpoint, Second
 from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
 from drafts.mtp import MtpCheckpoint, MtpHead
@@ -315,16 +315,17 @@ def random_mtp(seed: int, target: Transformer) -> MtpHead:
     return head.requires_grad_(False)
 
 
-def random_dflash(seed: int, target: Transformer) -> DFlash:
-    """A block of 8 tokens for a target, in two layers, of which the second has a window."""
+def random_dflash(seed: int, target: Transformer, kind: str = "first") -> DFlash:
+    """A block of 8 tokens for a target, in two layers, of which the second has a window; of DFlash
+    2, too."""
     config, random = target.config, torch.Generator().manual_seed(seed)
     whole = LayerConfig(rope=Rope(tuple(10000.0 ** (-i / 4) for i in range(4))))
     config = Config(
         config.dim, (whole, replace(whole, window=9)), 2, 1, 8, 24, config.vocab_size, 999
     )
-    draft = DFlash(
-        replace(config, qk_norm="head"), BlockConfig((1, target.config.n_layer), config.dim, 8, 6)
-    )
+    second = Second(2, 4, 5, 6) if kind == "second" else None
+    block = BlockConfig((1, target.config.n_layer), config.dim, 8, 6, second=second)
+    draft = (DFlash2 if second else DFlash)(replace(config, qk_norm="head"), block)
     for p in draft.parameters():
         p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
         p.data += p.dim() == 1

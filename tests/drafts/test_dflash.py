@@ -79,8 +79,27 @@ def test_logits_are_those_of_the_authors_code(target, name):
         tokens[0, 0] = golden[f"first.{i}"]
         positions = start + torch.arange(size)[None]
         for slots in (draft.slots, draft.slots[: start + size]):
-            logits = draft(tokens, positions, slots)
-            assert error(logits[0], golden[f"logits.{i}"]) < 1e-5
+            states = draft(tokens, positions, slots)
+            assert error(draft.logits(states)[0], golden[f"logits.{i}"]) < 1e-5
+        if name == "second":
+            check_draws(draft, states, tokens[:, 0], golden, i)
+
+
+def check_draws(draft: DFlash, states: Tensor, first: Tensor, golden: dict, i: int) -> None:
+    """DFlash 2: the greedy tokens and, given those that were drawn, the distributions."""
+    argmax = lambda logits: (logits[:, -1].argmax(-1), logits[:, -1])  # noqa: E731
+    drafted, _ = draft.draw(states, first, argmax)
+    assert drafted[0].equal(golden[f"drafted.{i}"])
+    drawn, q = golden[f"drawn.{i}"], []
+
+    def follow(logits: Tensor) -> tuple[Tensor, Tensor]:
+        q.append(logits[0, -1].softmax(-1))
+        return drawn[len(q) - 1 : len(q)], q[-1][None]
+
+    draft.draw(states, first, follow)
+    for found, candidates, expected in zip(q, golden[f"candidates.{i}"], golden[f"q.{i}"]):
+        # Scores of 10 turn their errors of 1e-5 into ten times that.
+        assert error(found[candidates], expected) < 1e-4 and found.sum() - expected.sum() < 1e-5
 
 
 def test_layers_where_the_file_names_none():
@@ -88,11 +107,11 @@ def test_layers_where_the_file_names_none():
     assert default_layers(36, 5) == [1, 9, 17, 25, 33] and default_layers(36, 1) == [18]
 
 
-def watched(policy: str, rows: int, room: int = 160) -> Speculator:
+def watched(kind: str, policy: str, rows: int, room: int = 160) -> Speculator:
     """A speculator whose q is compared with a new draft's, of the features of the text so far, read
     anew. checked: their lengths."""
     model, whole = random_model(1), random_model(1)
-    draft, new = (random_dflash(5, model) for _ in range(2))
+    draft, new = (random_dflash(5, model, kind) for _ in range(2))
     new.share(whole)
     made = speculator(model, room, draft, policy, rows, Sampling(temperature=1.0))
     propose, made.checked = made.draft.propose, []
@@ -107,8 +126,13 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
             new.setup(n + k, 1)
             new.read(whole.features[:, : n - 1], torch.arange(n - 1)[None])
             block = torch.nn.functional.pad(tokens[-1:], (0, k), value=new.block.mask)
-            logits = new(block[None], torch.arange(n - 1, n + k)[None], new.slots)
-            assert torch.allclose(q[b, :k], logits[0].softmax(-1), atol=1e-4), f"{b} at {last[b]}"
+            states = new(block[None], torch.arange(n - 1, n + k)[None], new.slots)
+            said = iter(drafted[b])
+            softmax = lambda logits: (next(said)[None], logits[:, -1].softmax(-1))  # noqa: E731
+            if kind == "first":
+                softmax = lambda logits: (drafted[b], logits[:, -1].softmax(-1))  # noqa: E731
+            _, expected = new.draw(states, tokens[-1:], softmax)
+            assert torch.allclose(q[b, :k], expected[0], atol=1e-4), f"{b} at {last[b]}"
             made.checked.append(k)
         return drafted, q, proposed
 
@@ -119,6 +143,7 @@ def watched(policy: str, rows: int, room: int = 160) -> Speculator:
 TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
 
 
+@pytest.mark.parametrize("kind", ["first", "second"])
 @pytest.mark.parametrize(
     "policy, texts, samples",
     [
@@ -128,12 +153,12 @@ TEXTS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3], [5, 6, 7, 1]]
         ("1", TEXTS[1:2], 2),
     ],
 )
-def test_a_block_goes_by_the_text_alone(policy, texts, samples, monkeypatch):
+def test_a_block_goes_by_the_text_alone(kind, policy, texts, samples, monkeypatch):
     """Whatever was drafted and rejected before, of a ragged batch and of several samples. A long
     prompt is read in pieces."""
     monkeypatch.setattr("generate.PREFILL_TOKENS", 32)
     monkeypatch.setattr("drafts.dflash.DFlashDraft.READ_TOKENS", 32)
-    made = watched(policy, len(texts) * samples)
+    made = watched(kind, policy, len(texts) * samples)
     rows = run(made, texts, 40, samples=samples)
     assert (
         len(made.checked) > 10 * len(rows) and 0 < made.counts["accepted"] < made.counts["drafted"]
@@ -145,7 +170,7 @@ def test_so_it_does_after_pauses_and_in_a_chats_next_turn(texts, monkeypatch):
     """Blocks of changing lengths, steps without drafts, and turns behind a part of the text, which
     only a row alone can have."""
     monkeypatch.setattr("drafts.dflash.DFlashDraft.READ_TOKENS", 32)
-    made = watched("auto", len(texts), 400)
+    made = watched("first", "auto", len(texts), 400)
     plan = [k for pause in (30, 1, 2, 40, 5) for k in [0] * pause + [4, 2, 6]]
     made.policy = Policy(0)
     made.policy.update = lambda *_: setattr(made.policy, "k", plan.pop(0) if plan else 0)
@@ -162,14 +187,14 @@ PROMPTS = [list(range(2, 72)), [5], list(range(40, 73))]
 
 
 @pytest.mark.parametrize("policy", ["1", "7", "auto", "hf"])
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_texts_are_greedy_decoding(policy, recurrent):
+@pytest.mark.parametrize("recurrent, kind", [(False, "first"), (True, "first"), (True, "second")])
+def test_texts_are_greedy_decoding(policy, recurrent, kind):
     """Of a ragged batch and of its rows alone, to the last slot of the cache; behind a recurrent
     target, too."""
     golden = ROOT / "tests" / "golden" / ("qwen3.5" if recurrent else "qwen3")
     plain = run(Engine(load_checkpoint(golden), 130, 3, GREEDY), PROMPTS, 60)
     target = load_checkpoint(golden)
-    made = speculator(target, 130, random_dflash(3, target), policy, 3)
+    made = speculator(target, 130, random_dflash(3, target, kind), policy, 3)
     assert run(made, PROMPTS, 60) == plain
     for prompt, row in zip(PROMPTS, plain):
         assert run(made, [prompt], 60) == [row]
@@ -221,7 +246,8 @@ def zeros(*shape: int) -> Tensor:
         ({}, {}, {"fc.weight": None}, "fc.weight is missing"),
         ({}, {}, {"fc.weight": zeros(32, 90)}, "fc.weight [32, 90] [32, 96]"),
         ({}, {}, {"hidden_norm.weight": None}, "hidden_norm.weight is missing"),
-        (dict(architectures=["DFlash2DraftModel"]), {}, {}, "DFlash2DraftModel DFlashDraftModel"),
+        (dict(architectures=["DFlash3DraftModel"]), {}, {}, "DFlash3DraftModel DFlash2DraftModel"),
+        (dict(architectures=["DFlash2DraftModel"]), {}, {}, "conv_kernel_size=None: want int"),
         (dict(layer_types=["full_attention"]), {}, {}, "layer_types full_attention 3 layers"),
         (dict(layer_types=["sliding_attention"] * 3), {}, {}, "sliding_window=None: want int"),
     ],

@@ -2,7 +2,7 @@
 Write tests/dflash: tiny random DFlash drafts, with the logits that their authors' code gives
 (https://github.com/z-lab/dflash, dflash/model.py of commit 44947fb), in fp32. What is newer in it
 (commit 1012959) is done here: masks of layers with a window, and what config.json may say of the
-embeddings and of the logits.
+embeddings and of the logits. Of DFlash 2 the newer code itself is wanted.
 
     pip install transformers==5.24 && git clone https://github.com/z-lab/dflash
     PYTHONPATH=dflash python tests/makers/make_dflash_golden.py
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 import torch
-from dflash.model import DFlashDraftModel
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -54,6 +54,8 @@ DRAFTS = {
         | dict(output_multiplier=0.5, input_embedding_scale=2.0, final_logit_softcapping=3.0),
     ),
 }
+SECOND = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5)
+DRAFTS["second"] = COMMON | WINDOWED | dict(is_causal=False, dflash_config=IDS | SECOND)
 # Tokens of context that come before each block, and tokens of the block.
 STEPS = (9, 8), (1, 8), (5, 3), (8, 8)
 
@@ -83,7 +85,8 @@ def main() -> None:
         torch.manual_seed(seed)
         config, ids = Qwen3Config(**settings), settings["dflash_config"]
         config._attn_implementation = "sdpa"
-        draft = DFlashDraftModel(config).float().eval()
+        kind = DFlash2DraftModel if "conv_kernel_size" in ids else DFlashDraftModel
+        draft = kind(config).float().eval()
         for parameter in draft.parameters():
             random = torch.randn(parameter.shape)
             parameter.data = (
@@ -116,12 +119,25 @@ def main() -> None:
             if cap := ids.get("final_logit_softcapping"):
                 logits = torch.tanh(logits / cap) * cap
             saved[f"logits.{i}"] = logits
+            if kind is DFlash2DraftModel:
+                select = draft.candidate_selector.select
+                saved[f"drafted.{i}"] = select(hidden[:, 1:], logits[None], tokens[:1], 0)[0][0]
+                torch.manual_seed(i)
+                drafted, candidates, q = select(hidden[:, 1:], logits[None], tokens[:1], 1.0)
+                saved |= {
+                    f"drawn.{i}": drafted[0],
+                    f"candidates.{i}": candidates[0],
+                    f"q.{i}": q[0],
+                }
         out = OUT / name
         out.mkdir(parents=True, exist_ok=True)
-        held = settings | dict(architectures=["DFlashDraftModel"], model_type="qwen3")
+        held = settings | dict(architectures=[kind.__name__], model_type="qwen3")
         (out / "config.json").write_text(json.dumps(held, indent=2) + "\n")
         save_file(
-            {name: tensor.bfloat16() for name, tensor in draft.state_dict().items()},
+            {  # without the ending of an embedding's
+                name.replace("codebook.weight", "codebook"): tensor.bfloat16()
+                for name, tensor in draft.state_dict().items()
+            },
             out / "model.safetensors",
         )
         saved |= dict(features=features, embedding=embedding, head=head.weight.data)
