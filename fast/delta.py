@@ -197,51 +197,11 @@ def token_kernel(
     log_a = tl.load(log_a + h).to(tl.float32)
     bias = tl.load(dt_bias + h).to(tl.float32)
     new = qkvz + (b * T + t) * qkvz_stride
-    q, q_in = convolved(
-        new,
-        ring,
-        filter,
-        position,
-        position,
-        True,
-        q_channel,
-        of_e,
-        True,
-        qkvz_stride,
-        WIDTH,
-        RING,
-        TAPS,
-    )
-    k, k_in = convolved(
-        new,
-        ring,
-        filter,
-        position,
-        position,
-        True,
-        q_channel + G * E,
-        of_e,
-        True,
-        qkvz_stride,
-        WIDTH,
-        RING,
-        TAPS,
-    )
-    value, v_in = convolved(
-        new,
-        ring,
-        filter,
-        position,
-        position,
-        True,
-        v_channel,
-        of_v,
-        True,
-        qkvz_stride,
-        WIDTH,
-        RING,
-        TAPS,
-    )
+    where = new, ring, filter, position, position, True
+    k_channel = q_channel + G * E
+    q, q_in = convolved(*where, q_channel, of_e, True, qkvz_stride, WIDTH, RING, TAPS)
+    k, k_in = convolved(*where, k_channel, of_e, True, qkvz_stride, WIDTH, RING, TAPS)
+    value, v_in = convolved(*where, v_channel, of_v, True, qkvz_stride, WIDTH, RING, TAPS)
     b_in = tl.load(gates + (b * T + t) * (2 * H) + h)
     a_in = tl.load(gates + (b * T + t) * (2 * H) + H + h)
     beta, decay = gate_values(b_in, a_in, log_a, bias)
@@ -265,7 +225,7 @@ def token_kernel(
     dtype: constexpr = inputs.dtype.element_ty
     tl.store(to + v_channel, v_in.to(dtype), mask=of_v)
     tl.store(to + q_channel, q_in.to(dtype), mask=of_e & stores_key)
-    tl.store(to + q_channel + G * E, k_in.to(dtype), mask=of_e & stores_key)
+    tl.store(to + k_channel, k_in.to(dtype), mask=of_e & stores_key)
     tl.store(to + C + h, b_in, mask=stores)
     tl.store(to + C + H + h, a_in, mask=stores)
     if at == BLOCK - 1:  # the block is complete
