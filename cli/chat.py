@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from select import select
 
 from cli.errors import message_of
@@ -130,7 +131,12 @@ class Chat:
                     (self.llm.speculator or self.llm.engine).set_sampling(self.sampling)
                 self.say(described(self.sampling))
             case _:
-                raise ValueError(f"/{name}: no such command; /help lists them")
+                known = "again", "reset", "system", "help", "quit", *vars(self.sampling)
+                known = [each.replace("_", "-") for each in known]
+                begun = [each for each in known if each.startswith(name)]
+                meant = begun or get_close_matches(name, known, 1)
+                meant = f" did you mean /{meant[0]}?" if meant else ""
+                raise ValueError(f"/{name}: no such command;{meant} /help lists them")
 
     # A turn
 

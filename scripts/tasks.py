@@ -44,6 +44,10 @@ class Harness(TemplateLM):
         # A row's recurrent layers count as so many tokens, of 512 KiB: see generate_until().
         self.row_tokens = DeltaCache.bytes_per_row(config, llm.dtype) // 2**19
         bos, eos = (self.encoder.special_tokens.get(name) for name in ("bos_token", "eos_token"))
+        if not (eos or self.encoder.stops):
+            raise ValueError(
+                "the checkpoint's files name no token that ends a text: tasks want one"
+            )
         self.eot_token_id = self.encoder.backend.id(eos) if eos else min(self.encoder.stops)
         self.prefix_token_id = (
             self.encoder.bos if bos or self.encoder.add_bos else self.eot_token_id

@@ -42,9 +42,16 @@ from tqdm import tqdm
 
 from cli.errors import report_errors
 from cli.options import Parser
-from fast import common, packed_linear, tuning
-from fast.decoder import fused_linear
-from fast.layout import MAX_ROWS, MIN_BLOCK_M
+
+try:
+    from fast import common, packed_linear, tuning
+    from fast.decoder import fused_linear
+    from fast.layout import MAX_ROWS, MIN_BLOCK_M
+except ModuleNotFoundError as error:
+    if error.name != "fast":
+        raise
+    print("tune.py: fast/ is not there, whose kernels it times", file=sys.stderr)
+    raise SystemExit(2)
 from hub.vet import find_device
 from model import Config
 from quantize import INT4, INT8, QuantizedLinear, pack

@@ -315,6 +315,8 @@ def test_again_wants_an_answer(session):
     "line, said",
     [
         ("/frobnicate", "/frobnicate: no such command; /help"),
+        ("/temperatur 1", "/temperatur: no such command; did you mean /temperature? /help"),
+        ("/temp 1", "/temp: no such command; did you mean /temperature? /help"),
         ("/save chat.json", "/save: no such command"),
         ("  /help  ", "/reset  "),
         ("/seed 3", "/seed: no such command"),
