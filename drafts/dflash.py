@@ -342,7 +342,7 @@ class DFlashDraft(DraftModel):
     def __init__(self, engine: Engine, target: Engine):
         self.draft = engine.model
         super().__init__(engine, target.model.config.vocab_size, engine.max_seq_len)
-        self.target = target
+        self.target, self.forward_block = target, target.faster(self.draft)
         self.most = self.draft.block.size - 1
 
     captures = True
@@ -375,7 +375,7 @@ class DFlashDraft(DraftModel):
         first = last.clamp(max=self.engine.max_seq_len - k - 1)[:, None]
         at = first + torch.arange(k + 1, device=last.device)
         tokens = F.pad(text.gather(1, last[:, None]), (0, k), value=self.draft.block.mask)
-        states = self.draft(tokens, at, self.slots(n_slots))  # [B, k, D]
+        states = self.forward_block(tokens, at, self.slots(n_slots))  # [B, k, D]
         drafted, q = self.draft.draw(states, tokens[:, 0], self.choose)
         proposed = torch.where(last + k < self.max_seq_len, k, 0)
         return drafted, F.pad(q, (0, 0, 0, 1)), proposed

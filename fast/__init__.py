@@ -70,6 +70,7 @@ class Fast:
     choose_draft: Callable | None = None
     accept: Callable | None = None
     capture: Callable | None = None  # graph.CapturedStep
+    faster: Callable | None = None  # decoder.faster()
 
 
 def optimize(model: nn.Module) -> Fast | None:
@@ -133,6 +134,7 @@ def use_kernels(model: nn.Module) -> Fast | None:
         sampling.fast_choose_draft,
         sampling.fast_accept,
         graph.CapturedStep,
+        decoder.faster,
     )
 
 

@@ -34,6 +34,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
+from drafts.dflash import DFlash
 from drafts.eagle import FirstBlock
 from fast.attention import attend, few_pairs, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
@@ -500,6 +501,61 @@ class FusedDecoder(nn.Module):
                 buffer.zero_()
 
 
+class BlockHalf(Half):
+    """The first half of a layer of drafts/dflash.py: the products as AttentionHalf has them;
+    attention, which is not causal, is model.py's."""
+
+    def __init__(self, block: Block, table: RopeTable):
+        super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
+        self.attn, self.table = block.attn, table
+        self.qkv, self.out = fused_linear(block.attn.wqkv), fused_linear(block.attn.wo, buffer=0)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        """x [M, D], positions [B, T], mask [B, 1, T, L], rows [B, 1] -> [M, D]"""
+        qkv = self.qkv(x, **self.before).unflatten(0, (-1, positions.shape[1]))
+        y = self.attn.attend(qkv, positions, *self.table(positions), mask, rows)
+        return self.add(x, self.out, y.flatten(0, 1))
+
+
+class BlockDecoder(nn.Module):
+    """DFlash.forward(), whose layers are Blocks."""
+
+    def __init__(self, model: DFlash):
+        super().__init__()
+        self.model = model
+        for block in model.layers:
+            block.ffn = FusedFeedForward(block.ffn)
+        pack_linears(model)
+        self.layers = nn.ModuleList(
+            nn.ModuleList((BlockHalf(block, rope_table(model, block)), FeedForwardHalf(block)))
+            for block in model.layers
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """tokens, positions [B, T] -> states [B, T - 1, D]"""
+        model, rows = self.model, self.model.rows[: len(tokens)]
+        windows = dict.fromkeys(block.config.window for block in model.layers)
+        masks = {window: model.visible(slots, positions, window) for window in windows}
+        x = model.embedded(tokens).flatten(0, 1)  # [M, D]
+        for block, (attention, feed_forward) in zip(model.layers, self.layers):
+            x = attention(x, positions, masks[block.config.window], rows)
+            x = feed_forward(x, tokens.shape[1])
+        return model.norm(x.unflatten(0, tokens.shape)[:, 1:])
+
+
+def faster(model: nn.Module) -> nn.Module:
+    """What runs in the place of a draft's model that no engine decodes: a BlockDecoder, or the
+    model."""
+    takes = type(model) is DFlash and all(
+        fusible(block.attn.wqkv)
+        and fusible(block.attn.wo)
+        and not why_plain_ffn(block)
+        and not unknown_norm(block.attn_norm, block.attn_post_norm)
+        for block in model.layers
+    )
+    return BlockDecoder(model) if takes else model
+
+
 def install_kernels(model: Transformer) -> FusedDecoder:
     """Swaps in packed layers, attention and feed-forward parts, for prefill, and returns the module
     that decodes.
@@ -524,12 +580,16 @@ def install_kernels(model: Transformer) -> FusedDecoder:
         if not why_plain_ffn(block):
             kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
             block.ffn = kind(block.ffn)
+    pack_linears(model)
+    return FusedDecoder(model)
+
+
+def pack_linears(model: nn.Module) -> None:
     replace_layers(
         model,
         QuantizedLinear,
         lambda layer: PackedLinear(layer) if packs(layer) else layer,
     )
-    return FusedDecoder(model)
 
 
 def rope_table(model: Transformer, block: Block) -> RopeTable:

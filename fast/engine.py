@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fast import optimize, read_bandwidth
 from generate import PREFILL_TOKENS, Engine, Sampling, choose, decode_one_token
+from model import Transformer
 
 __all__ = ["FastEngine", "optimize", "read_bandwidth"]
 
@@ -56,6 +57,9 @@ class FastEngine(Engine):
     def twin(self, function: Callable) -> Callable:
         """The function of that name in fast/sampling.py, while kernels sample."""
         return getattr(self.fast, function.__name__) if self.captures else function
+
+    def faster(self, model: Transformer) -> Callable:
+        return self.fast.faster(model) if self.kernels else model
 
     def penalized(self, logits: Tensor, at: Tensor) -> Tensor:
         """In fp16 while kernels sample, which read 16 bits: of a logit of 40 bf16 takes no 0.1."""

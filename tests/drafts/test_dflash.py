@@ -39,6 +39,7 @@ from helpers import (
 from hub.checkpoint import Checkpoint
 from hub.formats import load
 from llm import LLM
+from quantize import round_model
 from speculative import Policy, Speculator
 
 DRAFTS = ROOT / "tests" / "dflash"
@@ -198,6 +199,30 @@ def test_texts_are_greedy_decoding(policy, recurrent, kind):
     assert run(made, PROMPTS, 60) == plain
     for prompt, row in zip(PROMPTS, plain):
         assert run(made, [prompt], 60) == [row]
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@torch.no_grad()
+def test_kernels_stand_in_for_a_block(quantize):
+    """Their plain twins, on a CPU."""
+    from fast.decoder import BlockDecoder, faster
+
+    model = random_model(1)
+    draft = random_dflash(5, model)
+    if quantize:
+        config = replace(draft.config, dim=64, ffn_dim=96, n_head=8)
+        draft = DFlash(config, draft.block).requires_grad_(False)
+        for p in draft.parameters():
+            p.data = torch.randn(p.shape) * (0.1 if p.dim() > 1 else 1)
+        round_model(draft, quantize, 32)
+    draft.setup(40, 2)
+    width = draft.fc.in_features
+    draft.read(torch.randn(2, 20, width), torch.arange(20).expand(2, -1))
+    block = torch.randint(8, (2, 5)), torch.tensor([[20], [7]]) + torch.arange(5), draft.slots
+    expected = draft(*block)
+    fused = faster(draft)
+    assert type(fused) is BlockDecoder and error(fused(*block), expected) < 1e-5
+    assert faster(random_dflash(5, model, "second")).block.second  # is itself
 
 
 @traced()
