@@ -280,7 +280,7 @@ class Engine:
     ):
         self.model = self.forward = model
         self.limit, self.max_seq_len = max_seq_len, max_seq_len + spare
-        self.batch_size = batch_size
+        self.batch_size, self.cache = batch_size, cache
         self.device = model.embed.weight.device
         # Behind the last token are up to 15 slots for the columns that fill up a prompt, and 8 that
         # slots() leaves out. SDPA's masks want a multiple of 8.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from drafts import NAMED, make_draft, open_draft
+from drafts import NAMED, DFlash, DraftHead, make_draft, open_draft
 from drafts.policies import NAMES as DRAFT_TOKENS
 from drafts.policies import POLICIES, make_policy
 from generate import Engine, Sampling, check_limits, generate, option
@@ -478,10 +478,12 @@ class LLM:
             self.checkpoint, self.quantization, options.quantize, options.group_size
         )
         self.draft_checkpoint = open_draft(options.draft, opened)
+        if options.draft_quantize and self.draft_checkpoint:
+            formats.check_draft_quantize(self.draft_checkpoint, options.draft_quantize)
         # The places whose hidden states the draft reads: see Transformer.setup().
         self.features = getattr(self.draft_checkpoint, "places", ())
         self._sizes = [
-            (checkpoint.counted(), formats.bits_of(checkpoint))
+            (checkpoint.config, checkpoint.weights, formats.bits_of(checkpoint))
             for checkpoint in (self.checkpoint, self.draft_checkpoint)
             if checkpoint
         ]
@@ -599,6 +601,8 @@ class LLM:
                     quantize=options.draft_quantize,
                     split=draft_splitter(self.team, self.draft_checkpoint.counted()),
                 )
+                if isinstance(draft, DraftHead | DFlash):
+                    draft.share(model)
         self.model, self.draft_model = model, draft
         self.load_s = time.perf_counter() - begun
 

@@ -164,7 +164,7 @@ def main():
     bits = CODES[args.quantize].bits
     quantization_config = CONFIGS[args.format](bits, group, args.sym, args.act_order, args.head)
     check_shapes(source, args, group)
-    check_memory([(source.config, {})], 0, 0, device, dtype)
+    check_memory([(source.config, source.weights, {})], 0, 0, device, dtype)
     check_place(source, args.out, bits)
     tokens = read_calibration(args, tokenizer, source.config.context) if args.gptq else None
     with written_whole(args.out) as made:

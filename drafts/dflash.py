@@ -31,12 +31,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from generate import Engine
-from hub.checkpoint import Checkpoint, Weight, hf_weights, open_shard, reading
+from hub.checkpoint import Checkpoint, Weight, hf_weights, open_shard, read_json, reading
+from hub.formats import unpack_quantized
 from hub.families import numbers_of, text_settings, value_of, values_of
 from model import Block, Config, LayerConfig, RMSNorm, Transformer
+from quantize import QuantizedLinear
 from speculative import DraftModel, choose_draft
 
 MOST = 32  # tokens of a block
+KNOWN = (  # keys of dflash_config
+    "block_size",
+    "conv_group_size",
+    "conv_kernel_size",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "is_causal",
+    "mask_token_id",
+    "output_multiplier",
+    "selector_rank",
+    "selector_top_k",
+    "target_layer_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -214,7 +229,20 @@ class DFlashCheckpoint(Checkpoint):
         super().__init__(directory)
         hf, whole = self.hf, target.config
         with reading(directory / "config.json"):
-            own = hf | value_of(hf, "dflash_config", dict, {})
+            given = read_json(directory / "config.json")  # without what missing keys stand for
+            nested = value_of(hf, "dflash_config", dict, {})
+            if unknown := sorted(nested.keys() - KNOWN):
+                raise ValueError(f"dflash_config has {', '.join(unknown)}: want {', '.join(KNOWN)}")
+            own = hf | {key: value for key, value in nested.items() if value is not None}
+            for key, there in (
+                ("num_target_layers", whole.n_layer),
+                ("vocab_size", whole.vocab_size),
+            ):
+                if given.get(key) not in (None, there):
+                    raise ValueError(
+                        f"{key}={given[key]!r:.60}: the checkpoint's is {there}, and the draft is of "
+                        "another model"
+                    )
             n, kinds = self.config.n_layer, ("full_attention", "sliding_attention")
             types = values_of(hf, "layer_types", kinds, n, [kinds[0]] * n)
             window = None
@@ -227,11 +255,12 @@ class DFlashCheckpoint(Checkpoint):
             ids = numbers_of(own, "target_layer_ids")
             if ids is None:
                 ids = default_layers(whole.n_layer, self.config.n_layer)
-            self.places = tuple(i + 1 for i in ids)  # of the layers' outputs
-            if not ids or len(set(ids).intersection(range(whole.n_layer))) < len(ids):
+            # Of the layers' outputs; what transformers has of the last one is behind the final norm.
+            self.places, last = tuple(i + 1 for i in ids), whole.n_layer - 2
+            if not ids or len(set(ids).intersection(range(last + 1))) < len(ids):
                 raise ValueError(
-                    f"target_layer_ids={ids}: want distinct ones from 0 to {whole.n_layer - 1}, as "
-                    f"the checkpoint has {whole.n_layer} layers"
+                    f"target_layer_ids={ids}: want distinct ones from 0 to {last}, as the checkpoint "
+                    f"has {whole.n_layer} layers"
                 )
             size = value_of(own, "block_size", int, 16)
             if not 2 <= size <= MOST:
@@ -371,13 +400,11 @@ class DFlashDraft(DraftModel):
         draft.read(features[draft.rows[: len(at)], at], at)
 
     def propose(self, text, last, k, n_slots):
-        # Where k tokens do not fit behind last, none counts. The clamp keeps that row in the cache.
-        first = last.clamp(max=self.engine.max_seq_len - k - 1)[:, None]
-        at = first + torch.arange(k + 1, device=last.device)
+        at = last[:, None] + torch.arange(k + 1, device=last.device)
         tokens = F.pad(text.gather(1, last[:, None]), (0, k), value=self.draft.block.mask)
         states = self.forward_block(tokens, at, self.slots(n_slots))  # [B, k, D]
         drafted, q = self.draft.draw(states, tokens[:, 0], self.choose)
-        proposed = torch.where(last + k < self.max_seq_len, k, 0)
+        proposed = torch.full_like(last, k)  # the cache has slots for all: see SLACK
         return drafted, F.pad(q, (0, 0, 0, 1)), proposed
 
     def choose(self, logits):
@@ -391,4 +418,9 @@ class DFlashDraft(DraftModel):
 
 def make_dflash(model: DFlash, target: Engine, spare: int) -> DFlashDraft:
     model.share(target.model)
-    return DFlashDraft(Engine(model, target.limit, target.batch_size, spare=spare), target)
+    rows = target.batch_size
+    engine = Engine(model, target.limit, rows, spare=spare, cache=target.cache)
+    draft = DFlashDraft(engine, target)
+    if any(isinstance(layer, QuantizedLinear) for layer in model.layers.modules()):
+        unpack_quantized(model, rows, target.limit, quiet=True)  # no kernels serve it
+    return draft

@@ -50,6 +50,8 @@ class MtpHead(DraftHead):
 class MtpCheckpoint(Checkpoint):
     """Of the target's Checkpoint, the tensors that draft. ValueError where there are none."""
 
+    told_by_tensors = True  # those who quantize a model leave it out, and do not always say so
+
     def __init__(self, target: Checkpoint):
         vars(self).update(vars(target))
         vars(self).pop("weights", None)  # the target's

@@ -229,11 +229,11 @@ def _(x, qweight, columns, norm=None, residual=None, eps=1e-5, prompt=False):
 def packs(layer: QuantizedLinear) -> bool:
     """Whether the kernels serve this layer: they know its codes, and fp16 has room for scales that
     zero points stand beside. It has if no weight is moved by more than half the widest step."""
-    if layer.codes.name not in KINDS or layer.zeros is None:
-        return layer.codes.name in KINDS
+    if layer.codes.name not in KINDS:
+        return False
     scales, most = layer.scales.float(), 2**layer.codes.bits - 1
     fits = True
-    if scales.numel():
+    if scales.numel() and layer.zeros is not None:  # of one rank's rows they may all be the same
         off = (scales.half().float() - scales).abs().amax()
         fits = bool(off * most <= scales.amax() / 2)
     return on_all_ranks(fits, scales.device)

@@ -176,6 +176,9 @@ class Checkpoint:
     counted()."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
+    # Whether a matrix's tensors alone say that it is not quantized, whatever config.json's rules do.
+    told_by_tensors = False
+    told_seeing = False  # whether a line has said what is left out
     # Names in the file of a model without its head begin so; elsewhere "model." stands before.
     bare = "layers.", "embed_tokens.", "norm."
 
@@ -209,7 +212,7 @@ class Checkpoint:
         return hf_weights(config)
 
     def counted(self) -> Config:
-        """The Config by which memory is counted and the output head shared. Of an EAGLE head: its
+        """The Config by which ranks share the draft and its output head. Of an EAGLE head: its
         vocabulary is what it may draft, and its embedding, as a rule the target's, does not
         count."""
         return self.config
@@ -244,11 +247,10 @@ class Checkpoint:
         paths = dict(self.paths)
         if "vision_config" in self.hf:
             seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
-            print(
-                f"{self.directory}: text only: {len(seeing)} tensors of its vision part are left "
-                f"out",
-                file=sys.stderr,
-            )
+            told = f"text only: {len(seeing)} tensors of its vision part are left out"
+            if not self.told_seeing:
+                print(f"{self.directory}: {told}", file=sys.stderr)
+            self.told_seeing = True
             for name in seeing:
                 del paths[name]
         files = self.of_text(paths)

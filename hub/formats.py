@@ -149,6 +149,15 @@ def check_quantize(
             group_of(weight.inputs, group)
 
 
+def check_draft_quantize(checkpoint: Checkpoint, quantize: str) -> None:
+    """ValueError for a draft that is quantized already."""
+    if bits_of(checkpoint):
+        raise ValueError(
+            f"draft_quantize={quantize}: the draft in {checkpoint.directory} is quantized already; "
+            "leave the option out"
+        )
+
+
 def load(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -169,7 +178,7 @@ def load(
     shard = None
     if split:
         shard = split(checkpoint.config, group, outputs=checkpoint.counted().vocab_size)
-    reader = QuantizedReader(settings, device, dtype, shard) if settings else None
+    reader = QuantizedReader(checkpoint, settings, device, dtype, shard) if settings else None
     scales = []
 
     def read_layers(model: Transformer, files: dict[str, Place]) -> None:
@@ -535,7 +544,7 @@ def bits_of(checkpoint: Checkpoint) -> dict[str, int]:
     settings = read_settings(checkpoint)
     if not settings:
         return {}
-    reader = QuantizedReader(settings, torch.device("cpu"), torch.float32)
+    reader = QuantizedReader(checkpoint, settings, torch.device("cpu"), torch.float32)
     reader.files, reader.table = checkpoint.files(), checkpoint.weights
     return {
         name: scheme.codes.bits
@@ -584,8 +593,10 @@ class Axis:
 class QuantizedReader:
     """Reads the quantized layers of a checkpoint, one by one, to the device.
 
-    settings: read_settings()'s. shard: this rank's part of the model, a tp.Shard."""
+    checkpoint: whose weights_of() names them. settings: read_settings()'s. shard: this rank's part
+    of the model, a tp.Shard."""
 
+    checkpoint: Checkpoint
     settings: dict
     device: torch.device
     dtype: torch.dtype
@@ -595,7 +606,7 @@ class QuantizedReader:
         """Puts the layers that the files hold quantized into the model. What was read is removed
         from files."""
         self.files = files
-        self.table = hf_weights(self.shard.whole if self.shard else model.config)
+        self.table = self.checkpoint.weights
         schemes = self.find_schemes()
         matrices = defaultdict(list)  # our layer -> Hugging Face's names of its matrices
         for name in schemes:
@@ -620,7 +631,8 @@ class QuantizedReader:
     def find_schemes(self) -> dict[str, Scheme | None]:
         """How each matrix of the table is held in the files. config.json decides. But GPTQ and AWQ files tell only by their
         tensors what they left out, and so do all files of the head, of LEFT_OUT and of all experts
-        in one tensor: transformers has parameters there, which no rule for layers is about."""
+        in one tensor: transformers has parameters there, which no rule for layers is about, and no layers that draft
+        (told_by_tensors)."""
         matrices = [
             name
             for name, weight in self.table.items()
@@ -642,6 +654,7 @@ class QuantizedReader:
             )
             scheme, weight = next(matching, None), self.table[name]
             told = weight.ours == "head.weight" or is_left_out(weight) or weight.experts
+            told = told or self.checkpoint.told_by_tensors
             if scheme and (told or scheme.layout in GPTQ_AND_AWQ):
                 scales = {f"{stem(name)}.weight_scale", f"{stem(name)}.weight_scale_inv"}
                 if name in self.files and not scales & self.files.keys():

@@ -23,7 +23,7 @@ from hub.checkpoint import (
     LAYOUT,
     WHOLE,
     Checkpoint,
-    hf_weights,
+    Weight,
     instead_of,
     read_json,
     what_is,
@@ -211,7 +211,7 @@ def memory_advice(advice: str):
 
 
 def check_memory(
-    models: list[tuple[Config, dict[str, int]]],
+    models: list[tuple[Config, dict[str, Weight], dict[str, int]]],
     batch_size: int,
     cache_length: int,
     device: torch.device,
@@ -223,16 +223,16 @@ def check_memory(
 ) -> str:
     """What to say if memory runs out later. ValueError if weights and KV caches alone do not fit.
 
-    models: their configs and, of a quantized checkpoint, formats.bits_of(). The ranks' GPUs share
-    both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
+    models: their configs, tables of weights and, of quantized checkpoints, formats.bits_of(). The
+    ranks' GPUs share both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
     features: numbers that are kept of each token for an EAGLE head."""
     share, there = 1, host_memory()
     if device.type == "cuda":
         share, there = ranks, free_memory(device)
     tokens = batch_size * cache_length
     weights, cache = 0, features * dtype.itemsize * tokens
-    for config, bits in models:
-        for name, weight in hf_weights(config).items():
+    for config, table, bits in models:
+        for name, weight in table.items():
             # Scales are not counted.
             size = math.prod(weight.shape) * bits.get(name, 8 * dtype.itemsize) / 8
             weights += size / (share if weight.rows or weight.columns else 1)

@@ -58,7 +58,7 @@ from hub.vet import (
 )
 from llm import Options, find_engine, import_fast
 from model import Config, DeltaCache, KVCache, MoE, Transformer
-from scripts.benchmark_drafts import KINDS, simulate
+from scripts.benchmark_drafts import KINDS, STEPS, simulate
 from scripts.benchmark_speculation import speculate
 from scripts.measuring import Setup, all_reduce_us, matrix_rate
 from scripts.others_on_cpu import CONVERTER, llama_cpp_run
@@ -100,7 +100,7 @@ def parse_args() -> Namespace:
     add(
         "--tokens-per-step",
         "with --draft mtp or dflash: what acceptance is simulated for; a line for each (default: "
-        "2,3,4)",
+        "of 2,3,4 what is possible)",
         metavar="LIST",
     )
     add(
@@ -142,10 +142,10 @@ def parse_args() -> Namespace:
     if args.tokens_per_step and args.draft not in KINDS:
         parser.error(f"--tokens-per-step {args.tokens_per_step} goes with --draft mtp or dflash")
     try:
-        steps = [float(tokens) for tokens in (args.tokens_per_step or "2,3,4").split(",")]
+        wanted = args.tokens_per_step and args.tokens_per_step.split(",")
+        args.tokens_per_step = wanted and [float(tokens) for tokens in wanted]
     except ValueError:
         parser.error(f"--tokens-per-step {args.tokens_per_step}: want numbers, with commas")
-    args.tokens_per_step = steps
     args.draft_tokens = args.draft_tokens or "auto"
     for tokens in args.draft_tokens.split(","):
         Options(draft="prompt-lookup", draft_tokens=tokens)  # ValueError if it is none
@@ -203,7 +203,8 @@ def build(what: str, setup: Setup) -> Transformer:
         )
     where = setup.device, setup.dtype
     kind = args.kv_cache or "16-bit"
-    check_memory([(config, bits)], args.batch, length, *where, setup.team.ranks, kind=kind)
+    weights = checkpoint.weights if checkpoint else hf_weights(config)
+    check_memory([(config, weights, bits)], args.batch, length, *where, setup.team.ranks, kind=kind)
     if checkpoint:
         return setup.load(checkpoint)
     shard = setup.shard(config)
@@ -445,7 +446,7 @@ def measurements(what: str, setup: Setup) -> Iterator[dict]:
         lists = len(args.draft_tokens.split(","))
         count = 1 + args.runs * (1 + lists if setup.cuda else 2 * lists)
     if args.draft in KINDS:
-        count = 1 + args.runs * (1 + len(args.tokens_per_step))
+        count = 1 + args.runs * (1 + len(args.tokens_per_step or STEPS))
     advice = (
         f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
         "--batch, --context or --prompt-length helps"

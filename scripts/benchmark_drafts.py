@@ -30,6 +30,7 @@ from scripts.shapes import MXFP4_SHAPES, SHAPES, fill, random_model
 from speculative import SLACK, Policy, Speculator, accept
 
 KINDS = {"mtp": "3", "dflash": "15"}  # and what is drafted where nothing is said
+STEPS = 2, 3, 4  # tokens of a step
 DFLASH_LAYERS, BLOCK_SIZE = 5, 16  # as Qwen3-4B's and 8B's drafts have them
 
 
@@ -110,7 +111,8 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
     if not tokens.isdecimal():
         raise ValueError(f"--draft-tokens {tokens}: want a number with --draft {args.draft}")
     k = int(tokens)
-    for wanted in args.tokens_per_step:
+    steps = args.tokens_per_step or [step for step in STEPS if step <= k + 1]
+    for wanted in steps:
         if not 1 <= wanted <= k + 1:
             raise ValueError(
                 f"--tokens-per-step {wanted:g}: want 1 to {k + 1} with --draft-tokens {k}"
@@ -141,7 +143,7 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
 
     one_run(target)  # warms up
     plain = statistics.median(one_run(target) for _ in range(args.runs))
-    for wanted in args.tokens_per_step:
+    for wanted in steps:
         simulated.rate.fill_(rate_of(wanted, k))
         runs = []
         for _ in range(args.runs):

@@ -99,6 +99,7 @@ HEAD, BLOCKS, MEASURED, NEW_TOKENS = "tiny-eagle", "tiny-dflash", 5, 200
 # Of the block: tokens, layers, and places of a text that it learns at in a step. <unk>, which no
 # text has, is the mask.
 BLOCK, BLOCK_LAYERS, ANCHORS, MASK = 8, 2, 24, 0
+BLOCK_PLACES = 2, 3, 4  # whose hidden states it reads
 
 
 def read_stories(path: Path) -> list[str]:
@@ -325,10 +326,10 @@ def block_loss(draft: DFlash, features: Tensor, tokens: Tensor, targets: Tensor)
 
 
 def new_blocks(target: Transformer) -> DFlash:
-    """It begins as the target's last layers, of what the last layer put out."""
+    """It begins as the target's last layers, of what goes into the last one."""
     D, whole = target.config.dim, target.config
     config = replace(whole, layers=whole.layers[:BLOCK_LAYERS], tied=False, qk_norm="head")
-    draft = DFlash(config, BlockConfig(PLACES, D, BLOCK, MASK)).to(target.embed.weight.device)
+    draft = DFlash(config, BlockConfig(BLOCK_PLACES, D, BLOCK, MASK)).to(target.embed.weight.device)
     draft.share(target)  # what is not trained
     torch.nn.init.normal_(draft.fc.weight, std=0.02)
     with torch.no_grad():
@@ -341,16 +342,17 @@ def new_blocks(target: Transformer) -> DFlash:
 
 def train_draft(
     draft: Transformer,
+    places: tuple[int, ...],
     loss_of: Callable[[Tensor, Tensor, Tensor, int], Tensor],
     target: Transformer,
     texts: Tensor,
     args: argparse.Namespace,
 ) -> None:
-    """AdamW with a warm-up and a cosine to zero. loss_of: features, tokens, the target's
-    probabilities, step -> loss."""
+    """AdamW with a warm-up and a cosine to zero. places: of the features; loss_of: features, tokens,
+    the target's probabilities, step -> loss."""
     device = texts.device
     draft.setup(texts.shape[1])
-    target.setup(texts.shape[1], args.batch, PLACES)
+    target.setup(texts.shape[1], args.batch, places)
     positions = torch.arange(texts.shape[1], device=device)[None]
     trained = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -379,13 +381,14 @@ def train_head(target: Transformer, texts: Tensor, args: argparse.Namespace) -> 
         drafted = 1 if step < 0.7 * args.steps else DRAFTED
         return unrolled_loss(head, features, tokens, targets[:, :, head.vocabulary], drafted)
 
-    train_draft(head, loss_of, target, texts, args)
+    train_draft(head, PLACES, loss_of, target, texts, args)
     return head
 
 
 def train_blocks(target: Transformer, texts: Tensor, args: argparse.Namespace) -> DFlash:
     draft = new_blocks(target)
-    train_draft(draft, lambda *given: block_loss(draft, *given[:3]), target, texts, args)
+    loss_of = lambda *given: block_loss(draft, *given[:3])  # noqa: E731
+    train_draft(draft, BLOCK_PLACES, loss_of, target, texts, args)
     return draft
 
 
@@ -467,7 +470,7 @@ def save_head(head: Head, out: Path) -> None:
 
 def save_blocks(draft: DFlash, out: Path) -> None:
     """The layout of the paper's authors."""
-    ids = [place - 1 for place in PLACES]
+    ids = [place - 1 for place in BLOCK_PLACES]
     shape = (
         COMMON
         | PAIR["tiny"]

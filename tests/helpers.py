@@ -282,6 +282,27 @@ def speculator(
     return Speculator(target, make_draft(target, draft, engine), make_policy(policy), agree)
 
 
+def every_number_is_accepted(monkeypatch, made: Speculator, model: Transformer) -> None:
+    """Of a speculator that drafts 4 tokens, whose drafts are the text's own tokens as far as a plan
+    says: 0 to 4. model: its target, anew."""
+    prompt = list(range(2, 72))
+    plain = run(Engine(model, 130, 1, GREEDY), [prompt], 60)[0]
+    propose, text, seen = made.draft.propose, torch.tensor([prompt + plain + [0] * 9]), []
+
+    def planned(*step):
+        drafted, q, proposed = propose(*step)
+        at, right = int(step[1]) + 1, len(seen) % 5
+        seen.append(right)
+        drafted = text[:, at : at + 4].clone()
+        drafted[:, right:] = (drafted[:, right:] + 1) % 96
+        q = F.one_hot(drafted, 96).float()
+        return drafted, F.pad(q, (0, 0, 0, 1)), proposed
+
+    monkeypatch.setattr(made.draft, "propose", planned)
+    assert run(made, [prompt], 60) == [plain]
+    assert set(seen) == {0, 1, 2, 3, 4} and made.counts["accepted"] > 30
+
+
 def random_head(
     seed: int,
     target: Transformer,
@@ -678,13 +699,11 @@ def make_dflash(directory: Path, target: Path) -> None:
         model_type="qwen3",
         hidden_size=config.dim,
         vocab_size=config.vocab_size,
-        dflash_config=dict(mask_token_id=7, target_layer_ids=[0, config.n_layer - 1]),
+        dflash_config=dict(mask_token_id=7, target_layer_ids=[0]),
     )
     directory.mkdir()
     put(directory / "config.json", hf)
-    save_file(
-        {"fc.weight": torch.zeros(config.dim, 2 * config.dim)}, directory / "model.safetensors"
-    )
+    save_file({"fc.weight": torch.zeros(config.dim, config.dim)}, directory / "model.safetensors")
     weights = DFlashCheckpoint(directory, Checkpoint(target)).weights
     change_tensors(
         directory,

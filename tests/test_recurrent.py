@@ -558,7 +558,9 @@ def test_memory_is_counted_by_the_token_for_attention_and_by_the_row_for_states(
     assert KVCache.bytes_per_token(config, dtype, kind) * 3 * 50 == sizes[3]
     weights = sum(math.prod(weight.shape) for weight in hf_weights(config).values())
     need = weights * dtype.itemsize + sum(sizes)
-    count = partial(vet.check_memory, [(config, {})], 3, 50, CPU, dtype, kind=kind)
+    count = partial(
+        vet.check_memory, [(config, hf_weights(config), {})], 3, 50, CPU, dtype, kind=kind
+    )
     monkeypatch.setattr(vet, "host_memory", lambda: need)
     count()
     monkeypatch.setattr(vet, "host_memory", lambda: need - 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import generate
 from drafts import open_draft
-from drafts.dflash import BlockConfig, DFlash, DFlashCheckpoint, default_layers
+from drafts.dflash import DFlash, DFlashCheckpoint, default_layers
 from generate import Engine, Sampling
 from helpers import (
     CPU,
@@ -23,8 +23,10 @@ from helpers import (
     ROOT,
     change_tensors,
     error,
+    every_number_is_accepted,
     load_checkpoint,
     make,
+    make_dflash,
     one_line,
     random_dflash,
     random_model,
@@ -264,7 +266,11 @@ def zeros(*shape: int) -> Tensor:
     [
         ({}, dict(mask_token_id=None), {}, "mask_token_id=None: want int"),
         ({}, dict(mask_token_id=96), {}, "mask_token_id=96 96 another model"),
-        ({}, dict(target_layer_ids=[1, 3, 8]), {}, "[1, 3, 8] distinct 0 to 7 8 layers"),
+        ({}, dict(target_layer_ids=[1, 3, 8]), {}, "[1, 3, 8] distinct 0 to 6 8 layers"),
+        ({}, dict(target_layer_ids=[1, 3, 7]), {}, "[1, 3, 7] distinct 0 to 6"),
+        ({}, dict(markov_rank=4), {}, "dflash_config has markov_rank"),
+        (dict(num_target_layers=36), {}, {}, "num_target_layers=36 8 another model"),
+        (dict(vocab_size=50), {}, {}, "vocab_size=50 96 another model"),
         ({}, dict(target_layer_ids=[1, 3]), {}, "fc.weight [32, 96] [32, 64] another model"),
         (dict(block_size=33), {}, {}, "block_size=33: want 2 to 32"),
         (dict(block_size=1), {}, {}, "block_size=1: want 2 to 32"),
@@ -292,10 +298,45 @@ def test_a_draft_for_a_target_of_another_width_is_refused(tmp_path):
     assert "64 dimensions: the draft is of another model" in said
 
 
-def test_blocks_are_as_short_as_they_are_asked_for():
-    """One size more than the text has room for counts as none."""
+def test_blocks_are_no_longer_than_they_may_be():
+    """A null in dflash_config leaves what stands outside of it."""
     model = random_model(1)
     draft = random_dflash(5, model)
     draft.block = replace(draft.block, size=3)
-    made = speculator(model, 40, draft, "auto")
-    assert max(made.step_of) == 2 and isinstance(draft.block, BlockConfig)
+    assert max(speculator(model, 40, draft, "auto").step_of) == 2
+
+
+def test_what_is_null_in_one_place_is_read_in_the_other(tmp_path, target):
+    directory = shutil.copytree(DRAFTS / "plain", tmp_path / "draft")
+    ids = dict(target_layer_ids=[1, 3, 6], mask_token_id=95, block_size=None)
+    rewrite(directory / "config.json", dflash_config=ids, block_size=5)
+    assert open_dflash(directory, target)[0].block.size == 5
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_each_number_of_accepted_tokens(monkeypatch, recurrent):
+    golden = ROOT / "tests" / "golden" / ("qwen3.5" if recurrent else "qwen3")
+    target = load_checkpoint(golden)
+    made = speculator(target, 130, random_dflash(3, target), "4")
+    every_number_is_accepted(monkeypatch, made, load_checkpoint(golden))
+
+
+@pytest.mark.parametrize(
+    "how", [dict(), dict(compile=True, no_kernels=True), dict(kv_cache="int8")]
+)
+def test_a_rounded_draft_in_16_bits(target, how):
+    """It runs unpacked where no kernels serve it, and with the target's kind of cache."""
+    with_letters(target.directory)
+    options = dict(device="cpu", dtype="bfloat16", temperature=0, max_new_tokens=9, quiet=True)
+    make_dflash(target.directory / "draft", target.directory)
+    llm = LLM(
+        target.directory,
+        draft=str(target.directory / "draft"),
+        draft_quantize="int8",
+        **options,
+        **how,
+    )
+    assert len(llm("abcab").tokens) == 9
+    layer = llm.draft_model.layers[0]
+    assert type(layer.attn.wqkv) is nn.Linear and layer.attn.wqkv.weight.dtype == torch.bfloat16
+    assert (layer.attn.cache.k.dtype == torch.int8) == ("kv_cache" in how)

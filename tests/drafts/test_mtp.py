@@ -14,13 +14,18 @@ from drafts.mtp import MtpHead
 from generate import Engine
 from helpers import (
     CPU,
+    EAGLE,
     F32,
     GREEDY,
     ROOT,
+    TINY,
     change_tensors,
     error,
+    every_number_is_accepted,
     one_line,
+    put,
     read,
+    read_json,
     refusal,
     rewrite,
     run,
@@ -29,7 +34,7 @@ from helpers import (
     with_letters,
 )
 from hub.checkpoint import Checkpoint
-from hub.formats import bits_of, load
+from hub.formats import bits_of, check_draft_quantize, load
 from hub.vet import check_memory
 from llm import LLM
 from model import Transformer
@@ -86,24 +91,10 @@ def test_texts_are_greedy_decoding(name, policy):
 
 
 def test_each_number_of_accepted_tokens(monkeypatch):
-    """All from 0 to 4 are seen, by drafts that are the text's own tokens as far as a plan says."""
     model, head = opened(DENSE)
-    plain = run(Engine(load(Checkpoint(DENSE), CPU, F32), 130, 1, GREEDY), PROMPTS[:1], 60)[0]
-    made, seen = speculator(model, 130, head, "4"), []
-    propose, text = made.draft.propose, torch.tensor([PROMPTS[0] + plain + [0] * 9])
-
-    def planned(*step):
-        drafted, q, proposed = propose(*step)
-        at, right = int(step[1]) + 1, len(seen) % 5
-        seen.append(right)
-        drafted = text[:, at : at + 4].clone()
-        drafted[:, right:] = (drafted[:, right:] + 1) % 96
-        q = torch.nn.functional.one_hot(drafted, 96).float()
-        return drafted, torch.nn.functional.pad(q, (0, 0, 0, 1)), proposed
-
-    monkeypatch.setattr(made.draft, "propose", planned)
-    assert run(made, PROMPTS[:1], 60) == [plain]
-    assert set(seen) == {0, 1, 2, 3, 4} and made.counts["accepted"] > 30
+    every_number_is_accepted(
+        monkeypatch, speculator(model, 130, head, "4"), load(Checkpoint(DENSE), CPU, F32)
+    )
 
 
 def test_a_chats_next_turn_goes_on_from_what_is_there():
@@ -139,17 +130,27 @@ def test_the_layer_is_rounded_and_fc_is_not(name):
 
 def test_memory_counts_the_layer_and_not_what_it_shares(monkeypatch):
     """To the byte."""
-    target = Checkpoint(DENSE)
-    draft = open_draft("mtp", (target, None))
+    draft = open_draft("mtp", (Checkpoint(DENSE), None))
     own = sum(p.numel() for p in load(draft, CPU, F32).parameters() if not p.is_meta)
-    norms = 2 * target.config.dim  # in front of fc
-    counted = own - norms - 2 * target.config.dim**2
-    monkeypatch.setattr("hub.vet.host_memory", lambda: 4 * counted)
-    check_memory([(draft.counted(), bits_of(draft))], 0, 0, CPU, F32)
-    monkeypatch.setattr("hub.vet.host_memory", lambda: 4 * counted - 1)
-    assert "out of memory" in refusal(
-        check_memory, [(draft.counted(), bits_of(draft))], 0, 0, CPU, F32
+    sizes = [(draft.config, draft.weights, bits_of(draft))], 0, 0, CPU, F32
+    monkeypatch.setattr("hub.vet.host_memory", lambda: 4 * own)
+    check_memory(*sizes)
+    monkeypatch.setattr("hub.vet.host_memory", lambda: 4 * own - 1)
+    assert "out of memory" in refusal(check_memory, *sizes)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_rounded_draft_in_16_bits(model, kind):
+    """Eager, it is unpacked in the target's type, whose embedding it has."""
+    how = dict(device="cpu", dtype="bfloat16", temperature=0, max_new_tokens=9, quiet=True)
+    llm = LLM(
+        model if kind == "mtp" else TINY,
+        draft="mtp" if kind == "mtp" else str(EAGLE),
+        draft_quantize="int8",
+        **how,
     )
+    assert len(llm("abcab").tokens) == 9
+    assert llm.draft_model.layers[0].attn.wqkv.weight.dtype == torch.bfloat16
 
 
 @pytest.fixture
@@ -172,6 +173,72 @@ def test_by_name_in_python_and_on_the_command_line(call, model):
         for draft in ((), ("--draft", "mtp"))
     ]
     assert texts[0] == texts[1]
+
+
+def as_published(directory: Path) -> None:
+    """Nested, beside a vision part."""
+    held = load_file(directory / "model.safetensors")
+    moved = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in held.items()
+        if name.startswith("model.")
+    }
+    gone = {name: None for name in held if name.startswith("model.")}
+    change_tensors(directory, **gone | moved, **{"model.visual.norm.weight": zeros(4)})
+    text = read_json(directory / "config.json")
+    put(
+        directory / "config.json",
+        dict(
+            model_type="qwen3_5",
+            text_config=text,
+            vision_config={},
+            tie_word_embeddings=text["tie_word_embeddings"],
+        ),
+    )
+
+
+def e4m3(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block: codes and the inverse scale."""
+    scale = tensor.float().abs().max() / 448
+    return (tensor.float() / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+
+
+@pytest.mark.parametrize("rounded", ["nothing", "all but mtp, untold", "all"])
+@torch.no_grad()
+def test_as_it_is_published(tmp_path, capsys, rounded):
+    """FP8 in blocks: of the target, whose quantizer left mtp out without a word, or of both, but
+    for fc."""
+    directory = shutil.copytree(DENSE, tmp_path / "model")
+    as_published(directory)
+    plain = open_draft("mtp", (Checkpoint(directory), None))
+    exact = load(plain, CPU, F32)
+    if rounded != "nothing":
+        changes = {}
+        for name, tensor in load_file(directory / "model.safetensors").items():
+            mine = name.startswith("mtp.")
+            if "_proj.weight" in name and "in_proj_" not in name and (rounded == "all" or not mine):
+                codes, scale = e4m3(tensor)
+                changes |= {name: codes, f"{name}_scale_inv": scale}
+        change_tensors(directory, **changes)
+        settings = dict(quant_method="fp8", weight_block_size=[128, 128])
+        left = [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "a", "b")] + ["mtp.fc"]
+        settings["modules_to_not_convert"] = left
+        rewrite(directory / "config.json", quantization_config=settings)
+    target = Checkpoint(directory)
+    draft = open_draft("mtp", (target, None))
+    head = load(draft, CPU, F32)
+    load(target, CPU, F32)
+    held = [module for module in head.modules() if isinstance(module, QuantizedLinear)]
+    assert bool(held) == (rounded == "all") == bool(bits_of(draft))
+    assert set(bits_of(draft)) <= set(draft.weights)
+    for module, other in ((head.layers[0].attn.wo, exact.layers[0].attn.wo),):
+        weight = module.dequantize(F32) if held else module.weight
+        assert error(weight, other.weight) < (0.05 if held else 1e-7)
+    bits_of(target)
+    assert capsys.readouterr().err.count("tensors of its vision part") == 1
+    if held:
+        said = refusal(check_draft_quantize, draft, "int8")
+        assert "draft_quantize=int8" in said and "quantized already" in said
 
 
 def zeros(*shape: int) -> torch.Tensor:

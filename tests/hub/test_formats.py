@@ -289,7 +289,7 @@ def test_rules_of_a_model_that_also_sees_are_for_its_modules_names(tmp_path, rul
     assert error(logits_of(model, tokens), logits) < 1e-5
     rewrite(tmp_path / "config.json", quantization_config=settings | dict(config_groups=groups))
     checkpoint = Checkpoint(tmp_path)
-    reader = formats.QuantizedReader(read_settings(checkpoint), CPU, F32)
+    reader = formats.QuantizedReader(checkpoint, read_settings(checkpoint), CPU, F32)
     reader.files, reader.table = checkpoint.files(), checkpoint.weights
     assert reader.find_schemes()[f"{MODULE}.weight"].codes.bits == (8 if matches else 4)
 
