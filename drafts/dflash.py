@@ -31,7 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from generate import Engine
-from hub.checkpoint import Checkpoint, Weight, hf_weights, open_shard, read_json, reading
+from hub.checkpoint import (
+    Checkpoint,
+    Weight,
+    borrowing_weights,
+    open_shard,
+    read_json,
+    reading,
+)
 from hub.formats import unpack_quantized
 from hub.families import numbers_of, text_settings, value_of, values_of
 from model import Block, Config, LayerConfig, RMSNorm, Transformer
@@ -330,12 +337,7 @@ class DFlashCheckpoint(Checkpoint):
 def dflash_weights(config: Config, block: BlockConfig) -> dict[str, Weight]:
     """As checkpoint.hf_weights()."""
     D = config.dim
-    table = {
-        name.removeprefix("model."): weight
-        for name, weight in hf_weights(config).items()
-        if weight.ours not in ("embed.weight", "head.weight")
-    }
-    table |= {
+    table = borrowing_weights(config) | {
         "fc.weight": Weight("fc.weight", 0, (D, len(block.places) * block.target_dim)),
         "hidden_norm.weight": Weight("context_norm.weight", 0, (D,), norm=True),
     }

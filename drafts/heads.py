@@ -82,27 +82,27 @@ class HeadDraft(DraftModel):
         at = torch.arange(width, device=text.device).expand(P, -1)
         size = max(32, self.READ_TOKENS // P // 32 * 32)
         for chunk in at.split(size, dim=1) if width else ():
-            tokens, inputs = self.pairs(text, chunk, width, samples)
+            tokens, inputs = self.pairs(text, chunk, samples)
             # Nobody reads the logits: column 0.
             head(tokens, chunk, slots, at[:, 0], inputs)
         if samples > 1:
             head.arrange_rows([row for row in range(P) for _ in range(samples)], width)
 
     def read(self, text, last, at, slots):
-        tokens, inputs = self.pairs(text, at, last[:, None])
+        tokens, inputs = self.pairs(text, at)
         wanted = last - 1 - at[:, 0]  # the column of slot last - 1
         column = wanted.clamp(0, at.shape[1] - 1)
         logits = self.head(tokens, at, slots, column, inputs)[:, None]
         here = (column == wanted)[:, None, None]
         self.logits.copy_(torch.where(here, logits, self.logits))
 
-    def pairs(self, text, at, end, samples=1):
-        """The pairs of slots at [B, T]: tokens [B, T] and what the first layer reads of them. Slots
-        before end, [B, 1] or one for all, have features. Row b is of the text's row b * samples."""
+    def pairs(self, text, at, samples=1):
+        """The pairs of slots at [B, T]: tokens [B, T] and what the first layer reads of them. Row b
+        is of the text's row b * samples. Of slots behind the text, whose tokens and features may be
+        anything, nothing is seen before they are written again."""
         head = self.head
         tokens = text[::samples].gather(1, at + 1)
         states = head.project(self.features[::samples][head.rows[: len(at)], at])
-        states = torch.where((at < end)[:, :, None], states, self.own_states(at))
         return tokens, head.inputs(tokens, states)
 
     def own_states(self, at):
@@ -129,7 +129,7 @@ class HeadDraft(DraftModel):
         return self.vocabulary[token], torch.zeros_like(q).index_copy(1, self.vocabulary, q[:, :n])
 
     def follow(self, text, at, accepted, n_slots):
-        tokens, inputs = self.pairs(text, at, at[:, :1] + accepted[:, None] + 1)
+        tokens, inputs = self.pairs(text, at)
         slots = self.engine.slots(n_slots)
         logits = self.engine.forward(tokens, at, slots, inputs=inputs)  # [B, T, draft's V]
         self.logits.copy_(logits.take_along_dim(accepted[:, None, None], dim=1))

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from drafts.heads import DraftHead
-from hub.checkpoint import Checkpoint, Place, Weight, hf_weights
+from hub.checkpoint import Checkpoint, Place, Weight, borrowing_weights
 from hub.families import EXPERTS, value_of
 from model import Config, RMSNorm, Transformer
 
@@ -101,12 +101,7 @@ class MtpCheckpoint(Checkpoint):
 
     def weights_of(self, config: Config) -> dict[str, Weight]:
         D = config.dim
-        table = {
-            name.removeprefix("model."): weight
-            for name, weight in hf_weights(config).items()
-            if weight.ours not in ("embed.weight", "head.weight")
-        }
-        return table | {
+        return borrowing_weights(config) | {
             "fc.weight": Weight("fc.weight", 0, (D, 2 * D)),
             "pre_fc_norm_embedding.weight": Weight("embedding_norm.weight", 0, (D,), norm=True),
             "pre_fc_norm_hidden.weight": Weight("state_norm.weight", 0, (D,), norm=True),

@@ -393,6 +393,15 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     return table
 
 
+def borrowing_weights(config: Config) -> dict[str, Weight]:
+    """hf_weights() of a draft whose embedding and head are its target's, without "model."."""
+    return {
+        name.removeprefix("model."): weight
+        for name, weight in hf_weights(config).items()
+        if weight.ours not in ("embed.weight", "head.weight")
+    }
+
+
 @lru_cache
 def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -> dict[str, Weight]:
     """hf_weights() of a layer."""
