@@ -118,17 +118,18 @@ class DFlash(Transformer):
 
     def logits(self, states):
         """[B, k, D] -> [B, k, V]"""
-        logits = self.head(states * self.config.logits_scale)
-        if cap := self.block.cap:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return self.capped(self.head(states * self.config.logits_scale))
 
-    def draw(self, states, last, choose: Callable):
-        """The masks' states [B, k, D], the token before them [B] -> tokens [B, k] and the
-        distributions [B, k, V] they were drawn from. choose(logits [B, 1, V]) -> a token [B], and
-        its distribution [B, V]."""
-        k = states.shape[1]
-        drafted, q = choose(self.logits(states).flatten(0, 1)[:, None])
+    def capped(self, logits):
+        cap = self.block.cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def draw(self, logits, states, last, choose: Callable):
+        """The masks' logits [B, k, V] and states [B, k, D], the token before them [B] -> tokens [B,
+        k] and the distributions [B, k, V] they were drawn from. choose(logits [B, 1, V]) -> a token
+        [B], and its distribution [B, V]."""
+        k = logits.shape[1]
+        drafted, q = choose(logits.flatten(0, 1)[:, None])
         return drafted.unflatten(0, (-1, k)), q.unflatten(0, (-1, k))
 
     def visible(self, slots, positions, window: int | None):
@@ -190,8 +191,8 @@ class DFlash2(DFlash):
         self.before, self.after = (nn.Parameter(torch.empty(V, R)) for _ in range(2))
         self.of_mask = nn.Linear(config.dim, R, bias=False)
 
-    def draw(self, states, last, choose):
-        logits, of_masks = self.logits(states), self.of_mask(states)
+    def draw(self, logits, states, last, choose):
+        of_masks = self.of_mask(states)
         scores, candidates = logits.topk(self.block.second.candidates)  # [B, k, candidates]
         drafted, distributions = [], []
         for i in range(states.shape[1]):
@@ -373,7 +374,7 @@ class DFlashDraft(DraftModel):
     def __init__(self, engine: Engine, target: Engine):
         self.draft = engine.model
         super().__init__(engine, target.model.config.vocab_size, engine.max_seq_len)
-        self.target, self.forward_block = target, target.faster(self.draft)
+        self.target, self.fast = target, target.faster(self.draft)
         self.most = self.draft.block.size - 1
 
     captures = True
@@ -404,8 +405,9 @@ class DFlashDraft(DraftModel):
     def propose(self, text, last, k, n_slots):
         at = last[:, None] + torch.arange(k + 1, device=last.device)
         tokens = F.pad(text.gather(1, last[:, None]), (0, k), value=self.draft.block.mask)
-        states = self.forward_block(tokens, at, self.slots(n_slots))  # [B, k, D]
-        drafted, q = self.draft.draw(states, tokens[:, 0], self.choose)
+        states = self.fast(tokens, at, self.slots(n_slots))  # [B, k, D]
+        logits = self.fast.logits(states)
+        drafted, q = self.draft.draw(logits, states, tokens[:, 0], self.choose)
         proposed = torch.full_like(last, k)  # the cache has slots for all: see SLACK
         return drafted, F.pad(q, (0, 0, 0, 1)), proposed
 

@@ -518,7 +518,7 @@ class BlockHalf(Half):
 
 
 class BlockDecoder(nn.Module):
-    """DFlash.forward(), whose layers are Blocks."""
+    """DFlash.forward() and logits(), for layers that are Blocks. The final norm is with the head."""
 
     def __init__(self, model: DFlash):
         super().__init__()
@@ -530,9 +530,12 @@ class BlockDecoder(nn.Module):
             nn.ModuleList((BlockHalf(block, rope_table(model, block)), FeedForwardHalf(block)))
             for block in model.layers
         )
+        self.head = None
+        if fusible(model.head) and model.config.logits_scale == 1:
+            self.head = fused_linear(model.head)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """tokens, positions [B, T] -> states [B, T - 1, D]"""
+        """tokens, positions [B, T] -> states in front of the final norm [B, T - 1, D]"""
         model, rows = self.model, self.model.rows[: len(tokens)]
         windows = dict.fromkeys(block.config.window for block in model.layers)
         masks = {window: model.visible(slots, positions, window) for window in windows}
@@ -540,7 +543,15 @@ class BlockDecoder(nn.Module):
         for block, (attention, feed_forward) in zip(model.layers, self.layers):
             x = attention(x, positions, masks[block.config.window], rows)
             x = feed_forward(x, tokens.shape[1])
-        return model.norm(x.unflatten(0, tokens.shape)[:, 1:])
+        return x.unflatten(0, tokens.shape)[:, 1:]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[B, k, D] -> [B, k, V]"""
+        model = self.model
+        if self.head is None:
+            return model.logits(model.norm(states))
+        logits = self.head(states.flatten(0, 1), model.norm.weight, eps=model.norm.eps)
+        return model.capped(logits).unflatten(0, states.shape[:2])
 
 
 def faster(model: nn.Module) -> nn.Module:

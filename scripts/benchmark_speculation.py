@@ -278,9 +278,7 @@ def dflash_ms(draft: DFlashDraft, k: int, rows: int) -> tuple[float, float]:
     device = draft.engine.device
     tokens = torch.randint(draft.vocab_size, (rows, k + 1), device=device)
     at = 100 + torch.arange(k + 1, device=device).repeat(rows, 1)
-    block = graph_seconds(
-        lambda: draft.draft.logits(draft.forward_block(tokens, at, draft.slots(200)))
-    )
+    block = graph_seconds(lambda: draft.fast.logits(draft.fast(tokens, at, draft.slots(200))))
     return 1e3 * block, 1e3 * graph_seconds(lambda: draft.read_features(at))
 
 

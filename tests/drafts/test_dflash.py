@@ -91,15 +91,16 @@ def test_logits_are_those_of_the_authors_code(target, name):
 def check_draws(draft: DFlash, states: Tensor, first: Tensor, golden: dict, i: int) -> None:
     """DFlash 2: the greedy tokens and, given those that were drawn, the distributions."""
     argmax = lambda logits: (logits[:, -1].argmax(-1), logits[:, -1])  # noqa: E731
-    drafted, _ = draft.draw(states, first, argmax)
+    logits = draft.logits(states)
+    drafted, _ = draft.draw(logits, states, first, argmax)
     assert drafted[0].equal(golden[f"drafted.{i}"])
     drawn, q = golden[f"drawn.{i}"], []
 
-    def follow(logits: Tensor) -> tuple[Tensor, Tensor]:
-        q.append(logits[0, -1].softmax(-1))
+    def follow(found: Tensor) -> tuple[Tensor, Tensor]:
+        q.append(found[0, -1].softmax(-1))
         return drawn[len(q) - 1 : len(q)], q[-1][None]
 
-    draft.draw(states, first, follow)
+    draft.draw(logits, states, first, follow)
     for found, candidates, expected in zip(q, golden[f"candidates.{i}"], golden[f"q.{i}"]):
         # Scores of 10 turn their errors of 1e-5 into ten times that.
         assert error(found[candidates], expected) < 1e-4 and found.sum() - expected.sum() < 1e-5
@@ -134,7 +135,7 @@ def watched(kind: str, policy: str, rows: int, room: int = 160) -> Speculator:
             softmax = lambda logits: (next(said)[None], logits[:, -1].softmax(-1))  # noqa: E731
             if kind == "first":
                 softmax = lambda logits: (drafted[b], logits[:, -1].softmax(-1))  # noqa: E731
-            _, expected = new.draw(states, tokens[-1:], softmax)
+            _, expected = new.draw(new.logits(states), states, tokens[-1:], softmax)
             assert torch.allclose(q[b, :k], expected[0], atol=1e-4), f"{b} at {last[b]}"
             made.checked.append(k)
         return drafted, q, proposed
@@ -221,9 +222,13 @@ def test_kernels_stand_in_for_a_block(quantize):
     width = draft.fc.in_features
     draft.read(torch.randn(2, 20, width), torch.arange(20).expand(2, -1))
     block = torch.randint(8, (2, 5)), torch.tensor([[20], [7]]) + torch.arange(5), draft.slots
-    expected = draft(*block)
+    draft.share(model)
+    if quantize:  # of the draft's width
+        draft.head = nn.Linear(64, 8, bias=False).requires_grad_(False)
+        draft.embed = nn.Embedding(8, 64).requires_grad_(False)
+    expected = draft.logits(draft(*block))
     fused = faster(draft)
-    assert type(fused) is BlockDecoder and error(fused(*block), expected) < 1e-5
+    assert type(fused) is BlockDecoder and error(fused.logits(fused(*block)), expected) < 1e-5
     assert faster(random_dflash(5, model, "second")).block.second  # is itself
 
 
