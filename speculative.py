@@ -525,6 +525,8 @@ class Speculator:
         wanted = {*self.policy.lengths(few=self.target.compiled and not self.captures)}
         if room < self.target.max_seq_len:
             wanted.add(0)
+        if max(wanted) > most:  # a whole block costs little more than a part of it
+            wanted.add(most)
         # The shortest text has two tokens.
         return sorted(k for k in wanted if 2 + k <= room and k <= most) or [0]
 

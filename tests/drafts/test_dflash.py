@@ -303,15 +303,16 @@ def test_a_draft_for_a_target_of_another_width_is_refused(tmp_path):
     assert "64 dimensions: the draft is of another model" in said
 
 
-def test_blocks_are_no_longer_than_they_may_be():
-    """A null in dflash_config leaves what stands outside of it."""
+def test_blocks_are_as_long_as_they_may_be_and_no_longer():
+    """Also where a policy has no such length."""
     model = random_model(1)
     draft = random_dflash(5, model)
-    draft.block = replace(draft.block, size=3)
-    assert max(speculator(model, 40, draft, "auto").step_of) == 2
+    for size in (3, 8, 11):
+        draft.block = replace(draft.block, size=size)
+        assert max(speculator(model, 60, draft, "auto").step_of) == size - 1
 
 
-def test_what_is_null_in_one_place_is_read_in_the_other(tmp_path, target):
+def test_what_is_null_in_dflash_config_is_read_outside_of_it(tmp_path, target):
     directory = shutil.copytree(DRAFTS / "plain", tmp_path / "draft")
     ids = dict(target_layer_ids=[1, 3, 6], mask_token_id=95, block_size=None)
     rewrite(directory / "config.json", dflash_config=ids, block_size=5)
