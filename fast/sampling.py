@@ -3,28 +3,25 @@ Kernels of sampling and of speculative acceptance: no sort, and the host waits f
 
 The kernels read the settings from a tensor on the GPU: fp32 [7] with temperature, top-k, top-p and
 min-p. So a CUDA graph serves all settings. Behind them stand Sampling.penalties, which
-generate.penalize() reads before the kernels. sample() launches its kernels always, and those that
-the settings do not want return at once:
+generate.penalize() reads before the kernels. Each row of logits is divided among many programs:
 
-    histogram_kernel     twice, for top-k alone
-    choose_kernel        temperature and top-k: many programs for each row
-    distribution_kernel  top-p and min-p, which need a row's whole distribution: one program for
-                         each row
+    count_kernel    how many tokens have which logit; a row's last program finds the cut
+    draw_kernel     the probabilities, and a token drawn from them: the best of each block of
+                    logits; a row's last program chooses among these
+    accept_kernel   whether drafted tokens are kept, and the one behind them
 
-Top-k without a sort: 16-bit logits have 65,536 values at most. Two histograms of 256 bins, first of
-the high bytes and then of the low bytes under the k-th largest logit's high byte, give the k-th
-largest logit itself.
+16-bit logits have 65,536 values at most. Top-k, top-p and min-p all keep the tokens whose logit is at
+least one of these values, and tokens with the same logit have the same probability. So the counts
+of the values say all that the cut depends on, without a sort:
 
-    high byte      0 . . . . . . . h . . . 255    h: that of the k-th largest, by sums from the
-                                   |              right
-    low byte           0 . . . . . l . . . 255    of the logits with high byte h alone
+    key            0 . . . . . . . . f . . . . p . 65535    f: the least that is kept, the floor
+    counts         3 0 9 4 7 0 2 5 1 2 0 1 0 0 1 0 0        p: that of the largest logit
 
-Top-p, and distribution_kernel()'s top-k, without a sort: a search for the largest logit such that
-it and the larger ones have mass p, or are k in number, two bits a pass.
+Counts are integers, so programs may add them up in any order: the same logits give the same bits,
+in a batch and on several ranks.
 
 A draw is an exponential race (the Gumbel-max trick): with exponential noise n of rate 1, argmax p /
-n is token i with probability p[i], and so is argmax log p - log n. The noise is made outside the
-kernels, by PyTorch's generator.
+n is token i with probability p[i]. The noise is made outside the kernels, by PyTorch's generator.
 
 Shapes: B sequences, R rows, V vocabulary, k drafted tokens, T = k + 1.
 """
@@ -87,105 +84,207 @@ def kth_largest(counts, k):
 
 
 @jit
-def histogram_kernel(logits, settings, counts, V, LOW: constexpr, BV: constexpr):
-    """Program (row, block of BV logits): adds its block to counts [B, 2, 256], of high bytes or,
-    LOW, of low bytes.
+def logit_of(key, dtype: constexpr):
+    """The 16-bit float of a sortable_key(), in fp32."""
+    bits = key - 0x8000
+    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
+    return bits.to(dtype, bitcast=True).to(tl.float32)
 
-    LOW: the high bytes are counted, and only logits count whose high byte is that of the top_k-th
-    largest."""
+
+@jit
+def tile_of(counts, coarse, i, peak, temperature, floor, dtype: constexpr, TILE: constexpr):
+    """Of the i-th tile of keys: the keys, and the mass of their tokens, count * exp((logit - peak) /
+    temperature), 0 below `floor`. Where no token has one of the keys nothing is loaded."""
+    key = i * TILE + tl.arange(0, TILE)
+    bins = tl.arange(0, 256)
+    some = tl.sum(tl.where(bins // (TILE // 256) == i, coarse, 0)) > 0
+    count = tl.load(counts + key, mask=(key >= floor) & some, other=0)
+    weight = tl.exp((logit_of(key, dtype) - peak) / temperature)
+    return key, tl.where(count > 0, count * weight, 0.0), weight
+
+
+@jit
+def mass_above(counts, coarse, peak, temperature, floor, least, dtype: constexpr, TILE: constexpr):
+    """The mass of all tokens whose key is `floor` or larger, and whose weight, exp((logit - peak) /
+    temperature), is `least` or larger."""
+    total = peak * 0
+    for i in range(floor // TILE, 65536 // TILE):
+        _, mass, weight = tile_of(counts, coarse, i, peak, temperature, floor, dtype, TILE)
+        total += tl.sum(tl.where(weight >= least, mass, 0.0))
+    return total
+
+
+@jit
+def nucleus(counts, coarse, goal, peak, temperature, floor, dtype: constexpr, TILE: constexpr):
+    """The largest key, `floor` at least, such that the tokens of that key and of larger ones have a
+    mass of `goal`."""
+    above = peak * 0
+    found = floor * 0 - 1
+    first = floor // TILE
+    for j in range(first, 65536 // TILE):
+        if found < 0:  # from the largest keys down
+            i = first + 65536 // TILE - 1 - j
+            key, mass, _ = tile_of(counts, coarse, i, peak, temperature, floor, dtype, TILE)
+            of_tile = tl.sum(mass)
+            # At each key: it, and the larger ones.
+            reached = above + tl.cumsum(mass, 0, reverse=True) >= goal
+            found = tl.max(tl.where(reached, key, -1))
+            above += of_tile
+    return tl.maximum(found, floor)
+
+
+@jit
+def find_cut(counts, coarse, settings, cuts, V, dtype: constexpr, TILE: constexpr):
+    """counts [65536] of a row, and their sums over 256 keys each, coarse [256] -> cuts [4]: the
+    largest logit, the logsumexp of the raw logits, the floor, the mass of the tokens that are
+    kept."""
     temperature, top_k, top_p, min_p = read_settings(settings, V)
-    if (top_k == 0) | (top_p < 1) | (min_p > 0):
-        return
+    temperature = tl.where(temperature == 0, 1.0, temperature)
+    bins = tl.arange(0, 256)
+    coarse = tl.load(coarse + bins)
+    high = tl.max(tl.where(coarse > 0, bins, 0))
+    low = tl.max(tl.where(tl.load(counts + high * 256 + bins) > 0, bins, 0))
+    peak = logit_of(high * 256 + low, dtype)
+    floor = high * 0
+    raw = mass_above(counts, coarse, peak, 1.0, floor, 0.0, dtype, TILE)
+    if top_k > 0:
+        high, larger = kth_largest(coarse, top_k)
+        low, _ = kth_largest(tl.load(counts + high * 256 + bins), top_k - larger)
+        floor = high * 256 + low
+    if top_p < 1:
+        goal = top_p * mass_above(counts, coarse, peak, temperature, floor, 0.0, dtype, TILE)
+        floor = nucleus(counts, coarse, goal, peak, temperature, floor, dtype, TILE)
+    tl.store(cuts, peak)
+    tl.store(cuts + 1, peak + tl.log(raw))
+    tl.store(cuts + 2, floor.to(tl.float32))
+    tl.store(cuts + 3, mass_above(counts, coarse, peak, temperature, floor, min_p, dtype, TILE))
+
+
+@jit
+def count_kernel(logits, settings, counts, semaphore, cuts, V, BV: constexpr, TILE: constexpr):
+    """Program (row, block of BV logits): adds its block to counts [R, 65536 + 256], of keys and,
+    behind these, of their high bytes; a row's last program finds the cut: cuts [R, 4]."""
     row = tl.program_id(0)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
-    key = sortable_key(tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=0))
+    x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
+    key = sortable_key(x)
+    counts += row.to(tl.int64) * (65536 + 256)
+    coarse = counts + 65536
+    counted = x != float("-inf")  # the others' probability is 0, and they may be many
+    tl.atomic_add(counts + key, 1, mask=counted, sem="relaxed")
+    found = tl.histogram(key >> 8, 256, mask=counted)
     bins = tl.arange(0, 256)
-    counts += row * 512
-    if LOW:
-        high, _ = kth_largest(tl.load(counts + bins), top_k)
-        found = tl.histogram(key & 255, 256, mask=(v < V) & (key >> 8 == high))
-        counts += 256
-    else:
-        found = tl.histogram(key >> 8, 256, mask=v < V)
-    tl.atomic_add(counts + bins, found, mask=found > 0, sem="relaxed")
+    tl.atomic_add(coarse + bins, found, mask=found > 0, sem="relaxed")
+    if last_arriver(semaphore + row, tl.num_programs(1)):
+        find_cut(counts, coarse, settings, cuts + row * 4, V, logits.dtype.element_ty, TILE)
 
 
 @jit
-def kth_largest_key(counts, top_k):
-    """counts [2, 256] of a row, both halves filled by histogram_kernel() -> the key of the top_k-th
-    largest logit."""
-    bins = tl.arange(0, 256)
-    high, larger = kth_largest(tl.load(counts + bins), top_k)
-    low, _ = kth_largest(tl.load(counts + 256 + bins), top_k - larger)
-    return high * 256 + low
+def best_of_block(score, v, V):
+    """The largest score of a block, and the first token that has it, as the bits of a float."""
+    best = tl.max(score, 0)
+    token = tl.min(tl.where((score == best) & (v < V), v, V), 0)
+    return best, token.to(tl.float32, bitcast=True)
 
 
 @jit
-def best_of_blocks(bests, blocks, V, BP: constexpr):
-    """bests [blocks, 4] of a row, as choose_kernel() leaves them -> the best token, and the
-    logsumexp of the row."""
+def best_of_blocks(bests, blocks, V, STRIDE: constexpr, BP: constexpr):
+    """bests [blocks, STRIDE] of a row, each begins with what best_of_block() returns -> the largest
+    score, and its token."""
     p = tl.arange(0, BP)
-    scores = tl.load(bests + p * 4, mask=p < blocks, other=float("-inf"))
-    tokens = tl.load(bests + p * 4 + 1, mask=p < blocks, other=0).to(tl.int32, bitcast=True)
-    peaks = tl.load(bests + p * 4 + 2, mask=p < blocks, other=float("-inf"))
-    sums = tl.load(bests + p * 4 + 3, mask=p < blocks, other=0)
-    token = tl.min(tl.where((scores == tl.max(scores, 0)) & (p < blocks), tokens, V), 0)
-    token = tl.minimum(token, V - 1)  # with a NaN, which equals nothing, no token is left
-    peak = tl.max(peaks, 0)
-    return token, peak + tl.log(tl.sum(sums * tl.exp(peaks - peak), 0))
+    scores = tl.load(bests + p * STRIDE, mask=p < blocks, other=float("-inf"))
+    tokens = tl.load(bests + p * STRIDE + 1, mask=p < blocks, other=0).to(tl.int32, bitcast=True)
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where((scores == best) & (p < blocks), tokens, V), 0)
+    return best, tl.minimum(token, V - 1)  # with a NaN, which equals nothing, no token is left
 
 
 @jit
-def choose_kernel(
+def draw_kernel(
     logits,
     noise,
     settings,
-    counts,
+    cuts,
     semaphore,
     bests,
+    probs,
     tokens,
-    logprobs,
+    totals,
     V,
+    PROBS: constexpr,
     BV: constexpr,
     BP: constexpr,
 ):
-    """Program (row, block of BV logits): the best token of its block; a row's last program chooses
-    among the bests.
+    """Program (row, block of BV logits): their probabilities, and the best token of the block; a
+    row's last program chooses among the bests, fp32 [R, blocks, 2]. BP: the number of blocks,
+    rounded up to a power of two.
 
-    bests, fp32 [B, blocks, 4]: score, token (the bits of an int32), largest logit, sum of exp(logit
-    - largest). BP: the number of blocks, rounded up to a power of two."""
-    temperature, top_k, top_p, min_p = read_settings(settings, V)
-    if (top_p < 1) | (min_p > 0):
-        return
+    PROBS: distribute(), and totals is the row's logsumexp. Otherwise sample(), and totals is the
+    token's log-probability."""
+    temperature, _, _, min_p = read_settings(settings, V)
     row = tl.program_id(0)
-    block = tl.program_id(1)
     blocks = tl.num_programs(1)
-    v = block * BV + tl.arange(0, BV)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
     at = row.to(tl.int64) * V + v
-    raw = tl.load(logits + at, mask=v < V, other=float("-inf"))
-    x = raw.to(tl.float32)
-    score = x
-    if temperature > 0:
-        score = x / temperature - tl.log(tl.load(noise + at, mask=v < V, other=1))
-    if top_k > 0:
-        score = tl.where(
-            sortable_key(raw) >= kth_largest_key(counts + row * 512, top_k), score, float("-inf")
-        )
-    best = tl.max(score, 0)
-    peak = tl.max(x, 0)
-    at = bests + (row * blocks + block) * 4
-    tl.store(at, best)
-    tl.store(
-        at + 1, tl.min(tl.where((score == best) & (v < V), v, V), 0).to(tl.float32, bitcast=True)
-    )
-    tl.store(at + 2, peak)
-    tl.store(at + 3, tl.sum(tl.exp(x - peak), 0))
-
+    x = tl.load(logits + at, mask=v < V, other=float("-inf"))
+    peak = tl.load(cuts + row * 4)
+    floor = tl.load(cuts + row * 4 + 2).to(tl.int32)
+    if temperature == 0:
+        score = tl.where(x.to(tl.float32) == peak, 1.0, 0.0)
+        p = score * 0  # of the likeliest, the first of them, it is 1: see below
+    else:
+        weight = tl.exp((x.to(tl.float32) - peak) / temperature)
+        p = tl.where((sortable_key(x) >= floor) & (weight >= min_p), weight, 0.0)
+        p = p / tl.load(cuts + row * 4 + 3)
+        score = p
+        if noise is not None:
+            score = p / tl.load(noise + at, mask=v < V, other=1)
+    if PROBS:
+        tl.store(probs + at, p, mask=v < V)
+    best, token = best_of_block(tl.where(v < V, score, -1.0), v, V)
+    mine = bests + (row * blocks + tl.program_id(1)) * 2
+    tl.store(mine, best)
+    tl.store(mine + 1, token)
     if last_arriver(semaphore + row, blocks):
-        token, logsumexp = best_of_blocks(bests + row * blocks * 4, blocks, V, BP)
-        tl.store(tokens + row, token)
-        chosen = tl.load(logits + row.to(tl.int64) * V + token).to(tl.float32)
-        tl.store(logprobs + row, chosen - logsumexp)
+        _, chosen = best_of_blocks(bests + row * blocks * 2, blocks, V, 2, BP)
+        at_chosen = row.to(tl.int64) * V + chosen
+        tl.store(tokens + row, chosen)
+        total = tl.load(cuts + row * 4 + 1)
+        if PROBS:
+            if temperature == 0:
+                tl.store(probs + at_chosen, 1.0)
+        else:
+            total = tl.load(logits + at_chosen).to(tl.float32) - total
+        tl.store(totals + row, total)
+
+
+BLOCK = 1024  # logits of a program: a row of 32,000 takes less time than in blocks of 4,096 (H200)
+
+
+def launch_draw(
+    logits: Tensor,
+    noise: Tensor | None,
+    settings: Tensor,
+    probs: Tensor | None,
+    totals: Tensor,
+    tokens: Tensor,
+) -> None:
+    R, V = logits.shape
+    blocks = triton.cdiv(V, BLOCK)
+    zeros = torch.zeros(R * (65536 + 256 + 2), dtype=torch.int32, device=logits.device)
+    semaphores, counts = zeros[: 2 * R].view(2, R), zeros[2 * R :]
+    cuts, bests = (torch.empty(R * n, device=logits.device) for n in (4, 2 * blocks))
+    grid = R, blocks
+    count_kernel[grid](
+        logits, settings, counts, semaphores[0], cuts, V, BV=BLOCK, TILE=2048, num_warps=8
+    )
+    draw_kernel[grid](
+        *(logits, noise, settings, cuts, semaphores[1], bests, probs, tokens, totals, V),
+        PROBS=probs is not None,
+        BV=BLOCK,
+        BP=triton.next_power_of_2(blocks),
+        num_warps=4,
+    )
 
 
 def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,208 +294,10 @@ def sample(logits: Tensor, noise: Tensor, settings: Tensor) -> tuple[Tensor, Ten
     H200."""
     if not logits.is_cuda:
         return plain_sample(logits, noise, settings)
-    B, V = logits.shape
-    tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(B, device=logits.device)
-    # Of 32,000 logits top-k and a draw take 12.5 us, with 4,096 and 8 warps 15.5 (H200).
-    block = 1024
-    blocks = triton.cdiv(V, block)
-    zeros = torch.zeros(B * 513, dtype=torch.int32, device=logits.device)  # in one launch
-    counts, semaphore = zeros[: B * 512], zeros[B * 512 :]
-    bests = torch.empty(B * blocks * 4, device=logits.device)
-    logits = logits.contiguous()
-    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=False, BV=block, num_warps=4)
-    histogram_kernel[(B, blocks)](logits, settings, counts, V, LOW=True, BV=block, num_warps=4)
-    choose_kernel[(B, blocks)](
-        logits,
-        noise,
-        settings,
-        counts,
-        semaphore,
-        bests,
-        tokens,
-        logprobs,
-        V,
-        BV=block,
-        BP=triton.next_power_of_2(blocks),
-        num_warps=4,
-    )
-    launch_distribution(logits, noise, settings, None, logprobs, tokens)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(logits), device=logits.device)
+    launch_draw(logits.contiguous(), noise, settings, None, logprobs, tokens)
     return tokens, logprobs
-
-
-@jit
-def load_block(at, inside, row, WHOLE: constexpr):
-    """The logits of a row at pointers `at`; WHOLE: the program has the row in registers, one block,
-    and it is `row`."""
-    if WHOLE:
-        x = row
-    else:
-        x = tl.load(at, mask=inside, other=float("-inf"))
-    return x
-
-
-@jit
-def threshold(
-    logits, row, goal, mass, peak, temperature, floor, V, WHOLE: constexpr, BV: constexpr
-):
-    """The largest key such that the tokens of that key and of larger ones, none under `floor`,
-    reach `goal`.
-
-    They reach it in number or, if `mass`, in the sum of exp((logit - peak) / temperature). A pass
-    finds two bits of the key: it sums for three candidates at once."""
-    key = floor * 0
-    for step in range(8):
-        quarter = 16384 >> (2 * step)
-        one = tl.zeros((BV,), tl.float32)
-        two = tl.zeros((BV,), tl.float32)
-        three = tl.zeros((BV,), tl.float32)
-        for v0 in range(0, V, BV):
-            v = v0 + tl.arange(0, BV)
-            x = load_block(logits + v, v < V, row, WHOLE)
-            weight = tl.full((BV,), 1.0, tl.float32)
-            if mass:
-                weight = tl.exp((x.to(tl.float32) - peak) / temperature)
-            found = tl.where(v < V, sortable_key(x), -1)
-            found = tl.where(found >= floor, found, -1)
-            one += tl.where(found >= key + quarter, weight, 0.0)
-            two += tl.where(found >= key + 2 * quarter, weight, 0.0)
-            three += tl.where(found >= key + 3 * quarter, weight, 0.0)
-        reached = (
-            (tl.sum(one, 0) >= goal).to(tl.int32)
-            + (tl.sum(two, 0) >= goal)
-            + (tl.sum(three, 0) >= goal)
-        )
-        key += reached * quarter
-    return tl.maximum(key, floor)
-
-
-@jit
-def peak_and_sum(logits, row, V, WHOLE: constexpr, BV: constexpr):
-    """A row's largest logit, the sum of exp(logit - largest), and the first token that has the
-    largest logit."""
-    v = tl.arange(0, BV)
-    largest = row.to(tl.float32)
-    for v0 in range(BV, V, BV):
-        x = tl.load(logits + v0 + v, mask=v0 + v < V, other=float("-inf"))
-        largest = tl.maximum(largest, x.to(tl.float32))
-    peak = tl.max(largest, 0)
-    total = tl.zeros((BV,), tl.float32)
-    first = tl.full((BV,), 2**30, tl.int32)
-    for v0 in range(0, V, BV):
-        x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
-        total += tl.exp(x.to(tl.float32) - peak)
-        first = tl.where(x.to(tl.float32) == peak, tl.minimum(first, v0 + v), first)
-    return peak, tl.sum(total, 0), tl.min(first, 0)
-
-
-@jit
-def kept_weight(x, peak, temperature, floor, least):
-    """exp((logit - peak) / temperature) of logits x whose key is `floor` or larger, if it is
-    `least` or larger; else 0.
-
-    A token's probability is this, divided by the sum over all tokens; the likeliest has 1."""
-    weight = tl.exp((x.to(tl.float32) - peak) / temperature)
-    return tl.where((sortable_key(x) >= floor) & (weight >= least), weight, 0.0)
-
-
-@jit
-def kept_mass(logits, row, peak, temperature, floor, least, V, WHOLE: constexpr, BV: constexpr):
-    """The sum of kept_weight() over all tokens."""
-    v = tl.arange(0, BV)
-    kept = tl.zeros((BV,), tl.float32)
-    for v0 in range(0, V, BV):
-        x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
-        kept += kept_weight(x, peak, temperature, floor, least)
-    return tl.sum(kept, 0)
-
-
-@jit
-def distribution_kernel(
-    logits,
-    noise,
-    settings,
-    probs,
-    totals,
-    tokens,
-    V,
-    PROBS: constexpr,
-    WHOLE: constexpr,
-    BV: constexpr,
-):
-    """A row's distribution and a token drawn from it. A program has a row; WHOLE: it fits into a
-    block of BV logits.
-
-    PROBS: distribute(), and totals is the row's logsumexp. Otherwise this is the rest of sample(),
-    which has nothing to do without top-p and min-p, and totals is the token's log-probability."""
-    temperature, top_k, top_p, min_p = read_settings(settings, V)
-    if (top_p == 1) & (min_p == 0) & (not PROBS):
-        return
-    r = tl.program_id(0)
-    logits += r.to(tl.int64) * V
-    v = tl.arange(0, BV)
-    row = tl.load(logits + v, mask=v < V, other=float("-inf"))
-    peak, raw_sum, likeliest = peak_and_sum(logits, row, V, WHOLE, BV)
-    logsumexp = peak + tl.log(raw_sum)
-    greedy = temperature == 0
-    temperature = tl.where(greedy, 1.0, temperature)
-
-    floor = r * 0  # the least key that is kept
-    total = peak * 0  # the mass that is kept
-    parts = tl.where(top_p < 1, 2, 1)
-    for part in range(parts):  # top-k, then top-p; with the last of them min-p
-        nucleus = part == 1
-        if nucleus | (top_k > 0):
-            goal = tl.where(nucleus, top_p * total, top_k * 1.0)
-            floor = threshold(logits, row, goal, nucleus, peak, temperature, floor, V, WHOLE, BV)
-        least = tl.where(part == parts - 1, min_p, 0.0)
-        total = kept_mass(logits, row, peak, temperature, floor, least, V, WHOLE, BV)
-
-    best = tl.full((BV,), -1.0, tl.float32)
-    token = tl.zeros((BV,), tl.int32)
-    for v0 in range(0, V, BV):
-        x = load_block(logits + v0 + v, v0 + v < V, row, WHOLE)
-        p = kept_weight(x, peak, temperature, floor, min_p) / total
-        p = tl.where(greedy, tl.where(v0 + v == likeliest, 1.0, 0.0), p)
-        score = p
-        if noise is not None:
-            score = p / tl.load(noise + r.to(tl.int64) * V + v0 + v, mask=v0 + v < V, other=1)
-        score = tl.where(v0 + v < V, score, -1.0)
-        token = tl.where(score > best, v0 + v, token)
-        best = tl.maximum(score, best)
-        if PROBS:
-            tl.store(probs + r.to(tl.int64) * V + v0 + v, p, mask=v0 + v < V)
-    chosen = tl.min(tl.where(best == tl.max(best, 0), token, V - 1), 0)
-    tl.store(tokens + r, chosen)
-    if PROBS:
-        tl.store(totals + r, logsumexp)
-    else:
-        tl.store(totals + r, tl.load(logits + chosen).to(tl.float32) - logsumexp)
-
-
-def launch_distribution(
-    logits: Tensor,
-    noise: Tensor | None,
-    settings: Tensor,
-    probs: Tensor | None,
-    totals: Tensor,
-    tokens: Tensor,
-) -> None:
-    R, V = logits.shape
-    block = min(32768, triton.next_power_of_2(V))
-    distribution_kernel[(R,)](
-        logits,
-        noise,
-        settings,
-        probs,
-        totals,
-        tokens,
-        V,
-        PROBS=probs is not None,
-        WHOLE=V <= block,
-        BV=block,
-        num_warps=max(4, block // 1024),
-    )
 
 
 def exponential(like: Tensor) -> Tensor:
@@ -417,33 +318,8 @@ def distribute(
     probs = torch.empty(R, V, device=logits.device)
     logsumexp = torch.empty(R, device=logits.device)
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
-    launch_distribution(logits.contiguous(), noise, settings, probs, logsumexp, tokens)
+    launch_draw(logits.contiguous(), noise, settings, probs, logsumexp, tokens)
     return probs, logsumexp, tokens
-
-
-@jit
-def draw_rest(p, q, noise, has_q, V, BV: constexpr):
-    """Draws a token from max(p - q, 0) [V] or, where nothing is left of it, from p; has_q: else q
-    counts as 0."""
-    best = tl.full((BV,), -1.0, tl.float32)  # of p - q
-    best_p = tl.full((BV,), -1.0, tl.float32)  # of p
-    token = tl.zeros((BV,), tl.int32)
-    token_p = tl.zeros((BV,), tl.int32)
-    for v0 in range(0, V, BV):
-        v = v0 + tl.arange(0, BV)
-        p_v = tl.load(p + v, mask=v < V, other=0)
-        q_v = tl.load(q + v, mask=(v < V) & has_q, other=0)
-        noise_v = tl.load(noise + v, mask=v < V, other=1)
-        score = tl.where(v < V, tl.maximum(p_v - q_v, 0) / noise_v, -1.0)
-        score_p = tl.where(v < V, p_v / noise_v, -1.0)
-        token = tl.where(score > best, v, token)
-        token_p = tl.where(score_p > best_p, v, token_p)
-        best = tl.maximum(best, score)
-        best_p = tl.maximum(best_p, score_p)
-    top = tl.max(best, 0)
-    drawn = tl.min(tl.where(best == top, token, V - 1), 0)
-    drawn_p = tl.min(tl.where(best_p == tl.max(best_p, 0), token_p, V - 1), 0)
-    return tl.where(top > 0, drawn, drawn_p)
 
 
 @jit
@@ -456,6 +332,8 @@ def accept_kernel(
     proposed,
     uniform,
     noise,
+    semaphore,
+    bests,
     out,
     logprobs,
     accepted,
@@ -463,13 +341,17 @@ def accept_kernel(
     V,
     BT: constexpr,
     BV: constexpr,
+    BP: constexpr,
 ):
-    """speculative.accept() of a sequence, which one program has. Position i of 0 .. k holds drafted
-    token i + 1.
+    """speculative.accept(). Program (sequence, block of BV tokens): each finds which drafted tokens
+    are kept, position i of 0 .. k holds drafted token i + 1, and the best of its block for the one
+    behind them, of max(p - q, 0) and of p; a sequence's last program chooses among the bests, fp32
+    [B, blocks, 4]: of p where nothing is left of p - q.
 
     logits, p, q [B, k + 1, V]; logsumexp, tokens, out, logprobs [B, k + 1]; uniform [B, k]; noise
     [B, V]. Greedy, p is 1 for one token, and no noise changes what is drawn."""
     b = tl.program_id(0)
+    blocks = tl.num_programs(1)
     i = tl.arange(0, BT)
     drafted = tl.load(tokens + b * (k + 1) + 1 + i, mask=i < k, other=0)
     at = (b * (k + 1) + i).to(tl.int64) * V + drafted
@@ -479,15 +361,30 @@ def accept_kernel(
     kept = (tl.load(uniform + b * k + i, mask=i < k, other=0) * q_x < p_x) & (i < count)
     # The first position whose token is not kept, or k.
     n = tl.min(tl.where(kept & (i < k), k, tl.minimum(i, k)), 0)
-    tl.store(accepted + b, n)
 
-    row = (b * (k + 1) + n).to(tl.int64) * V
-    new = draw_rest(p + row, q + row, noise + b.to(tl.int64) * V, n < count, V, BV)
-    token = tl.where(i == n, new, drafted)
-    at = b * (k + 1) + i
-    tl.store(out + at, token, mask=i <= k)
-    raw = tl.load(logits + at.to(tl.int64) * V + token, mask=i <= k, other=0).to(tl.float32)
-    tl.store(logprobs + at, raw - tl.load(logsumexp + at, mask=i <= k, other=0), mask=i <= k)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    at = (b * (k + 1) + n).to(tl.int64) * V + v
+    p_v = tl.load(p + at, mask=v < V, other=0)
+    q_v = tl.load(q + at, mask=(v < V) & (n < count), other=0)
+    noise_v = tl.load(noise + b.to(tl.int64) * V + v, mask=v < V, other=1)
+    mine = bests + (b * blocks + tl.program_id(1)) * 4
+    best, token = best_of_block(tl.where(v < V, tl.maximum(p_v - q_v, 0) / noise_v, -1.0), v, V)
+    tl.store(mine, best)
+    tl.store(mine + 1, token)
+    best, token = best_of_block(tl.where(v < V, p_v / noise_v, -1.0), v, V)
+    tl.store(mine + 2, best)
+    tl.store(mine + 3, token)
+    if last_arriver(semaphore + b, blocks):
+        bests += b * blocks * 4
+        left, new = best_of_blocks(bests, blocks, V, 4, BP)
+        _, new_p = best_of_blocks(bests + 2, blocks, V, 4, BP)
+        text = tl.where(i == n, tl.where(left > 0, new, new_p), drafted)
+        place = b * (k + 1) + i
+        tl.store(accepted + b, n)
+        tl.store(out + place, text, mask=i <= k)
+        raw = tl.load(logits + place.to(tl.int64) * V + text, mask=i <= k, other=0).to(tl.float32)
+        raw -= tl.load(logsumexp + place, mask=i <= k, other=0)
+        tl.store(logprobs + place, raw, mask=i <= k)
 
 
 def fast_choose(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
@@ -508,8 +405,7 @@ def fast_choose_draft(logits: Tensor, vocab_size: int, settings: Tensor) -> tupl
 def fast_accept(
     logits: Tensor, tokens: Tensor, q: Tensor, proposed: Tensor, settings: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """speculative.accept(), its plain twin, in two launches and those of the random numbers; for
-    CUDA tensors.
+    """speculative.accept(), its plain twin, for CUDA tensors.
 
     16-bit logits [B, T, V], tokens [B, T], q [B, T, V], proposed [B] -> tokens [B, T],
     log-probabilities [B, T], accepted [B]."""
@@ -521,22 +417,15 @@ def fast_accept(
     out = torch.empty_like(tokens)
     logprobs = logsumexp.new_empty(B, T)
     accepted = proposed.new_empty(B)
-    accept_kernel[(B,)](
-        logits,
-        p,
-        logsumexp,
-        tokens.contiguous(),
-        q,
-        proposed,
-        uniform,
-        noise,
-        out,
-        logprobs,
-        accepted,
-        T - 1,
-        V,
+    blocks = triton.cdiv(V, BLOCK)
+    semaphore = torch.zeros(B, dtype=torch.int32, device=q.device)
+    bests = torch.empty(B * blocks * 4, device=q.device)
+    accept_kernel[(B, blocks)](
+        *(logits, p, logsumexp, tokens.contiguous(), q, proposed, uniform, noise),
+        *(semaphore, bests, out, logprobs, accepted, T - 1, V),
         BT=triton.next_power_of_2(T),
-        BV=min(4096, triton.next_power_of_2(V)),
-        num_warps=8,
+        BV=BLOCK,
+        BP=triton.next_power_of_2(blocks),
+        num_warps=4,
     )
     return out, logprobs, accepted
