@@ -132,11 +132,12 @@ class DFlash(Transformer):
         drafted, q = choose(logits.flatten(0, 1)[:, None])
         return drafted.unflatten(0, (-1, k)), q.unflatten(0, (-1, k))
 
+    def is_causal(self, window: int | None) -> bool:
+        return window is not None if self.block.causal is None else self.block.causal
+
     def visible(self, slots, positions, window: int | None):
         """Which slots [L] the tokens of a block attend to: a mask [B, 1, T, L]."""
-        causal = self.block.causal
-        if causal is None:
-            causal = window is not None
+        causal = self.is_causal(window)
         at, last = positions[:, None, :, None], positions[:, None, -1:, None]
         mask = slots <= (at if causal else last)
         if window:
@@ -398,9 +399,8 @@ class DFlashDraft(DraftModel):
 
     def read_features(self, at, samples: int = 1):
         """Of slots at [B, any]; row b is the text's row b * samples."""
-        draft = self.draft
         features = self.target.model.features[::samples]
-        draft.read(features[draft.rows[: len(at)], at], at)
+        self.fast.read(features[self.draft.rows[: len(at)], at], at)
 
     def propose(self, text, last, k, n_slots):
         at = last[:, None] + torch.arange(k + 1, device=last.device)

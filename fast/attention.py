@@ -500,6 +500,7 @@ def attention_kernel(
     GATED: constexpr,
     BE: constexpr,
     WINDOW: constexpr,
+    CAUSAL: constexpr,
     BH: constexpr,
     SPLITS: constexpr,
     SPLIT_SLOTS: constexpr,
@@ -547,6 +548,8 @@ def attention_kernel(
     new_position = tl.load(positions + n, mask=n < T, other=0).to(tl.int32)
     new_rows = q + (((b * T + n) * HEADS + EACH * H + kv) * E)[:, None]
     row_position = end + tl.minimum(tl.arange(0, BM) % ROWS // G, T - 1)  # [BM]
+    if not CAUSAL:
+        row_position = row_position * 0 + end + T - 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
@@ -994,6 +997,7 @@ def update_and_attend(
     growth: float = 0.0,
     original: int = 1,
     gated: bool = False,
+    causal: bool = True,
 ) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache,
     and attends.
@@ -1002,7 +1006,8 @@ def update_and_attend(
     all sequences, of which those of one sequence follow one another; k_cache, v_cache [>= B, K, L,
     E], whose first B rows are used, and k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
-    slots up to its own position, of these the last `window` unless that is 0. The kernel finds the
+    slots up to its own position, or if not causal, without a window, to that of the last of the T, of
+    these the last `window` unless that is 0. The kernel finds the
     slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
     for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
     growth, original: model.Rope's q_growth and original. gated: qkv is [B, T, 2H + 2K, E], behind
@@ -1053,6 +1058,7 @@ def update_and_attend(
         GATED=int(gated),
         BE=BE,
         WINDOW=window,
+        CAUSAL=causal,
         BH=triton.next_power_of_2(H * E) if whole_norm else 0,
         PDL=bool(pdl),
         **sizes,
@@ -1082,6 +1088,88 @@ def _(
     growth=0.0,
     original=1,
     gated=False,
+    causal=True,
 ):
     heads = (qkv.shape[2] - 2 * k_cache.shape[1]) // (1 + gated)
     return qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])
+
+
+@jit(do_not_specialize=["T", "position_stride"])
+def store_kernel(
+    kv,
+    positions,
+    cos,
+    sin,
+    k_norm,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    T,
+    L,
+    position_stride,
+    eps,
+    K: constexpr,
+    E: constexpr,
+    PAIRS: constexpr,
+    BE: constexpr,
+    BT: constexpr,
+    PDL: constexpr,
+):
+    """Program (b * K + kv head, BT of the tokens)."""
+    group = tl.program_id(0)
+    b = group // K
+    n = tl.program_id(1) * BT + tl.arange(0, BT)
+    e = tl.arange(0, BE)
+    if PDL:
+        gdc_launch_dependents()
+    mask = (n < T)[:, None] & (e < E)[None, :]
+    position = tl.load(positions + b * position_stride + n, mask=n < T, other=0).to(tl.int32)
+    cos_k, sin_k = load_rope(cos, sin, position, e, mask, E)
+    if PDL:
+        gdc_wait()
+    rows = kv + ((b * T + n).to(tl.int64) * 2 * K + group % K)[:, None] * E
+    k = tl.load(rows + e[None, :], mask=mask, other=0)
+    swapped = tl.load(rows + partner_of(e, PAIRS)[None, :], mask=mask, other=0)
+    v = tl.load(rows + K * E + e[None, :], mask=mask, other=0)
+    keys = rope(k, swapped, e, cos_k, sin_k, k_norm, n * 0, None, eps, E, PAIRS).to(v.dtype)
+    store_new(keys, k_cache, k_scale, group, L, n, T, position, E, BE, BT)
+    store_new(v, v_cache, v_scale, group, L, n, T, position, E, BE, BT)
+
+
+@library.custom_op(
+    "llama_fast::store",
+    device_types="cuda",
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"),
+)
+def store(
+    kv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    pairs: int,
+) -> None:
+    """What update_and_attend() does with new keys and values kv [B, T, 2K, E], without queries. The
+    norm is of a head."""
+    B, T, heads, E = kv.shape
+    K, L = heads // 2, k_cache.shape[2]
+    pdl = pdl_options(kv.device)
+    store_kernel[B * K, triton.cdiv(T, 16)](
+        *(kv, positions, cos, sin, k_norm, as_words(k_cache), as_words(v_cache), k_scale, v_scale),
+        *(T, L, row_stride(positions), eps, K, E, pairs),
+        BE=head_tile(E),
+        BT=16,
+        PDL=bool(pdl),
+        **pdl,
+    )
+
+
+@store.register_fake
+def _(kv, positions, cos, sin, k_cache, v_cache, k_scale, v_scale, k_norm, eps, pairs):
+    return None

@@ -16,7 +16,7 @@ adds the residual in the product's place. Prefill keeps the model's own forward,
 quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py. A recurrent
-layer takes six in the place of the first three: norm, w_in, w_gates, two of delta.py, wo.
+layer takes five in the place of the first three: norm and w_gates, w_in, two of delta.py, wo.
 
 A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of
 another kind, such as experts in codes that no kernel knows, stays model.py's, and the other half
@@ -36,12 +36,12 @@ from torch import Tensor, nn
 
 from drafts.dflash import DFlash
 from drafts.eagle import FirstBlock
-from fast.attention import attend, few_pairs, update_and_attend
+from fast.attention import attend, few_pairs, store, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.delta import FusedDelta
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.known import unknown_values
-from fast.linear import FusedGate, add_norm, gate_number, linear
+from fast.linear import FusedGate, add_norm, gate_number, linear, norm_linear
 from fast.packed_linear import PackedLinear, packs
 from model import (
     Attention,
@@ -63,9 +63,11 @@ OPERATORS = (
     "linear",
     "packed_product",
     "add_norm",
+    "norm_linear",
     "gate",
     "attend",
     "update_and_attend",
+    "store",
     "gated_delta",
     "delta_rule",
     "fused_all_reduce",
@@ -104,7 +106,8 @@ def why_plain_attention(block: Block) -> str | None:
     """Why this layer's attention stays model.py's; None: it has a kernel."""
     attn = block.attn
     if type(attn) is DeltaNet and type(attn.cache) is DeltaCache:
-        if not all(fusible(layer) for layer in (attn.w_in, attn.w_gates, attn.wo)):
+        plain_gates = type(attn.w_gates) is nn.Linear
+        if not (plain_gates and fusible(attn.w_in) and fusible(attn.wo)):
             return "a recurrent layer's matrices are quantized apart, or in unknown codes or scales"
         is_known = type(block.attn_norm) is RMSNorm and not unknown_norm(block.attn_post_norm)
         return None if is_known else "a norm that is no RMSNorm"
@@ -189,9 +192,10 @@ class FusedAttention(nn.Module):
 
     On a CPU it is model.py's."""
 
-    def __init__(self, attn: Attention, table: RopeTable, window: int | None):
+    def __init__(self, attn: Attention, table: RopeTable, window: int | None, causal: bool = True):
         super().__init__()
         self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
+        self.causal = causal
         self.norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
         self.eps = getattr(attn.q_norm, "eps", 0.0)
         self.G = attn.sizes[0] // attn.sizes[1]
@@ -234,6 +238,7 @@ class FusedAttention(nn.Module):
             rope.q_growth,
             rope.original,
             attn.gated,
+            self.causal,
         )
         return y.flatten(0, 1).flatten(1)
 
@@ -310,7 +315,7 @@ class Half(nn.Module):
 
 class AttentionHalf(Half):
     """The first half of a Block for decode: norm, attention, residual. Three launches, if it is
-    fused; six, if it is a recurrent layer."""
+    fused; five, if it is a recurrent layer."""
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
@@ -323,7 +328,7 @@ class AttentionHalf(Half):
             self.out = fused_linear(block.attn.attn.wo, buffer=0)
         if self.recurrent:
             mixer = block.attn.mixer
-            self.qkvz, self.gates = fused_linear(mixer.w_in), fused_linear(mixer.w_gates)
+            self.qkvz, self.gates = fused_linear(mixer.w_in), mixer.w_gates
             self.out = fused_linear(mixer.wo, buffer=0)
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -331,8 +336,8 @@ class AttentionHalf(Half):
         if self.fused:
             return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
         if self.recurrent:
-            y = add_norm(x, self.norm.weight, self.before["eps"])
-            made = self.qkvz(y), self.gates(y)
+            y, gates = norm_linear(x, self.norm.weight, self.before["eps"], self.gates.weight)
+            made = self.qkvz(y), gates
             qkvz, gates = (part.unflatten(0, (-1, positions.shape[1])) for part in made)
             return self.add(x, self.out, self.attn.mix(qkvz, gates, positions).flatten(0, 1))
         mask = visible(slots, positions, self.window)
@@ -502,23 +507,55 @@ class FusedDecoder(nn.Module):
 
 
 class BlockHalf(Half):
-    """The first half of a layer of drafts/dflash.py: the products as AttentionHalf has them;
-    attention, which is not causal, is model.py's."""
+    """The first half of a layer of drafts/dflash.py. Where its kernel is not right, as for many pairs,
+    attention is model.py's.
 
-    def __init__(self, block: Block, table: RopeTable):
+    causal: whether a token of a block sees those behind it."""
+
+    def __init__(self, block: Block, table: RopeTable, causal: bool):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
-        self.attn, self.table = block.attn, table
+        self.attn, self.table, window = block.attn, table, block.config.window
         self.qkv, self.out = fused_linear(block.attn.wqkv), fused_linear(block.attn.wo, buffer=0)
+        self.fused = FusedAttention(block.attn, table, window, causal)
+        self.has_kernel = self.fused.kernel and (causal or window is None)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-        """x [M, D], positions [B, T], mask [B, 1, T, L], rows [B, 1] -> [M, D]"""
-        qkv = self.qkv(x, **self.before).unflatten(0, (-1, positions.shape[1]))
+    def takes(self, T: int) -> bool:
+        return self.has_kernel and few_pairs(T, self.fused.G)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, rows: Tensor) -> Tensor:
+        """x [M, D], positions [B, T], mask [B, 1, T, L], which the kernel does without, rows [B, 1]
+        -> [M, D]"""
+        qkv = self.qkv(x, **self.before)
+        if self.takes(positions.shape[1]):
+            return self.add(x, self.out, self.fused.attend(qkv, positions))
+        qkv = qkv.unflatten(0, (-1, positions.shape[1]))
         y = self.attn.attend(qkv, positions, *self.table(positions), mask, rows)
         return self.add(x, self.out, y.flatten(0, 1))
 
+    def store(self, context: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Keys and values of the context [M, D] at positions [B, T]."""
+        attn = self.attn
+        of_queries, of_keys, _ = attn.sizes
+        if not (self.has_kernel and isinstance(attn.k_norm, nn.Identity | RMSNorm)):
+            qkv = self.qkv(context).unflatten(0, positions.shape)
+            _, k, v = attn.rotate(qkv, positions, *self.table(positions))
+            return attn.cache.write(k, v, rows, positions)
+        if isinstance(attn.wqkv, nn.Linear):  # of queries there are none
+            w, bias = attn.wqkv.weight, attn.wqkv.bias
+            bias = None if bias is None else bias[of_queries:]
+            kv = linear(context, w[of_queries:], None, bias)
+        else:
+            kv = self.qkv(context)[:, of_queries:].contiguous()
+        kv = kv.view(*positions.shape, 2 * of_keys // attn.head_dim, attn.head_dim)
+        fused, cache, rope = self.fused, attn.cache, attn.rope
+        caches = cache.k, cache.v, cache.k_scale, cache.v_scale
+        cos, sin = self.table.cos, self.table.sin
+        store(kv, positions, cos, sin, *caches, fused.norms[1], fused.eps, len(rope.frequencies))
+
 
 class BlockDecoder(nn.Module):
-    """DFlash.forward() and logits(), for layers that are Blocks. The final norm is with the head."""
+    """DFlash.read(), forward() and logits(), for layers that are Blocks. The final norm is with the
+    head."""
 
     def __init__(self, model: DFlash):
         super().__init__()
@@ -527,22 +564,34 @@ class BlockDecoder(nn.Module):
             block.ffn = FusedFeedForward(block.ffn)
         pack_linears(model)
         self.layers = nn.ModuleList(
-            nn.ModuleList((BlockHalf(block, rope_table(model, block)), FeedForwardHalf(block)))
+            nn.ModuleList(
+                (BlockHalf(block, rope_table(model, block), causal), FeedForwardHalf(block))
+            )
             for block in model.layers
+            for causal in [model.is_causal(block.config.window)]
         )
+        self.fc = fused_linear(model.fc) if fusible(model.fc) else model.fc
         self.head = None
         if fusible(model.head) and model.config.logits_scale == 1:
             self.head = fused_linear(model.head)
 
+    def read(self, features: Tensor, positions: Tensor) -> None:
+        """features [B, T, n target_dim] at positions [B, T]"""
+        model = self.model
+        context = self.fc(features.flatten(0, 1))
+        context = add_norm(context, model.context_norm.weight, model.context_norm.eps)
+        for attention, _ in self.layers:
+            attention.store(context, positions, model.rows[: len(positions)])
+
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """tokens, positions [B, T] -> states in front of the final norm [B, T - 1, D]"""
-        model, rows = self.model, self.model.rows[: len(tokens)]
-        windows = dict.fromkeys(block.config.window for block in model.layers)
+        model, rows, T = self.model, self.model.rows[: len(tokens)], tokens.shape[1]
+        windows = {half.fused.window for half, _ in self.layers if not half.takes(T)}
         masks = {window: model.visible(slots, positions, window) for window in windows}
         x = model.embedded(tokens).flatten(0, 1)  # [M, D]
-        for block, (attention, feed_forward) in zip(model.layers, self.layers):
-            x = attention(x, positions, masks[block.config.window], rows)
-            x = feed_forward(x, tokens.shape[1])
+        for attention, feed_forward in self.layers:
+            x = attention(x, positions, masks.get(attention.fused.window), rows)
+            x = feed_forward(x, T)
         return x.unflatten(0, tokens.shape)[:, 1:]
 
     def logits(self, states: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import add_norm, linear
+from fast.linear import add_norm, linear, norm_linear
 from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import CACHES, Attention, Config, LayerConfig, RopeTable
@@ -213,6 +213,19 @@ def test_norms_and_their_twin(K, device):
     ref = F.rms_norm(x.double(), (K,), weight.double(), 1e-5)
     for function in (add_norm, plain_add_norm):
         check(function(x, weight, 1e-5, residual), ref + residual.double())
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("N, K", [(64, 2048), (96, 5120), (7, 72)])
+def test_a_norm_with_a_product_of_few_outputs(N, K, dtype, device):
+    w, weight = torch.randn(N, K, device=device).to(dtype) / K**0.5, torch.rand(K, device=device)
+    for rows in (1, 2, 16, 40):
+        x = torch.randn(rows, K, device=device).to(dtype)
+        y, product = norm_linear(x, weight, 1e-5, w)
+        ref = F.rms_norm(x.double(), (K,), weight.double(), 1e-5)
+        check(y, ref)
+        check(product, ref @ w.double().T)
 
 
 COMPILE_FOR_8 = """
