@@ -45,7 +45,7 @@ from fast.common import (
 from model import BLOCK, RING, DeltaNet, buffer
 
 TOKENS = 2 * BLOCK  # of which the rings hold keys, decays and corrections
-FEW = 8  # tokens that one launch takes, one after the other
+FEW = 8  # tokens that are taken one by one
 AT_ONCE = 2048  # tokens of all rows, for which blocks_kernel writes what states_kernel reads
 # No prompt of another length or place compiles a kernel anew.
 RUNTIME = ["positions", "ends", "position_stride", "has_ends", "T", "n_before", "n"]
@@ -114,7 +114,7 @@ def gate_values(b_in, a_in, log_a, dt_bias):
     return beta, -tl.exp(log_a) * tl.where(a > 20, a, tl.log(1 + tl.exp(a)))
 
 
-@jit(do_not_specialize=["positions", "position_stride", "T"])
+@jit(do_not_specialize=["positions", "position_stride", "T", "t"])
 def token_kernel(
     qkvz,
     gates,
@@ -130,6 +130,7 @@ def token_kernel(
     y,
     position_stride,
     T,
+    t,
     qkvz_stride,
     G: constexpr,
     H: constexpr,
@@ -141,11 +142,9 @@ def token_kernel(
     BLOCK: constexpr,
     RING: constexpr,
     TOKENS: constexpr,
-    ONE: constexpr,
     PDL: constexpr,
 ):
-    """The T tokens of each sequence, one after the other; ONE: T is 1. Program (b * H + value head,
-    BV of its elements).
+    """Token t of the T of each sequence. Program (b * H + value head, BV of its elements).
 
     qkvz [B, T, C + H V] and gates [B, T, 2H]: fresh from the products; positions [B, T]; inputs,
     states: DeltaCache's; keys, decays, corrections: the rings; y [B, T, H, V] fp32."""
@@ -163,16 +162,15 @@ def token_kernel(
     of_v = v < V
     key_head = h // (H // G)
     q_channel = key_head * E + e
-    k_channel = q_channel + G * E
     v_channel = 2 * G * E + h * V + v
     # What one program of those that share it stores.
     stores = tl.program_id(1) == 0
     stores_key = stores & (h % (H // G) == 0)
-    first = tl.load(positions + b * position_stride).to(tl.int32)
-    log_a = tl.load(log_a + h).to(tl.float32)
-    bias = tl.load(dt_bias + h).to(tl.float32)
+
+    position = tl.load(positions + b * position_stride).to(tl.int32) + t
+    block = position // BLOCK
+    at = position % BLOCK
     ring = inputs + b * RING * WIDTH
-    dtype: constexpr = inputs.dtype.element_ty
     if PDL:
         gdc_wait()  # before it reads states and rings: those of the last token are from this step
 
@@ -181,10 +179,8 @@ def token_kernel(
     keys += (b * TOKENS * G + key_head) * E
     decays += b * TOKENS * H + h
     corrections += (b * TOKENS * H + h) * V
-    block = first // BLOCK
     state = tl.load(states + block % 2 * (H * E * V), mask=state_mask & (block > 0), other=0)
     place = (block * BLOCK + row) % TOKENS
-    at = first % BLOCK
     old = row < at
     k_block = tl.load(
         keys + (place * G * E)[:, None] + e[None, :], mask=old[:, None] & of_e[None, :], other=0
@@ -194,62 +190,50 @@ def token_kernel(
         mask=old[:, None] & of_v[None, :],
         other=0,
     )
-    # Decays' logarithms from the block's start, and since each of its tokens: sums of what came
-    # after it, as differences of sums from the start would lose digits.
     from_start = tl.sum(tl.load(decays + place * H, mask=old, other=0), 0)
+    # Each the sum of what came after its token: as a difference of two sums it would lose digits.
     since = tl.load(decays + (place + 1) % TOKENS * H, mask=row + 1 < at, other=0)
     since = tl.cumsum(since, 0, reverse=True)
+    log_a = tl.load(log_a + h).to(tl.float32)
+    bias = tl.load(dt_bias + h).to(tl.float32)
+    new = qkvz + (b * T + t) * qkvz_stride
+    where = new, ring, filter, position, position, True
+    k_channel = q_channel + G * E
+    q, q_in = convolved(*where, q_channel, of_e, True, qkvz_stride, WIDTH, RING, TAPS)
+    k, k_in = convolved(*where, k_channel, of_e, True, qkvz_stride, WIDTH, RING, TAPS)
+    value, v_in = convolved(*where, v_channel, of_v, True, qkvz_stride, WIDTH, RING, TAPS)
+    b_in = tl.load(gates + (b * T + t) * (2 * H) + h)
+    a_in = tl.load(gates + (b * T + t) * (2 * H) + H + h)
+    beta, decay = gate_values(b_in, a_in, log_a, bias)
+    q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
+    k = unit(k)
 
-    for t in range(1 if ONE else T):
-        position = first + t
-        at = position % BLOCK
-        old = row < at
-        some_old = ONE or t < TAPS - 1
-        where = qkvz + b * T * qkvz_stride, ring, filter, position, first, True
-        q, q_in = convolved(*where, q_channel, of_e, some_old, qkvz_stride, WIDTH, RING, TAPS)
-        k, k_in = convolved(*where, k_channel, of_e, some_old, qkvz_stride, WIDTH, RING, TAPS)
-        value, v_in = convolved(*where, v_channel, of_v, some_old, qkvz_stride, WIDTH, RING, TAPS)
-        b_in = tl.load(gates + (b * T + t) * (2 * H) + h)
-        a_in = tl.load(gates + (b * T + t) * (2 * H) + H + h)
-        beta, decay = gate_values(b_in, a_in, log_a, bias)
-        q = unit(q) * (1.0 / tl.sqrt(E * 1.0))
-        k = unit(k)
+    from_start = tl.exp(from_start + decay)
+    since = tl.where(old, tl.exp(since + decay), 0)
+    of_keys = since * tl.sum(k_block * k[None, :], 1)  # [BLOCK]
+    of_queries = since * tl.sum(k_block * q[None, :], 1)
+    found = from_start * tl.sum(state * k[:, None], 0) + tl.sum(of_keys[:, None] * u_block, 0)
+    u = beta * (value - found)  # [BV]
+    found = from_start * tl.sum(state * q[:, None], 0) + tl.sum(of_queries[:, None] * u_block, 0)
+    tl.store(y + ((b * T + t) * H + h) * V + v, found + tl.sum(q * k, 0) * u, mask=of_v)
 
-        from_start += decay
-        since += tl.where(old, decay, 0)
-        decayed = tl.where(old, tl.exp(since), 0)
-        of_keys = decayed * tl.sum(k_block * k[None, :], 1)  # [BLOCK]
-        of_queries = decayed * tl.sum(k_block * q[None, :], 1)
-        of_state = tl.exp(from_start)
-        found = of_state * tl.sum(state * k[:, None], 0) + tl.sum(of_keys[:, None] * u_block, 0)
-        u = beta * (value - found)  # [BV]
-        found = of_state * tl.sum(state * q[:, None], 0) + tl.sum(of_queries[:, None] * u_block, 0)
-        found += tl.sum(q * k, 0) * u
-        tl.store(y + ((b * T + t) * H + h) * V + v, found, mask=of_v)
-
-        slot = position % TOKENS
-        tl.store(corrections + slot * (H * V) + v, u, mask=of_v)
-        tl.store(keys + slot * (G * E) + e, k, mask=of_e & stores_key)
-        tl.store(decays + slot * H, decay, mask=stores)
-        to = ring + position % RING * WIDTH
-        tl.store(to + v_channel, v_in.to(dtype), mask=of_v)
-        tl.store(to + q_channel, q_in.to(dtype), mask=of_e & stores_key)
-        tl.store(to + k_channel, k_in.to(dtype), mask=of_e & stores_key)
-        tl.store(to + C + h, b_in, mask=stores)
-        tl.store(to + C + H + h, a_in, mask=stores)
-        if not ONE or at == BLOCK - 1:
-            is_row = row == at
-            k_block = tl.where(is_row[:, None], k[None, :], k_block)
-            u_block = tl.where(is_row[:, None], u[None, :], u_block)
-        if at == BLOCK - 1:  # the block is complete
-            decayed = tl.where(old, decayed, 1)
-            k_decayed = tl.trans(k_block * decayed[:, None])
-            state = of_state * state + tl.dot(k_decayed, u_block, input_precision="tf32x3")
-            tl.store(states + (position // BLOCK + 1) % 2 * (H * E * V), state, mask=state_mask)
-            k_block = tl.zeros_like(k_block)
-            u_block = tl.zeros_like(u_block)
-            since = tl.zeros_like(since)
-            from_start = from_start * 0
+    slot = position % TOKENS
+    tl.store(corrections + slot * (H * V) + v, u, mask=of_v)
+    tl.store(keys + slot * (G * E) + e, k, mask=of_e & stores_key)
+    tl.store(decays + slot * H, decay, mask=stores)
+    to = ring + position % RING * WIDTH
+    dtype: constexpr = inputs.dtype.element_ty
+    tl.store(to + v_channel, v_in.to(dtype), mask=of_v)
+    tl.store(to + q_channel, q_in.to(dtype), mask=of_e & stores_key)
+    tl.store(to + k_channel, k_in.to(dtype), mask=of_e & stores_key)
+    tl.store(to + C + h, b_in, mask=stores)
+    tl.store(to + C + H + h, a_in, mask=stores)
+    if at == BLOCK - 1:  # the block is complete
+        is_row = row == at
+        k_block = tl.where(is_row[:, None], k[None, :], k_block * since[:, None])
+        u_block = tl.where(is_row[:, None], u[None, :], u_block)
+        state = from_start * state + tl.dot(tl.trans(k_block), u_block, input_precision="tf32x3")
+        tl.store(states + (block + 1) % 2 * (H * E * V), state, mask=state_mask)
 
 
 @jit
@@ -588,15 +572,15 @@ def launch_delta_rule(
     programs = B * H, triton.cdiv(V, BV)
     if T <= FEW and ends is None:
         y = torch.empty(B, T, H, V, device=device)
-        token_kernel[programs](
-            *(qkvz, gates, positions, *weights, *caches, y, stride, T, width),
-            TAPS=weights[0].shape[1],
-            BV=BV,
-            ONE=T == 1,
-            # Where programs wait for their turn, small ones are faster.
-            num_warps=4 if math.prod(programs) <= 4 * gpu(device).multi_processor_count else 2,
-            **sizes,
-        )
+        for t in range(T):
+            token_kernel[programs](
+                *(qkvz, gates, positions, *weights, *caches, y, stride, T, t, width),
+                TAPS=weights[0].shape[1],
+                BV=BV,
+                # Where programs wait for their turn, small ones are faster.
+                num_warps=4 if math.prod(programs) <= 4 * gpu(device).multi_processor_count else 2,
+                **sizes,
+            )
         return y
     y = torch.zeros(B, T, H, V, device=device)  # padding stays 0
     n_block = triton.cdiv(T + BLOCK - 1, BLOCK)  # the first one may have but its last token here

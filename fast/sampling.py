@@ -5,7 +5,8 @@ The kernels read the settings from a tensor on the GPU: fp32 [7] with temperatur
 min-p. So a CUDA graph serves all settings. Behind them stand Sampling.penalties, which
 generate.penalize() reads before the kernels. Each row of logits is divided among many programs:
 
-    count_kernel    how many tokens have which logit; a row's last program finds the cut
+    count_kernel    how many tokens have which logit
+    cut_kernel      which logit is the least that is kept; alone it has a program for a row
     draw_kernel     the probabilities, and a token drawn from them: the best of each block of
                     logits; a row's last program chooses among these
     accept_kernel   whether drafted tokens are kept, and the one behind them
@@ -30,7 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast.common import constexpr, jit, last_arriver, tl, triton
+from fast.common import (
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    last_arriver,
+    pdl_options,
+    tl,
+    triton,
+)
 from fast.known import unknown_values
 from fast.twins import plain_distribute, plain_sample
 from generate import Sampling
@@ -92,91 +102,118 @@ def logit_of(key, dtype: constexpr):
 
 
 @jit
-def tile_of(counts, coarse, i, peak, temperature, floor, dtype: constexpr, TILE: constexpr):
-    """Of the i-th tile of keys: the keys, and the mass of their tokens, count * exp((logit - peak) /
-    temperature), 0 below `floor`. Where no token has one of the keys nothing is loaded."""
-    key = i * TILE + tl.arange(0, TILE)
-    bins = tl.arange(0, 256)
-    some = tl.sum(tl.where(bins // (TILE // 256) == i, coarse, 0)) > 0
-    count = tl.load(counts + key, mask=(key >= floor) & some, other=0)
-    weight = tl.exp((logit_of(key, dtype) - peak) / temperature)
-    return key, tl.where(count > 0, count * weight, 0.0), weight
-
-
-@jit
-def mass_above(counts, coarse, peak, temperature, floor, least, dtype: constexpr, TILE: constexpr):
-    """The mass of all tokens whose key is `floor` or larger, and whose weight, exp((logit - peak) /
-    temperature), is `least` or larger."""
-    total = peak * 0
-    for i in range(floor // TILE, 65536 // TILE):
-        _, mass, weight = tile_of(counts, coarse, i, peak, temperature, floor, dtype, TILE)
-        total += tl.sum(tl.where(weight >= least, mass, 0.0))
-    return total
-
-
-@jit
-def nucleus(counts, coarse, goal, peak, temperature, floor, dtype: constexpr, TILE: constexpr):
-    """The largest key, `floor` at least, such that the tokens of that key and of larger ones have a
-    mass of `goal`."""
-    above = peak * 0
-    found = floor * 0 - 1
-    first = floor // TILE
-    for j in range(first, 65536 // TILE):
-        if found < 0:  # from the largest keys down
-            i = first + 65536 // TILE - 1 - j
-            key, mass, _ = tile_of(counts, coarse, i, peak, temperature, floor, dtype, TILE)
-            of_tile = tl.sum(mass)
-            # At each key: it, and the larger ones.
-            reached = above + tl.cumsum(mass, 0, reverse=True) >= goal
-            found = tl.max(tl.where(reached, key, -1))
-            above += of_tile
-    return tl.maximum(found, floor)
-
-
-@jit
-def find_cut(counts, coarse, settings, cuts, V, dtype: constexpr, TILE: constexpr):
-    """counts [65536] of a row, and their sums over 256 keys each, coarse [256] -> cuts [4]: the
-    largest logit, the logsumexp of the raw logits, the floor, the mass of the tokens that are
-    kept."""
-    temperature, top_k, top_p, min_p = read_settings(settings, V)
-    temperature = tl.where(temperature == 0, 1.0, temperature)
-    bins = tl.arange(0, 256)
-    coarse = tl.load(coarse + bins)
-    high = tl.max(tl.where(coarse > 0, bins, 0))
-    low = tl.max(tl.where(tl.load(counts + high * 256 + bins) > 0, bins, 0))
-    peak = logit_of(high * 256 + low, dtype)
-    floor = high * 0
-    raw = mass_above(counts, coarse, peak, 1.0, floor, 0.0, dtype, TILE)
-    if top_k > 0:
-        high, larger = kth_largest(coarse, top_k)
-        low, _ = kth_largest(tl.load(counts + high * 256 + bins), top_k - larger)
-        floor = high * 256 + low
-    if top_p < 1:
-        goal = top_p * mass_above(counts, coarse, peak, temperature, floor, 0.0, dtype, TILE)
-        floor = nucleus(counts, coarse, goal, peak, temperature, floor, dtype, TILE)
-    tl.store(cuts, peak)
-    tl.store(cuts + 1, peak + tl.log(raw))
-    tl.store(cuts + 2, floor.to(tl.float32))
-    tl.store(cuts + 3, mass_above(counts, coarse, peak, temperature, floor, min_p, dtype, TILE))
-
-
-@jit
-def count_kernel(logits, settings, counts, semaphore, cuts, V, BV: constexpr, TILE: constexpr):
+def count_kernel(logits, counts, V, BV: constexpr, PDL: constexpr):
     """Program (row, block of BV logits): adds its block to counts [R, 65536 + 256], of keys and,
-    behind these, of their high bytes; a row's last program finds the cut: cuts [R, 4]."""
+    behind these, of their high bytes."""
     row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     key = sortable_key(x)
     counts += row.to(tl.int64) * (65536 + 256)
-    coarse = counts + 65536
     counted = x != float("-inf")  # the others' probability is 0, and they may be many
     tl.atomic_add(counts + key, 1, mask=counted, sem="relaxed")
     found = tl.histogram(key >> 8, 256, mask=counted)
     bins = tl.arange(0, 256)
-    tl.atomic_add(coarse + bins, found, mask=found > 0, sem="relaxed")
-    if last_arriver(semaphore + row, tl.num_programs(1)):
-        find_cut(counts, coarse, settings, cuts + row * 4, V, logits.dtype.element_ty, TILE)
+    tl.atomic_add(counts + 65536 + bins, found, mask=found > 0, sem="relaxed")
+
+
+@jit
+def rows_of(counts, coarse, rank, chunk, ROWS: constexpr):
+    """Of the high bytes that some token has, from the largest down, the chunk-th ROWS -> their keys
+    [ROWS, 256], and how many tokens have them. rank [256]: which one a high byte is."""
+    bins = tl.arange(0, 256)
+    nth = chunk * ROWS + tl.arange(0, ROWS)
+    is_nth = (rank[None, :] == nth[:, None]) & (coarse > 0)[None, :]
+    high = tl.sum(tl.where(is_nth, bins[None, :], 0), 1)
+    there = tl.sum(is_nth.to(tl.int32), 1) > 0
+    key = high[:, None] * 256 + bins[None, :]
+    return key, tl.load(counts + key, mask=there[:, None], other=0)
+
+
+@jit
+def mass_of(key, count, peak, temperature, floor, least, dtype: constexpr):
+    """The mass of the tokens of some keys, count * exp((logit - peak) / temperature): 0 where the key
+    is below `floor`, or that exponential below `least`."""
+    weight = tl.exp((logit_of(key, dtype) - peak) / temperature)
+    return tl.where((count > 0) & (key >= floor) & (weight >= least), count * weight, 0.0)
+
+
+@jit
+def nucleus(
+    counts, coarse, rank, n, goal, peak, temperature, floor, dtype: constexpr, ROWS: constexpr
+):
+    """The largest key, `floor` at least, such that the tokens of that key and of larger ones have a
+    mass of `goal`."""
+    bins = tl.arange(0, 256)
+    above = peak * 0
+    found = floor
+    for chunk in range(tl.cdiv(n, ROWS)):
+        if above < goal:
+            key, count = rows_of(counts, coarse, rank, chunk, ROWS)
+            mass = mass_of(key, count, peak, temperature, floor, 0.0, dtype)
+            of_rows = tl.sum(mass, 1)
+            with_row = above + tl.cumsum(of_rows)
+            in_row = (with_row >= goal) & (with_row - of_rows < goal)  # of one row at most
+            before = tl.sum(tl.where(in_row, with_row - of_rows, 0.0))
+            of_row = tl.sum(tl.where(in_row[:, None], mass, 0.0), 0)
+            reached = before + tl.cumsum(of_row, reverse=True) >= goal
+            low = tl.max(tl.where(reached, bins, 0))
+            first = tl.max(tl.where(in_row[:, None], key - bins[None, :], 0))
+            found = tl.maximum(found, tl.where(first > 0, first + low, 0))
+            above += tl.sum(of_rows)
+    return found
+
+
+@jit
+def cut_kernel(logits, settings, counts, cuts, V, ROWS: constexpr, PDL: constexpr):
+    """Program (row): of counts [R, 65536 + 256], cuts [R, 4]: the largest logit, the logsumexp of the
+    raw logits, the floor, the mass of the tokens that are kept."""
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    counts += row.to(tl.int64) * (65536 + 256)
+    coarse = counts + 65536
+    cuts += row * 4
+    dtype: constexpr = logits.dtype.element_ty
+    temperature, top_k, top_p, min_p = read_settings(settings, V)
+    temperature = tl.where(temperature == 0, 1.0, temperature)
+    bins = tl.arange(0, 256)
+    if PDL:
+        gdc_wait()
+    coarse = tl.load(coarse + bins)
+    some = (coarse > 0).to(tl.int32)
+    n = tl.sum(some)
+    rank = n - tl.cumsum(some)
+    high = tl.max(some * bins)
+    low = tl.max(tl.where(tl.load(counts + high * 256 + bins) > 0, bins, 0))
+    peak = logit_of(high * 256 + low, dtype)
+    floor = high * 0
+    if top_k > 0:
+        high, larger = kth_largest(coarse, top_k)
+        low, _ = kth_largest(tl.load(counts + high * 256 + bins), top_k - larger)
+        floor = high * 256 + low
+    least = tl.where(top_p < 1, 0.0, min_p)
+    raw = tl.zeros((ROWS, 256), tl.float32)
+    kept = tl.zeros((ROWS, 256), tl.float32)
+    for chunk in range(tl.cdiv(n, ROWS)):
+        key, count = rows_of(counts, coarse, rank, chunk, ROWS)
+        raw += mass_of(key, count, peak, 1.0, 0, 0.0, dtype)
+        kept += mass_of(key, count, peak, temperature, floor, least, dtype)
+    total = tl.sum(kept)
+    if top_p < 1:
+        goal = top_p * total
+        floor = nucleus(counts, coarse, rank, n, goal, peak, temperature, floor, dtype, ROWS)
+        kept = tl.zeros((ROWS, 256), tl.float32)
+        for chunk in range(tl.cdiv(n, ROWS)):
+            key, count = rows_of(counts, coarse, rank, chunk, ROWS)
+            kept += mass_of(key, count, peak, temperature, floor, min_p, dtype)
+        total = tl.sum(kept)
+    tl.store(cuts, peak)
+    tl.store(cuts + 1, peak + tl.log(tl.sum(raw)))
+    tl.store(cuts + 2, floor.to(tl.float32))
+    tl.store(cuts + 3, total)
 
 
 @jit
@@ -214,6 +251,7 @@ def draw_kernel(
     PROBS: constexpr,
     BV: constexpr,
     BP: constexpr,
+    PDL: constexpr,
 ):
     """Program (row, block of BV logits): their probabilities, and the best token of the block; a
     row's last program chooses among the bests, fp32 [R, blocks, 2]. BP: the number of blocks,
@@ -227,6 +265,8 @@ def draw_kernel(
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     at = row.to(tl.int64) * V + v
     x = tl.load(logits + at, mask=v < V, other=float("-inf"))
+    if PDL:
+        gdc_wait()
     peak = tl.load(cuts + row * 4)
     floor = tl.load(cuts + row * 4 + 2).to(tl.int32)
     if temperature == 0:
@@ -271,19 +311,21 @@ def launch_draw(
 ) -> None:
     R, V = logits.shape
     blocks = triton.cdiv(V, BLOCK)
-    zeros = torch.zeros(R * (65536 + 256 + 2), dtype=torch.int32, device=logits.device)
-    semaphores, counts = zeros[: 2 * R].view(2, R), zeros[2 * R :]
+    zeros = torch.zeros(R * (65536 + 256 + 1), dtype=torch.int32, device=logits.device)
+    semaphore, counts = zeros[:R], zeros[R:]
     cuts, bests = (torch.empty(R * n, device=logits.device) for n in (4, 2 * blocks))
-    grid = R, blocks
-    count_kernel[grid](
-        logits, settings, counts, semaphores[0], cuts, V, BV=BLOCK, TILE=2048, num_warps=8
-    )
+    grid, pdl = (R, blocks), pdl_options(logits.device)
+    PDL = bool(pdl)
+    count_kernel[grid](logits, counts, V, BV=BLOCK, PDL=PDL, num_warps=4)
+    cut_kernel[(R,)](logits, settings, counts, cuts, V, ROWS=16, PDL=PDL, num_warps=8, **pdl)
     draw_kernel[grid](
-        *(logits, noise, settings, cuts, semaphores[1], bests, probs, tokens, totals, V),
+        *(logits, noise, settings, cuts, semaphore, bests, probs, tokens, totals, V),
         PROBS=probs is not None,
         BV=BLOCK,
         BP=triton.next_power_of_2(blocks),
+        PDL=PDL,
         num_warps=4,
+        **pdl,
     )
 
 
