@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from drafts.dflash import DFlash
 from drafts.eagle import FirstBlock
+from drafts.heads import DraftHead
 from fast.attention import attend, few_pairs, store, update_and_attend
 from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
 from fast.delta import FusedDelta
@@ -269,6 +270,17 @@ class FusedAttention(nn.Module):
         if not self.kernel:
             return self.attn(x, positions, cos, sin, mask, rows)
         return self.attn.wo(self.update_then_attend(self.attn.wqkv(x), positions, cos, sin, rows))
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm of model.py in one launch, for what a draft's head norms outside of its layers."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
 
 
 class FusedFeedForward(nn.Module):
@@ -641,7 +653,12 @@ def install_kernels(model: Transformer) -> FusedDecoder:
             kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
             block.ffn = kind(block.ffn)
     pack_linears(model)
-    return FusedDecoder(model)
+    decoder = FusedDecoder(model)
+    if isinstance(model, DraftHead):
+        for name, norm in model.named_children():
+            if type(norm) is RMSNorm:
+                setattr(model, name, FusedNorm(norm))
+    return decoder
 
 
 def pack_linears(model: nn.Module) -> None:
