@@ -46,7 +46,8 @@ from hub.write import CONFIGS, write_checkpoint
 from tp import Team
 
 ROOT = Path(__file__).parents[1]
-TINY, DRAFT, EAGLE = (ROOT / "checkpoints" / name for name in ("tiny", "tiny-draft", "tiny-eagle"))
+BUNDLED = "tiny", "tiny-draft", "tiny-eagle", "tiny-dflash"
+TINY, DRAFT, EAGLE, DFLASH = (ROOT / "checkpoints" / name for name in BUNDLED)
 GOLDEN = ROOT / "tests" / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 CHATS = ROOT / "tests" / "chats"

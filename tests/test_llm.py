@@ -19,6 +19,7 @@ from generate import Engine
 from hub import formats
 from helpers import (
     DRAFT,
+    DFLASH,
     EAGLE,
     TINY,
     python_blocks,
@@ -254,7 +255,7 @@ def test_a_limit_that_was_not_given_grows(chatty, llm):
         assert tokens_of(small(prompts)) == tokens_of(llm(prompts))
 
 
-@pytest.mark.parametrize("draft", [str(DRAFT), str(EAGLE), "prompt-lookup"])
+@pytest.mark.parametrize("draft", [str(DRAFT), str(EAGLE), str(DFLASH), "prompt-lookup"])
 def test_a_draft_changes_no_greedy_text_in_batches_of_any_size_nor_after_other_samplings(
     chatty, llm, draft
 ):

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from generate import Engine, generate
 from helpers import (
+    DFLASH,
     ENGINES,
     DRAFT,
     GOLDEN,
@@ -60,6 +61,7 @@ def draft_of(
         "dflash 2": lambda: random_dflash(5, random_model(1), "second"),
         "tiny-draft": lambda: tiny(directory=DRAFT),
         "tiny-eagle": tiny_head,
+        "tiny-dflash": lambda: tiny_head(DFLASH),
     }
     return makers[name]().to(device, dtype) if name in makers else None
 
@@ -155,6 +157,8 @@ def check_greedy(prompts: list[list[int]], made: Speculator) -> None:
         ("tiny-draft", "auto"),
         ("prompt-lookup", "bass"),
         ("tiny-eagle", "4"),
+        ("tiny-dflash", "7"),
+        ("tiny-dflash", "auto"),
     ],
 )
 def test_greedy_speculation_is_greedy_decoding(prompts, name, policy):
@@ -380,6 +384,8 @@ def test_a_row_that_is_done_costs_little_and_changes_nothing(prompts):
         ("prompt-lookup", "hf"),
         ("tiny-eagle", "5"),
         ("tiny-eagle", "auto"),
+        ("tiny-dflash", "7"),
+        ("tiny-dflash", "auto"),
     ],
 )
 def test_captured_steps_change_greedy_tokens_at_ties_only(prompts, name, policy):
