@@ -146,7 +146,7 @@ def parse_args() -> Namespace:
         args.tokens_per_step = wanted and [float(tokens) for tokens in wanted]
     except ValueError:
         parser.error(f"--tokens-per-step {args.tokens_per_step}: want numbers, with commas")
-    args.draft_tokens = args.draft_tokens or "auto"
+    args.draft_tokens = args.draft_tokens or KINDS.get(args.draft, "auto")
     for tokens in args.draft_tokens.split(","):
         Options(draft="prompt-lookup", draft_tokens=tokens)  # ValueError if it is none
     if args.group_size and not args.quantize:
@@ -446,7 +446,7 @@ def measurements(what: str, setup: Setup) -> Iterator[dict]:
         lists = len(args.draft_tokens.split(","))
         count = 1 + args.runs * (1 + lists if setup.cuda else 2 * lists)
     if args.draft in KINDS:
-        count = 1 + args.runs * (1 + len(args.tokens_per_step or STEPS))
+        count = 1 + args.runs * (1 + lists * len(args.tokens_per_step or STEPS))
     advice = (
         f"{what}: the weights and caches fit, what is computed with them does not; a smaller "
         "--batch, --context or --prompt-length helps"

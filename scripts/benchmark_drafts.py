@@ -4,7 +4,8 @@ makes so many tokens.
 
 Shapes have random weights, and no draft knows what they would say: acceptance is simulated, which
 the line says. All else runs as it does with a real draft: its forwards, the verification, sampling
-and acceptance. Each drafted token is kept with the same probability, that of --tokens-per-step.
+and acceptance. Each drafted token is kept with the same probability: the one with which the largest of
+--draft-tokens makes --tokens-per-step.
 """
 
 import gc
@@ -21,13 +22,14 @@ from tqdm import tqdm
 from drafts import make_draft
 from drafts.dflash import BlockConfig, DFlash, default_layers
 from drafts.mtp import MtpHead
+from drafts.policies import make_policy
 from generate import Engine
 from model import Config, Transformer
 from quantize import round_model
-from scripts.benchmark_speculation import bound, middle, until_the_end
+from scripts.benchmark_speculation import bound, middle, policies_of, until_the_end
 from scripts.measuring import Setup
 from scripts.shapes import MXFP4_SHAPES, SHAPES, fill, random_model
-from speculative import SLACK, Policy, Speculator, accept
+from speculative import SLACK, Speculator, accept
 
 KINDS = {"mtp": "3", "dflash": "15"}  # and what is drafted where nothing is said
 STEPS = 2, 3, 4  # tokens of a step
@@ -101,16 +103,14 @@ class Simulated:
 
 
 def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
-    """A JSON line for each of --tokens-per-step."""
+    """A JSON line for each of --tokens-per-step, and of --draft-tokens."""
     args, cuda = setup.args, setup.cuda
     if what not in SHAPES:
         raise ValueError(f"--draft {args.draft}: {what} is no shape: acceptance is simulated")
     if setup.team.ranks > 1:
         raise ValueError(f"--draft {args.draft}: want --ranks 1")
-    tokens = KINDS[args.draft] if args.draft_tokens == "auto" else args.draft_tokens
-    if not tokens.isdecimal():
-        raise ValueError(f"--draft-tokens {tokens}: want a number with --draft {args.draft}")
-    k = int(tokens)
+    names = args.draft_tokens.split(",")
+    k = max((int(name) for name in names if name.isdecimal()), default=int(KINDS[args.draft]))
     steps = args.tokens_per_step or [step for step in STEPS if step <= k + 1]
     for wanted in steps:
         if not 1 <= wanted <= k + 1:
@@ -128,10 +128,12 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
     target = setup.engine(model, length, features=places, spare=SLACK)
     target.sample = simulated = Simulated(target)
     made = make_draft(target, draft, setup.engine)
-    speculator = Speculator(target, made, Policy(k))
+    policy = make_policy(names[0] if len(names) == 1 else "auto")
+    speculator = Speculator(target, made, policy)
     if target.compiled:
         target.warm_up(args.batch)
         speculator.warm_up(args.batch)
+    policies = policies_of(names, speculator)
     seeds = itertools.count(args.seed)
 
     def one_run(runner: Engine | Speculator) -> float:
@@ -143,8 +145,9 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
 
     one_run(target)  # warms up
     plain = statistics.median(one_run(target) for _ in range(args.runs))
-    for wanted in steps:
+    for wanted, name in itertools.product(steps, names):
         simulated.rate.fill_(rate_of(wanted, k))
+        speculator.policy = policies[name]
         runs = []
         for _ in range(args.runs):
             speculator.counts = Counter(dict.fromkeys(speculator.counts, 0))
@@ -155,7 +158,7 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
         run = middle(runs)
         result = setup.describe(what) | dict(
             draft=args.draft,
-            draft_tokens=tokens,
+            draft_tokens=name,
             simulated_tokens_per_step=wanted,
             tokens_per_step=run["tokens"],
             plain_ms_per_token=plain,
@@ -163,6 +166,6 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
             tokens_per_s=1e3 * args.batch / run["mean"],
             speed_up=run["speed_up"],
         )
-        if cuda:
-            result |= bound(speculator, k, args.batch, result, runs)
+        if cuda and name.isdecimal():
+            result |= bound(speculator, int(name), args.batch, result, runs)
         yield result

@@ -35,7 +35,7 @@ from model import Block, Config, LayerConfig, RMSNorm, Transformer
 from scripts.measuring import Setup, busy_share, graph_seconds
 from scripts.others_on_cpu import assisted_tokens_per_s
 from scripts.shapes import SHAPES, fill, random_model
-from speculative import SLACK, DraftModel, Speculator
+from speculative import SLACK, DraftModel, Policy, Speculator
 from tp import Shard, draft_splitter
 
 STARTS = "Once upon a time, there was", "One day", "In the park", "Every night"
@@ -289,6 +289,22 @@ def read_bytes(draft: DraftModel) -> int:
     return sum(weight.nbytes for part in parts for weight in part.parameters())
 
 
+def policies_of(names: list[str], speculator: Speculator) -> dict[str, Policy]:
+    """The speculator's own, or for a list one of each name. ValueError for a number of drafted tokens
+    that it has made no step for."""
+    if len(names) == 1:
+        return {names[0]: speculator.policy}
+    seconds, policies = speculator.policy.seconds, {name: make_policy(name) for name in names}
+    for name, policy in policies.items():
+        if name.isdecimal() and int(name) not in speculator.step_of:
+            raise ValueError(
+                f"--draft-tokens {name}: a list takes {sorted(speculator.step_of)}; give others "
+                "alone"
+            )
+        policy.begin(seconds, list(seconds))
+    return policies
+
+
 def middle(runs: list[dict], key: str = "mean") -> dict:
     return sorted(runs, key=lambda run: run[key])[len(runs) // 2]
 
@@ -346,17 +362,8 @@ def speculate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
     speculator = Speculator(target, draft, policy, setup.team.agree)
     if target.compiled:
         speculator.warm_up(args.batch)
-    seconds = policy.seconds if len(names) > 1 else {}
-    for name in names:
-        if name.isdecimal() and int(name) not in speculator.step_of:
-            raise ValueError(
-                f"--draft-tokens {name}: a list takes {sorted(speculator.step_of)}; give others "
-                "alone"
-            )
-        if len(names) > 1:
-            speculator.policy = make_policy(name)
-            speculator.policy.begin(seconds, list(seconds))
-        runs = []
+    for name, policy in policies_of(names, speculator).items():
+        speculator.policy, runs = policy, []
         plains = plains if cuda else []
         for _ in range(args.runs):
             if plain:  # in turns: a CPU that others use is faster at one time than at another

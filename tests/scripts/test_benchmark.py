@@ -244,12 +244,17 @@ def test_drafts_whose_acceptance_is_simulated(benchmark, monkeypatch, kind, toke
     assert lines[1]["tokens_per_step"] == pytest.approx(2.5, rel=0.15)
     for line in lines:
         assert line["speed_up"] == pytest.approx(line["plain_ms_per_token"] / line["ms_per_token"])
+    options = options.replace(f"--draft-tokens {tokens}", "--draft-tokens 1,auto,3")
+    lines = benchmark(f"{options} --new-tokens 200 --tokens-per-step 2", "llama-2-7b")
+    assert [line["draft_tokens"] for line in lines] == ["1", "auto", "3"]
+    # 54% of the tokens are kept, so that three make two a step.
+    assert lines[0]["tokens_per_step"] == pytest.approx(1.54, rel=0.15)
+    assert lines[2]["tokens_per_step"] == pytest.approx(2, rel=0.2)
 
 
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("llama-3.2-1b --draft mtp --draft-tokens auto,2", "--draft-tokens auto,2"),
         ("llama-3.2-1b --draft mtp --tokens-per-step 5", "--tokens-per-step 5: want 1 to 4"),
         ("llama-3.2-1b --draft mtp --tokens-per-step x", "--tokens-per-step x: want numbers"),
         ("llama-3.2-1b --draft eagle --tokens-per-step 2", "goes with --draft mtp or dflash"),
