@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from model import Experts, Transformer, visible
+from model import DenseAndMoE, Experts, Transformer, visible
 from quantize import (
     CODES,
     Codes,
@@ -209,9 +209,13 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
     model.setup(T)
     # [2, S, T, D]: the hidden states so far of the quantized model, and of the original; then
     # chunks of both.
-    states = model.embed(tokens.expand(2, -1, -1)) * model.embedding_scale
+    states = model.embedded(tokens.expand(2, -1, -1))
     size = max(1, CHUNK // T)
     chunks = states.split(size, dim=1)
+    own = None  # [S, T, n_layer, P]: a function of the tokens, and no part of it is quantized
+    if model.ple is not None:
+        own = model.ple(tokens, states[1])
+    replay_shared(model)
 
     def add(outputs: Iterable[tuple[Tensor, Tensor]], post_norm: nn.Module):
         for both, y in zip(chunks, outputs):
@@ -235,7 +239,10 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
         outputs = yield from calibrate_pair(model, names, between, layer.attn_norm, chunks)
         add(outputs, layer.attn_post_norm)
         ffn, norm = layer.ffn, layer.ffn_norm
-        if layer.config.moe:
+        if isinstance(ffn, DenseAndMoE):
+            total = yield from calibrate_both(model, f"{name}.ffn", states, chunks)
+            outputs = zip((ffn(x) for x, _ in chunks), total.split(size))
+        elif layer.config.moe:
             total = yield from calibrate_experts(model, f"{name}.ffn", norm, states)
             if ffn.shared is not None:
                 shared = yield from calibrate_ffn(model, f"{name}.ffn.shared", norm, chunks)
@@ -245,6 +252,9 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
         else:
             outputs = yield from calibrate_ffn(model, f"{name}.ffn", norm, chunks)
         add(outputs, layer.ffn_post_norm)
+        parts = [None] * len(chunks) if own is None else own[:, :, i].split(size)
+        for both, part in zip(chunks, parts):
+            both.copy_(layer.end(both, part))
     if head:
         yield "head", *correlations(map(model.norm, chunks))
 
@@ -254,6 +264,42 @@ def calibrate_ffn(model: Transformer, name: str, norm: nn.Module, chunks: Sequen
     gate = model.get_submodule(name).gate
     names = f"{name}.w_gate_up", f"{name}.w_down"
     return (yield from calibrate_pair(model, names, lambda y, _: gate(y), norm, chunks))
+
+
+class Kept(nn.Module):
+    """In a KVCache's place, of a layer whose keys and values later ones read: those of all chunks,
+    in the order in which calibrate_pair() has them, the original's and then the quantized model's.
+    Each later layer asks in the same order."""
+
+    def __init__(self, made: list | None = None):
+        super().__init__()
+        self.made, self.at = [] if made is None else made, 0
+
+    def write(self, k, v, rows, positions):
+        self.made.append((k.transpose(1, 2), v.transpose(1, 2)))
+
+    def read(self, rows, n: int):
+        self.at += 1
+        return self.made[self.at - 1]
+
+
+def replay_shared(model: Transformer) -> None:
+    for layer in model.layers:
+        source = layer.config.kv_of
+        if source is not None:
+            holder = model.layers[source].attn
+            if not isinstance(holder.cache, Kept):
+                holder.cache = Kept()
+            layer.attn.cache = Kept(holder.cache.made)
+
+
+def calibrate_both(model: Transformer, name: str, states: Tensor, chunks: Sequence[Tensor]):
+    """calibrate_experts() of a DenseAndMoE."""
+    ffn = model.get_submodule(name)
+    dense = yield from calibrate_ffn(model, f"{name}.dense", ffn.dense_norm, chunks)
+    dense = torch.cat([ffn.dense_post_norm(y) for _, y in dense])  # the original's
+    total = yield from calibrate_experts(model, f"{name}.moe", ffn.moe_norm, states, states[1])
+    return dense + ffn.moe_post_norm(total)
 
 
 def calibrate_pair(
@@ -282,12 +328,19 @@ def calibrate_pair(
     return zip(map(layer(second), inputs), outputs)
 
 
-def calibrate_experts(model: Transformer, name: str, norm: nn.Module, states: Tensor):
+def calibrate_experts(
+    model: Transformer,
+    name: str,
+    norm: nn.Module,
+    states: Tensor,
+    routed: Tensor | None = None,
+):
     """The pairs of a mixture of experts, each for the rows that the original routes there. Returns
-    what the original gives for its states, of states [2, S, T, D]."""
+    what the original gives for its states, of states [2, S, T, D]. routed [S, T, D]: what its router
+    reads; None: the normed states."""
     moe = model.get_submodule(name)
     rows = states.flatten(1, 2)
-    weights, experts = moe.route(norm(rows[1]))
+    weights, experts = moe.route(norm(rows[1]) if routed is None else routed.flatten(0, 1))
     total = torch.zeros_like(rows[1])
     for x in range(moe.moe.n_expert):
         chosen = experts == x

@@ -12,7 +12,7 @@ Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv 
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
 C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows,
 which are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs
-and K inputs.
+and K inputs. P elements of a per-layer embedding.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
 hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
@@ -68,6 +68,10 @@ class MoEConfig:
     # The ffn dim of one more expert that every token takes, by a weight of its own: Qwen3-Next. 0:
     # there is none.
     shared_dim: int = 0
+    # The layer has a dense feed-forward part, too, and the two are summed: see DenseAndMoE. Gemma 4
+    beside_dense: bool = False
+    # The router reads its rows normed, and an expert's weight is times a number of its own: Gemma 4
+    scaled_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,14 @@ class LayerConfig:
     rope: Rope = Rope()  # this default: none, as in some layers of SmolLM3
     moe: MoEConfig | None = None  # None: the feed-forward part is dense
     delta: DeltaConfig | None = None  # None: attention; else a recurrent layer stands in its place
+    # Where they are not Config's: Gemma 4
+    n_kv_head: int | None = None
+    head_dim: int | None = None
+    ffn_dim: int | None = None
+    # The value is the key as it is before its norm and rope: Gemma 4
+    key_is_value: bool = False
+    # The number of an earlier layer whose keys and values this one reads. It makes none: Gemma 4
+    kv_of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,17 +114,17 @@ class Config:
     """A family of models is a set of values of these fields, and hub/families.py knows them by the
     model_type of config.json; hub/checkpoint.py names the weights. Where a family wants something
     new, it is one more field, whose default turns it off, and the line that uses it. A Llama whose
-    logits are capped, as Gemma 2's are, is three places:
+    last hidden state is scaled to one length, as nGPT's is (arXiv 2410.01131), is three places:
 
         # model.py, below: logits_scale: float = 1.0
-        logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
+        state_length: float | None = None  # of the last hidden state, behind its norm
 
-        # model.py, above: return logits
-        if cap := self.config.logits_cap:
-            logits = cap * torch.tanh(logits / cap)
+        # model.py, above: return self.capped(
+        if length := self.config.state_length:
+            x = F.normalize(x, dim=-1) * length
 
         # hub/families.py, below: "llama": {},
-        "capped_llama": dict(logits_cap=3.0),
+        "unit_llama": dict(state_length=3.0),
 
     fast/ does not know the field: where it has another value, this file decodes."""
 
@@ -128,16 +140,23 @@ class Config:
     qkv_bias: bool = False  # Qwen2, gpt-oss
     o_bias: bool = False  # gpt-oss
     sinks: bool = False  # each head has a score that takes its share of the softmax: gpt-oss
-    # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), or of the "whole" (OLMo).
+    # RMSNorm of q and k: of each "head" (Qwen3, Gemma 3), of each head and "weightless" (Muse
+    # Glimmer), or of the "whole" (OLMo).
     qk_norm: str | None = None
+    v_norm: bool = False  # weightless RMSNorm of each head's value: Gemma 4
     # RMSNorm of what goes into attention and the feed-forward part; not in OLMo.
     pre_norm: bool = True
     # What attention gives is multiplied by sigmoid(gate), which wqkv makes of each q head: Qwen3.5
     attention_gate: bool = False
+    gate_apart: bool = False  # the gates are wqkv's last outputs, a matrix in files: Muse Glimmer
     post_norm: bool = False  # RMSNorm of what comes out of them: OLMo, Gemma 3
+    post_norm_eps: float | None = None  # of these norms; None: norm_eps. Muse Glimmer
     # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3, gpt-oss.
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
+    plain_last_norm: bool = (
+        False  # but the last norm's as it is, whatever norm_offset: Muse Glimmer
+    )
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
     # Files hold a recurrent layer's w_in and w_gates by key head: Qwen3-Next
     delta_by_head: bool = False
@@ -148,12 +167,22 @@ class Config:
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
     attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
     embedding_scale: float = 1.0  # Granite, Gemma 3
+    embedding_norm: bool = False  # weightless RMSNorm of the embedding: Muse Glimmer
     residual_scale: float = 1.0  # of what attention and the feed-forward part add: Granite
-    logits_scale: float = 1.0  # of what goes into the output head: Granite
+    layer_scale: bool = False  # a layer's whole output is times a number of its own: Gemma 4
+    logits_scale: float = 1.0  # of what goes into the output head: Granite, Muse Glimmer
+    logits_cap: float | None = None  # logits become cap * tanh(logits / cap): Gemma 4, Muse Glimmer
+    # P of PerLayerEmbedding, and the rows of its table; 0: there is none. Gemma 4's E models
+    ple_dim: int = 0
+    ple_vocab_size: int = 0
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
+
+    def heads(self, layer: LayerConfig) -> tuple[int, int, int]:
+        """H, K, E of a layer's attention."""
+        return self.n_head, layer.n_kv_head or self.n_kv_head, layer.head_dim or self.head_dim
 
 
 class Transformer(nn.Module):
@@ -165,6 +194,8 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.dim), freeze=False
         )
+        self.embed_norm = BareNorm(config.dim, config) if config.embedding_norm else nn.Identity()
+        self.ple = PerLayerEmbedding(config) if config.ple_dim else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = RMSNorm(config.dim, config)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -193,20 +224,30 @@ class Transformer(nn.Module):
         config, weight = self.config, self.embed.weight
         device, dtype = weight.device, weight.dtype
         L = max_seq_len + spare
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)  # each once
+        # Each once, with the size of its heads.
+        ropes = {layer.rope: config.heads(layer)[-1] for layer in config.layers}
         self.ropes = nn.ModuleList(
-            RopeTable(rope, config.head_dim, max_seq_len, L, device) for rope in ropes
+            RopeTable(rope, E, max_seq_len, L, device) for rope, E in ropes.items()
         )
         # Rounded, as Gemma's own code rounds it.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        if self.ple is not None:
+            self.ple.scale = torch.tensor(config.ple_dim**0.5, dtype=dtype).item()
         self.slots = buffer(torch.arange(L, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
-        for layer in self.layers:
-            shape = batch_size, config.n_kv_head, L, config.head_dim
-            make = CACHES[cache]
+        read_by_others = {layer.kv_of for layer in config.layers}
+        for i, layer in enumerate(self.layers):
+            _, K, E = config.heads(layer.config)
+            shape, make = (batch_size, K, L, E), CACHES[cache]
             if delta := layer.config.delta:
                 shape, make = (batch_size, delta), DeltaCache
-            layer.attn.cache = make(shape, device, dtype) if batch_size else None
+            source = layer.config.kv_of
+            if source is not None:
+                layer.attn.cache = self.layers[source].attn.cache
+            elif batch_size:
+                layer.attn.cache = make(shape, device, dtype)
+            else:
+                layer.attn.cache = LastKV() if i in read_by_others else None
         self.places = features
         shape = batch_size, L, len(features) * config.dim
         self.features = buffer(torch.zeros(shape, device=device, dtype=dtype))
@@ -216,7 +257,8 @@ class Transformer(nn.Module):
         first n slots: [0, 0, 1, 1] makes two samples of each of two prompts."""
         rows = torch.tensor(rows, device=self.rows.device)
         for layer in self.layers:
-            layer.attn.cache.arrange_rows(rows, n)
+            if layer.config.kv_of is None:  # each cache once
+                layer.attn.cache.arrange_rows(rows, n)
         self.features[: len(rows), :n] = self.features[rows, :n]
 
     def states(self) -> list[Tensor]:
@@ -259,6 +301,7 @@ class Transformer(nn.Module):
             for window in dict.fromkeys(layer.window for layer in self.config.layers)
         }
         x = self.embedded(tokens) if inputs is None else inputs  # [B, T, D]
+        own = None if self.ple is None else self.ple(tokens, x)  # [B, T, n_layer, P]
         run = compiled_once
         if torch.is_grad_enabled():
             # Torch 2.11 to 2.13 computes wrong gradients through nested regions.
@@ -266,16 +309,21 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             self.keep(i, x, rows, positions)
             mask = masks[layer.config.window]
-            x = run(layer, x, positions, *turns[layer.config.rope], mask, rows, ends)
+            more = {} if own is None else dict(own=own[:, :, i])
+            x = run(layer, x, positions, *turns[layer.config.rope], mask, rows, ends, **more)
         self.keep(len(self.layers), x, rows, positions)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, D]
-        logits = self.head(self.norm(x) * self.config.logits_scale)
-        return logits
+        x = self.norm(x) * self.config.logits_scale
+        return self.capped(self.head(x))
+
+    def capped(self, logits):
+        cap = self.config.logits_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def embedded(self, tokens):
         """[B, T] -> [B, T, D]"""
-        x = self.embed(tokens)
+        x = self.embed_norm(self.embed(tokens))
         return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def keep(self, place: int, x, rows, positions):
@@ -286,10 +334,10 @@ class Transformer(nn.Module):
 
 
 @torch.compiler.nested_compile_region
-def compiled_once(layer, *inputs):
+def compiled_once(layer, *inputs, **more):
     """Where torch.compile has the whole forward (decode), all layers share the code of one: SmolLM2
     is ready in 15 s, not 61 s, on 2 CPU cores. Elsewhere it is a call."""
-    return layer(*inputs)
+    return layer(*inputs, **more)
 
 
 def visible(slots, positions, window: int | None):
@@ -308,44 +356,101 @@ class Block(nn.Module):
         self.scale = config.residual_scale
         norm = partial(RMSNorm, config.dim, config)
         before = norm if config.pre_norm else nn.Identity
-        after = norm if config.post_norm else nn.Identity
+        after = partial(norm, eps=config.post_norm_eps) if config.post_norm else nn.Identity
         self.attn_norm = before()
         self.attn = DeltaNet(config, layer.delta) if layer.delta else Attention(config, layer)
         self.attn_post_norm = after()
-        self.ffn_norm = before()
+        both = layer.moe and layer.moe.beside_dense  # which have norms of their own
+        self.ffn_norm = nn.Identity() if both else before()
         self.ffn_post_norm = after()
-        self.ffn = MoE(config, layer.moe) if layer.moe else FeedForward(config, config.ffn_dim)
+        if both:
+            self.ffn = DenseAndMoE(config, layer)
+        elif layer.moe:
+            self.ffn = MoE(config, layer.moe)
+        else:
+            self.ffn = FeedForward(config, layer.ffn_dim or config.ffn_dim)
+        self.ple = PerLayerGate(config) if config.ple_dim else None
+        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
 
-    def forward(self, x, *where):
+    def forward(self, x, *where, own=None):
         """x [B, T, D] -> [B, T, D]. where: positions, cos, sin, mask, rows, ends, as
-        Attention.attend() and DeltaNet.mix() have them."""
+        Attention.attend() and DeltaNet.mix() have them. own [B, T, P]: the layer's part of
+        PerLayerEmbedding, if the model has one."""
         y = self.attn(self.attn_norm(x), *where)
         x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
         y = self.ffn(self.ffn_norm(x))
-        return torch.add(x, self.ffn_post_norm(y), alpha=self.scale)
+        x = torch.add(x, self.ffn_post_norm(y), alpha=self.scale)
+        return self.end(x, own)
+
+    def end(self, x, own):
+        """What comes behind both halves: x [B, T, D] -> [B, T, D]."""
+        if self.ple is not None:
+            x = self.ple(x, own)
+        return x if self.layer_scale is None else x * self.layer_scale
+
+
+class PerLayerEmbedding(nn.Module):
+    """What a token brings to each layer beside the residual stream, P elements: from a table of its
+    own, and from the token's embedding."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.n_layer, width = config.n_layer, config.n_layer * config.ple_dim
+        self.table = nn.Embedding.from_pretrained(
+            torch.empty(config.ple_vocab_size, width), freeze=False
+        )
+        self.project = nn.Linear(config.dim, width, bias=False)
+        self.norm = RMSNorm(config.ple_dim, config)  # of each layer's
+        self.scale = 1.0  # P ** 0.5, rounded: see Transformer.setup()
+
+    def forward(self, tokens, x):
+        """tokens [B, T] and their embeddings [B, T, D] -> [B, T, n_layer, P]"""
+        y = self.norm(self.project(x) * x.shape[-1] ** -0.5)
+        y = (y + self.table(tokens) * self.scale) * 2**-0.5
+        return y.unflatten(-1, (self.n_layer, -1))
+
+
+class PerLayerGate(nn.Module):
+    """Adds a layer's part of PerLayerEmbedding to the residual stream, whose gate it passes."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ple_dim, bias=False)
+        self.up = nn.Linear(config.ple_dim, config.dim, bias=False)
+        self.norm = RMSNorm(config.dim, config)
+        self.activation = config.activation
+
+    def forward(self, x, own):
+        """x [B, T, D], own [B, T, P] -> [B, T, D]"""
+        y = self.up(ACTIVATIONS[self.activation](self.gate(x)) * own)
+        return x + self.norm(y)
 
 
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
         self.rope = layer.rope
-        self.head_dim = config.head_dim
-        self.scale = config.attention_scale
-        if self.scale is None:
-            self.scale = config.head_dim**-0.5
-        self.sizes = [
-            n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)
-        ]
-        self.gated = config.attention_gate
+        H, K, E = config.heads(layer)
+        self.head_dim = E
+        self.scale = E**-0.5 if config.attention_scale is None else config.attention_scale
+        self.sizes = [H * E, K * E, K * E]  # of q, k, v, if the layer makes them
+        if layer.key_is_value:
+            del self.sizes[2:]
+        if layer.kv_of is not None:
+            del self.sizes[1:]
+        self.gated, self.gate_apart = config.attention_gate, config.gate_apart
         outputs = sum(self.sizes) + self.gated * self.sizes[0]
         self.wqkv = nn.Linear(config.dim, outputs, bias=config.qkv_bias)
         self.wo = nn.Linear(self.sizes[0], config.dim, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.sinks else None
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
-            q, k, _ = self.sizes if config.qk_norm == "whole" else [config.head_dim] * 3
-            self.q_norm = RMSNorm(q, config)
-            self.k_norm = RMSNorm(k, config)
+            norm = BareNorm if config.qk_norm == "weightless" else RMSNorm
+            q, k = (H * E, K * E) if config.qk_norm == "whole" else (E, E)
+            self.q_norm = norm(q, config)
+            if layer.kv_of is None:
+                self.k_norm = norm(k, config)
+        self.v_norm = BareNorm(E, config) if config.v_norm else nn.Identity()
         self.cache = None  # a KVCache, made by Transformer.setup()
 
     def forward(self, x, *where):
@@ -354,7 +459,8 @@ class Attention(nn.Module):
     def attend(self, qkv, positions, cos, sin, mask, rows, ends=None):
         """qkv [B, T, (H + 2K) E], positions [B, T] or [1, T], cos and sin of these [B, T, 1, E],
         mask [B, 1, T, L], and the rows of the cache [B, 1] -> [B, T, H E]. With gates qkv has H E
-        more, behind each q head its gate."""
+        more, behind each q head its gate or, gate_apart, all behind v. It has less where the layer
+        makes no v, or no k either."""
         gate = None
         if self.gated:
             qkv, gate = self.split_gates(qkv)
@@ -362,7 +468,8 @@ class Attention(nn.Module):
         if self.cache is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
-            self.cache.write(k, v, rows, positions)
+            if k is not None:
+                self.cache.write(k, v, rows, positions)
             k, v = self.cache.read(rows, mask.shape[-1])  # [B, K, L, E]
         if self.sinks is not None:
             q, k, v, mask = self.with_sinks(q, k, v, mask)
@@ -373,8 +480,10 @@ class Attention(nn.Module):
         return y.flatten(2) if gate is None else y.flatten(2) * torch.sigmoid(gate)
 
     def split_gates(self, qkv):
-        """[B, T, (2H + 2K) E], each q head's gate behind it -> qkv [B, T, (H + 2K) E] and the gates
-        [B, T, H E]."""
+        """[B, T, (2H + 2K) E], each q head's gate behind it or all of them last -> qkv [B, T, (H +
+        2K) E] and the gates [B, T, H E]."""
+        if self.gate_apart:
+            return qkv.split([sum(self.sizes), self.sizes[0]], dim=-1)
         q, *kv = qkv.split([2 * self.sizes[0], *self.sizes[1:]], dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # [B, T, H, E]
         return torch.cat((q.flatten(-2), *kv), dim=-1), gate.flatten(-2)
@@ -393,18 +502,21 @@ class Attention(nn.Module):
         return q, k, v, F.pad(mask, (0, 7))
 
     def rotate(self, qkv, positions, cos, sin):
-        """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E].
+        """qkv [B, T, (H + 2K) E] -> q [B, T, H, E], k and v [B, T, K, E]; cos, sin [B, T, 1, E]. k
+        and v are None where the layer makes none.
 
         A norm splits its input by the length of its weight: heads, or the whole."""
-        q, k, v = qkv.split(self.sizes, dim=-1)
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v)
-        )
-        q, k = (turn(x, cos, sin, len(self.rope.frequencies)) for x in (q, k))
+        q, *kv = qkv.split(self.sizes, dim=-1)
+        heads, pairs = (-1, self.head_dim), len(self.rope.frequencies)
+        q = turn(self.q_norm(q).unflatten(-1, heads), cos, sin, pairs)
         if self.rope.q_growth:
             growth = 1 + self.rope.q_growth * torch.log1p(positions // self.rope.original)  # [B, T]
             q = q * growth[:, :, None, None].type_as(q)
-        return q, k, v
+        if not kv:
+            return q, None, None
+        k, v = kv[0], kv[-1]  # the same where the key is the value
+        k = turn(self.k_norm(k).unflatten(-1, heads), cos, sin, pairs)
+        return q, k, self.v_norm(v).unflatten(-1, heads)
 
 
 class KVCache(nn.Module):
@@ -454,11 +566,14 @@ class KVCache(nn.Module):
 
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
-        """Of all layers that have attention. kind: of CACHES."""
-        shape = 1, config.n_kv_head, 1, config.head_dim
-        cache = CACHES[kind](shape, torch.device("meta"), dtype)
-        layers = sum(layer.delta is None for layer in config.layers)
-        return layers * sum(part.nbytes for part in cache.buffers())
+        """Of all layers that have keys and values of their own. kind: of CACHES."""
+        total = 0
+        for layer in config.layers:
+            if layer.delta is None and layer.kv_of is None:
+                _, K, E = config.heads(layer)
+                cache = CACHES[kind]((1, K, 1, E), torch.device("meta"), dtype)
+                total += sum(part.nbytes for part in cache.buffers())
+        return total
 
     @staticmethod
     def oldest(n: int) -> int:
@@ -497,6 +612,17 @@ CACHES = {
     "int8": partial(KVCache, int8=(True, True)),
     "int8-values": partial(KVCache, int8=(False, True)),
 }
+
+
+class LastKV(nn.Module):
+    """In a KVCache's place where there is none: what a layer's forward made goes on to later layers
+    that read its keys and values."""
+
+    def write(self, k, v, rows, positions):
+        self.k, self.v = k.transpose(1, 2), v.transpose(1, 2)
+
+    def read(self, rows, n: int):
+        return self.k, self.v
 
 
 def to_int8(x):
@@ -782,18 +908,23 @@ class MoE(nn.Module):
         if moe.shared_dim:
             self.shared = FeedForward(config, moe.shared_dim)
             self.shared_gate = nn.Linear(config.dim, 1, bias=False)
+        self.router_norm = self.expert_scale = None
+        if moe.scaled_router:
+            self.router_norm = RMSNorm(config.dim, config)
+            self.expert_scale = nn.Parameter(torch.ones(X))
 
-    def forward(self, x):
-        y = self.mixture(x)
+    def forward(self, x, routed=None):
+        """x [..., D] -> [..., D]. routed [..., D]: what the router reads; None: x"""
+        y = self.mixture(x, x if routed is None else routed)
         if self.shared is not None:
             y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return y
 
-    def mixture(self, x):
+    def mixture(self, x, routed):
         """[..., D] -> [..., D], without the shared expert."""
         n = self.moe.n_chosen
         rows = x.flatten(0, -2)  # [M, D]
-        weights, experts = self.route(rows)  # [M, n]
+        weights, experts = self.route(routed.flatten(0, -2))  # [M, n]
         experts, order = experts.flatten().sort()
         y = self.gate(self.w_gate_up(rows[order // n], experts))  # [M n, F]
         y = self.w_down(y, experts)
@@ -802,11 +933,34 @@ class MoE(nn.Module):
 
     def route(self, x):
         """x [M, D] -> the weights of each row's experts and their indices [M, n]."""
+        if self.router_norm is not None:
+            x = self.router_norm(x) * x.shape[-1] ** -0.5
         logits = self.router(x).float()  # [M, X]
         top, experts = logits.topk(self.moe.n_chosen)
         among = top if self.moe.normalize else logits
         weights = (top - among.logsumexp(-1, keepdim=True)).exp()
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[experts]
         return weights.type_as(x), experts
+
+
+class DenseAndMoE(nn.Module):
+    """A dense part and a mixture side by side, in FeedForward's place. Both read the residual
+    stream, each through a norm of its own, and the router reads it as it is. A norm is behind each
+    of the two, too."""
+
+    def __init__(self, config: Config, layer: LayerConfig):
+        super().__init__()
+        norm = partial(RMSNorm, config.dim, config)
+        self.dense_norm, self.dense_post_norm = norm(), norm()
+        self.moe_norm, self.moe_post_norm = norm(), norm()
+        self.dense = FeedForward(config, layer.ffn_dim or config.ffn_dim)
+        self.moe = MoE(config, layer.moe)
+
+    def forward(self, x):
+        dense = self.dense(self.dense_norm(x))
+        mixture = self.moe(self.moe_norm(x), x)
+        return self.dense_post_norm(dense) + self.moe_post_norm(mixture)
 
 
 class Experts(nn.Module):
@@ -857,9 +1011,9 @@ class RMSNorm(nn.Module):
     """Each `dim` elements of the last dimension by themselves: a weight of a head's size norms each
     head."""
 
-    def __init__(self, dim: int, config: Config):
+    def __init__(self, dim: int, config: Config, eps: float | None = None):
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps if eps is None else eps
         self.weight = nn.Parameter(
             torch.ones(dim, dtype=torch.float32 if config.norm_fp32 else None)
         )
@@ -871,6 +1025,19 @@ class RMSNorm(nn.Module):
 
     def mean(self, squares):  # in tp.ParallelRMSNorm over all ranks' heads
         return squares.mean(-1, keepdim=True)
+
+
+class BareNorm(nn.Module):
+    """RMSNorm without a weight."""
+
+    def __init__(self, dim: int, config: Config):
+        super().__init__()
+        self.dim, self.eps = dim, config.norm_eps
+
+    def forward(self, x):
+        y = x.float().unflatten(-1, (-1, self.dim))
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y.type_as(x).flatten(-2)
 
 
 class RopeTable(nn.Module):

@@ -274,8 +274,9 @@ SIZES = 128, 64, 32
 DEFAULT_GROUP = "the largest of 128, 64 and 32 that divides the inputs of each layer"
 
 
-# Small, and what they give decides: which experts, how much of one, how much a state forgets.
-LEFT_OUT = ".router", ".shared_gate", ".w_gates"
+# Small, and what they give decides: which experts, how much of one, how much a state forgets, what
+# a token brings to a layer.
+LEFT_OUT = ".router", ".shared_gate", ".w_gates", "ple.gate", "ple.up", "ple.project"
 
 
 def find_layers(model: Transformer, head: bool) -> list[str]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Config, DeltaConfig, MoE, RMSNorm, Transformer
+from model import Config, DeltaConfig, DenseAndMoE, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -56,7 +56,7 @@ def logits_per_rank(columns: int, ranks: int) -> int:
 
 
 def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
-    """A rank's inputs of o, and of down, are multiples of these.
+    """A rank's q heads, and its inputs of down, are multiples of these.
 
     o's inputs are the q heads' outputs, E of each. A unit is the q heads that look at one kv head,
     as k and v are cut with them; where ranks share each kv head evenly, it is a rank's H / R q
@@ -65,19 +65,32 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
 
         H = 32, K = 8, E = 80, groups of 128: 4 q heads of one kv head have 320 inputs;
         lcm(320, 128) = 640 inputs, 8 q heads, are a unit, and 4 ranks or fewer can share these
+
+    Where layers differ in E or K, a rank has the same q heads in all of them.
     """
-    H, K, E = config.n_head, config.n_kv_head, config.head_dim
-    shared_evenly = ranks % K == 0 and H % ranks == 0
-    heads = H // ranks if shared_evenly else H // K
-    eights = 1 if group == 1 else 8
-    o_unit = math.lcm(heads * math.lcm(E, eights), group)
-    return o_unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
+    eights, unit = 1 if group == 1 else 8, 1
+    for H, K, E in kinds_of_heads(config):
+        shared_evenly = ranks % K == 0 and H % ranks == 0
+        heads = H // ranks if shared_evenly else H // K
+        unit = math.lcm(unit, math.lcm(heads * math.lcm(E, eights), group) // E)
+    return unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
+
+
+def kinds_of_heads(config: Config) -> list[tuple[int, int, int]]:
+    """H, K and E of the layers' attention, each once, the most kv heads first."""
+    return sorted({config.heads(layer) for layer in config.layers}, reverse=True)
 
 
 def ffn_dims(config: Config) -> set[int]:
     """Of the model's dense feed-forward parts and of its experts."""
-    dims = {layer.moe.ffn_dim if layer.moe else config.ffn_dim for layer in config.layers}
-    return dims | {layer.moe.shared_dim for layer in config.layers if layer.moe} - {0}
+    dims = set()
+    for layer in config.layers:
+        moe = layer.moe
+        if not moe or moe.beside_dense:
+            dims.add(layer.ffn_dim or config.ffn_dim)
+        if moe:
+            dims |= {moe.ffn_dim, moe.shared_dim} - {0}
+    return dims
 
 
 def delta_of(config: Config) -> DeltaConfig | None:
@@ -96,10 +109,11 @@ def key_heads_unit(delta: DeltaConfig, group: int) -> int:
 
 def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     """Why so many ranks cannot share the model, None where they can."""
-    H, K = config.n_head, config.n_kv_head
-    o_unit, ffn_unit = units(config, group, ranks)
+    H = config.n_head
+    heads_unit, ffn_unit = units(config, group, ranks)
     groups = f", in groups of {group} quantized weights" if group > 1 else ""
-    if ranks > -(-H * config.head_dim // o_unit):
+    if ranks > -(-H // heads_unit):
+        K = " and ".join(dict.fromkeys(str(K) for _, K, _ in kinds_of_heads(config)))
         return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
     least = min(ffn_dims(config))
     if ranks > -(-least // ffn_unit):
@@ -113,14 +127,21 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
 
 
 # Of these each rank has some inputs: see RowParallelLinear.
-ROW_PARALLEL = "attn.wo", "ffn.w_down", "ffn.shared.w_down"
+ROW_PARALLEL = (
+    "attn.wo",
+    "ffn.w_down",
+    "ffn.shared.w_down",
+    "ffn.dense.w_down",
+    "ffn.moe.w_down",
+)
 
 
 class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
     rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
     feed-forward part, in an expert and in a shared one, and rows of the output head; of recurrent
-    layers the elements of the key heads, the value heads and their elements.
+    layers the elements of the key heads, the value heads and their elements. shares_of() has those
+    of a layer whose heads or feed-forward part have a size of their own.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
@@ -136,23 +157,20 @@ class Shard:
         self.whole = config
         self.rank = rank
         self.outputs = outputs or config.vocab_size
-        H, K, E = config.n_head, config.n_kv_head, config.head_dim
+        H = config.n_head
         # A model's mixtures are alike, and so are its recurrent layers.
         moe = next((layer.moe for layer in config.layers if layer.moe), None)
         self.delta = delta_of(config)
-        o_unit, ffn_unit = units(config, group, ranks)
-        q = share_of(H * E, o_unit, rank, ranks)
-        heads = scaled(q, 1, E)
-        kv_heads = scaled(heads, K, H)  # those that the q heads look at
-        ffn = share_of(config.ffn_dim, ffn_unit, rank, ranks)
+        heads_unit, ffn_unit = units(config, group, ranks)
+        self.heads = share_of(H, heads_unit, rank, ranks)
+        self.ffn_share = partial(share_of, unit=ffn_unit, rank=rank, ranks=ranks)
+        ffn = self.ffn_share(config.ffn_dim)
         expert = share_of(moe.ffn_dim if moe else 0, ffn_unit, rank, ranks)
         shared = share_of(moe.shared_dim if moe else 0, ffn_unit, rank, ranks)
         each = logits_per_rank(self.outputs, ranks)
         vocab = slice(*(min(self.outputs, each * r) for r in (rank, rank + 1)))
-        self.shares = dict(
-            heads=heads, q=q, kv=scaled(kv_heads, E), ffn=ffn, expert=expert, vocab=vocab
-        )
-        self.shares["shared"] = shared
+        self.shares = dict(heads=self.heads, ffn=ffn, expert=expert, shared=shared, vocab=vocab)
+        self.shares |= self.of_heads(config.n_kv_head, config.head_dim)
         if moe:
             moe = replace(moe, ffn_dim=size(expert), shared_dim=size(shared))
         delta = self.delta
@@ -166,12 +184,40 @@ class Shard:
             }
             delta = replace(delta, n_key_head=size(of_keys), n_value_head=size(of_values))
         layers = tuple(
-            replace(layer, moe=layer.moe and moe, delta=layer.delta and delta)
+            replace(
+                layer,
+                moe=layer.moe and moe,
+                delta=layer.delta and delta,
+                n_kv_head=layer.n_kv_head and size(self.kv_heads(layer.n_kv_head)),
+                ffn_dim=layer.ffn_dim and size(self.ffn_share(layer.ffn_dim)),
+            )
             for layer in config.layers
         )
         self.config = replace(
-            config, layers=layers, n_head=size(heads), n_kv_head=size(kv_heads), ffn_dim=size(ffn)
+            config,
+            layers=layers,
+            n_head=size(self.heads),
+            n_kv_head=size(self.kv_heads(config.n_kv_head)),
+            ffn_dim=size(ffn),
         )
+
+    def kv_heads(self, K: int) -> slice:
+        """Of K, those that the rank's q heads look at."""
+        return scaled(self.heads, K, self.whole.n_head)
+
+    def of_heads(self, K: int, E: int) -> dict[str, slice]:
+        """The rank's outputs of q, and of k and of v, in a layer with K kv heads of E elements."""
+        return dict(q=scaled(self.heads, E), kv=scaled(self.kv_heads(K), E))
+
+    def shares_of(self, weight) -> dict[str, slice]:
+        """shares, as they are for a hub.checkpoint.Weight."""
+        shares = dict(self.shares)
+        if weight.heads:
+            shares |= self.of_heads(*weight.heads)
+        for axis, n in ((weight.rows, weight.shape[0]), (weight.columns, weight.shape[-1])):
+            if axis == "ffn":
+                shares["ffn"] = self.ffn_share(n)
+        return shares
 
     def model(self, make=Transformer) -> Transformer:
         """The rank's part without what talks to other ranks: see parallelize(). Made for the meta
@@ -197,14 +243,13 @@ class Shard:
         # The first sum takes seconds: here, not in the first step.
         all_reduce(torch.zeros(1, 1, device=model.embed.weight.device))
         for layer in model.layers:
-            for summed in (layer.attn.wo, layer.ffn.w_down):
-                if summed.bias is not None and self.rank:  # the sum has rank 0's
-                    summed.bias.data.zero_()
+            self.keep_one_bias(layer.attn.wo)
             layer.attn.wo = RowParallelLinear(layer.attn.wo)
-            if isinstance(layer.ffn, MoE):
-                layer.ffn = ParallelExperts(layer.ffn)
+            if isinstance(layer.ffn, DenseAndMoE):  # each is summed, as a norm is behind it
+                layer.ffn.dense = self.summed(layer.ffn.dense)
+                layer.ffn.moe = self.summed(layer.ffn.moe)
             else:
-                layer.ffn.w_down = RowParallelLinear(layer.ffn.w_down)
+                layer.ffn = self.summed(layer.ffn)
         if self.whole.tied:
             model.head = self.make_head()
             model.head.weight = nn.Parameter(
@@ -216,6 +261,18 @@ class Shard:
             for layer in model.layers:
                 layer.attn.q_norm = ParallelRMSNorm(layer.attn.q_norm)
                 layer.attn.k_norm = ParallelRMSNorm(layer.attn.k_norm)
+
+    def summed(self, ffn: nn.Module) -> nn.Module:
+        """A feed-forward part, or a mixture, whose outputs the ranks sum."""
+        self.keep_one_bias(ffn.w_down)
+        if isinstance(ffn, MoE):
+            return ParallelExperts(ffn)
+        ffn.w_down = RowParallelLinear(ffn.w_down)
+        return ffn
+
+    def keep_one_bias(self, layer: nn.Module) -> None:
+        if layer.bias is not None and self.rank:  # the sum has rank 0's
+            layer.bias.data.zero_()
 
 
 def splitter(team: "Team"):
@@ -250,8 +307,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, x: Tensor):
-        return all_reduce(self.linear(x))
+    def forward(self, *x: Tensor):
+        return all_reduce(self.linear(*x))
 
 
 class ParallelExperts(RowParallelLinear):

@@ -70,7 +70,6 @@ class BlockConfig:
     size: int  # tokens of a block
     mask: int  # the token that stands for those to come
     causal: bool | None = None  # None: layers with a window are
-    cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: off
     second: "Second | None" = None  # of DFlash 2
 
 
@@ -119,10 +118,6 @@ class DFlash(Transformer):
     def logits(self, states):
         """[B, k, D] -> [B, k, V]"""
         return self.capped(self.head(states * self.config.logits_scale))
-
-    def capped(self, logits):
-        cap = self.block.cap
-        return cap * torch.tanh(logits / cap) if cap else logits
 
     def draw(self, logits, states, last, choose: Callable):
         """The masks' logits [B, k, V] and states [B, k, D], the token before them [B] -> tokens [B,
@@ -300,7 +295,6 @@ class DFlashCheckpoint(Checkpoint):
                 size,
                 mask,
                 value_of(own, "is_causal", bool, None),
-                value_of(own, "final_logit_softcapping", float, 0.0, or_zero=True),
                 second,
             )
             self.config = replace(
@@ -309,6 +303,8 @@ class DFlashCheckpoint(Checkpoint):
                 vocab_size=whole.vocab_size,
                 embedding_scale=scale,
                 logits_scale=value_of(own, "output_multiplier", float, 1.0),
+                # 0 stands for none.
+                logits_cap=value_of(own, "final_logit_softcapping", float, None, or_zero=True),
             )
         self.check_sizes(whole)
 

@@ -40,12 +40,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hub.families import EXPERTS, config_from_hf, text_settings, value_of
-from model import Config, DeltaConfig, MoEConfig, Transformer
+from model import Config, DeltaConfig, LayerConfig, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = "BF16 F16 F32 F64"  # safetensors' names of types
-VISION = "vision_tower.", "multi_modal_projector.", "visual."  # of models that also see
+VISION = (  # of models that also see
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "embed_vision.",
+    "vision_embedder.",
+    "vision_adapter.",
+    "vision_projection.",
+)
+AUDIO = "audio_tower.", "embed_audio."  # of models that also hear
 # What files have beside a model's weights: what rope and masks computed, and heads that draft.
 LEFTOVERS = re.compile(
     r"(.*\.)?(rotary_emb\w*\.\w+|(self_)?attn\.bias|attention\.bias|masked_bias|position_ids)$"
@@ -245,13 +254,20 @@ class Checkpoint:
         """Where each tensor of the language model is. Of a model that also sees, the rest is left
         out."""
         paths = dict(self.paths)
-        if "vision_config" in self.hf:
-            seeing = [name for name in paths if name.removeprefix("model.").startswith(VISION)]
-            told = f"text only: {len(seeing)} tensors of its vision part are left out"
+        parts = [("vision", VISION), ("audio", AUDIO)]
+        parts = [(part, names) for part, names in parts if f"{part}_config" in self.hf]
+        if parts:
+            left = [
+                name
+                for name in paths
+                if any(name.removeprefix("model.").startswith(names) for _, names in parts)
+            ]
+            of = " and ".join(part for part, _ in parts)
+            told = f"text only: {len(left)} tensors of its {of} part are left out"
             if not self.told_seeing:
                 print(f"{self.directory}: {told}", file=sys.stderr)
             self.told_seeing = True
-            for name in seeing:
+            for name in left:
                 del paths[name]
         files = self.of_text(paths)
         if self.config.tied and EMBEDDING not in files and HEAD in files:
@@ -335,7 +351,8 @@ class Weight(NamedTuple):
 
     by_head: the file has, for each key head of a recurrent layer, so many rows of each kind, and we
     have all rows of the first kind first: (128, 128, 256, 256) of q, k, v and z in Qwen3-Next.
-    fp32: our parameter is, whatever the model's dtype.
+    fp32: our parameter is, whatever the model's dtype. heads: K and E of the attention that it is
+    of.
     """
 
     ours: str
@@ -350,6 +367,7 @@ class Weight(NamedTuple):
     transposed: bool = True
     by_head: tuple[int, ...] = ()
     fp32: bool = False
+    heads: tuple[int, int] | None = None
 
     @property
     def inputs(self) -> int:
@@ -385,10 +403,19 @@ def hf_weights(config: Config) -> dict[str, Weight]:
         EMBEDDING: Weight("embed.weight", 0, (V, D)),
         "model.norm.weight": Weight("norm.weight", 0, (D,), norm=True),
     }
+    if config.plain_last_norm:  # without norm_offset
+        table["model.norm.weight"] = Weight("norm.weight", 0, (D,), fp32=config.norm_fp32)
     if not config.tied:
         table[HEAD] = Weight("head.weight", 0, (V, D), "vocab")
+    if P := config.ple_dim:
+        rows, width = config.ple_vocab_size, config.n_layer * P
+        table |= {
+            "model.embed_tokens_per_layer.weight": Weight("ple.table.weight", 0, (rows, width)),
+            "model.per_layer_model_projection.weight": Weight("ple.project.weight", 0, (width, D)),
+            "model.per_layer_projection_norm.weight": Weight("ple.norm.weight", 0, (P,), norm=True),
+        }
     for i, layer in enumerate(config.layers):
-        for name, weight in hf_layer(config, layer.moe, layer.delta).items():
+        for name, weight in hf_layer(config, layer).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
@@ -403,9 +430,11 @@ def borrowing_weights(config: Config) -> dict[str, Weight]:
 
 
 @lru_cache
-def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -> dict[str, Weight]:
+def hf_layer(config: Config, layer: LayerConfig) -> dict[str, Weight]:
     """hf_weights() of a layer."""
-    D, F = config.dim, config.ffn_dim
+    D, F, P = config.dim, layer.ffn_dim or config.ffn_dim, config.ple_dim
+    moe, delta = layer.moe, layer.delta
+    both = bool(moe and moe.beside_dense)
     table = {}
 
     def add(
@@ -425,16 +454,27 @@ def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -
     if delta:
         add_delta(config, delta, add)
     else:
-        add_attention(config, add)
+        add_attention(config, layer, add)
 
     # Theirs is named by its place: before the feed-forward part, or behind attention.
     before_ffn = "pre_feedforward" if config.post_norm else "post_attention"
     if config.pre_norm:
         add("input_layernorm.weight", "attn_norm.weight", (D,))
-        add(f"{before_ffn}_layernorm.weight", "ffn_norm.weight", (D,))
+        ours = "ffn.dense_norm" if both else "ffn_norm"
+        add(f"{before_ffn}_layernorm.weight", f"{ours}.weight", (D,))
     if config.post_norm:
         add("post_attention_layernorm.weight", "attn_post_norm.weight", (D,))
         add("post_feedforward_layernorm.weight", "ffn_post_norm.weight", (D,))
+    if both:
+        add("post_feedforward_layernorm_1.weight", "ffn.dense_post_norm.weight", (D,))
+        add("pre_feedforward_layernorm_2.weight", "ffn.moe_norm.weight", (D,))
+        add("post_feedforward_layernorm_2.weight", "ffn.moe_post_norm.weight", (D,))
+    if P:
+        add("per_layer_input_gate.weight", "ple.gate.weight", (P, D), quantized=False)
+        add("per_layer_projection.weight", "ple.up.weight", (D, P), quantized=False)
+        add("post_per_layer_input_norm.weight", "ple.norm.weight", (D,))
+    if config.layer_scale:
+        add("layer_scalar", "layer_scale", (1,))
 
     if moe and moe.shared_dim:
         F = moe.shared_dim
@@ -445,29 +485,37 @@ def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -
         )
         name = "mlp.shared_expert_gate.weight"
         add(name, "ffn.shared_gate.weight", (1, D), quantized=False)
-    if moe:
+    if moe and not both:
         return table | hf_experts(config, moe)
+    dense = "ffn.dense" if both else "ffn"
     if config.fused_files:
-        add("mlp.gate_up_proj.weight", "ffn.w_gate_up.weight", (2 * F, D), "gate_up")
+        add("mlp.gate_up_proj.weight", f"{dense}.w_gate_up.weight", (2 * F, D), "gate_up")
     else:
-        add("mlp.gate_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
-        add("mlp.up_proj.weight", "ffn.w_gate_up.weight", (F, D), "ffn")
-    add("mlp.down_proj.weight", "ffn.w_down.weight", (D, F), columns="ffn")
-    return table
+        add("mlp.gate_proj.weight", f"{dense}.w_gate_up.weight", (F, D), "ffn")
+        add("mlp.up_proj.weight", f"{dense}.w_gate_up.weight", (F, D), "ffn")
+    add("mlp.down_proj.weight", f"{dense}.w_down.weight", (D, F), columns="ffn")
+    return table | hf_experts(config, moe) if both else table
 
 
-def add_attention(config: Config, add: Callable) -> None:
+def add_attention(config: Config, layer: LayerConfig, add: Callable) -> None:
     """Adds attention's weights to hf_layer()."""
-    D, E = config.dim, config.head_dim
-    q, kv = config.n_head * E, config.n_kv_head * E
+    D, (H, K, E) = config.dim, config.heads(layer)
+    q, kv = H * E, K * E
+    makes_k, makes_v = layer.kv_of is None, layer.kv_of is None and not layer.key_is_value
+    add = partial(add, heads=(K, E))
     if config.fused_files:
         add("self_attn.qkv_proj.weight", "attn.wqkv.weight", (q + 2 * kv, D), "qkv")
     else:
         # With gates the file has each head's q, and then its gate.
-        q_rows = ((2 * q, D), "q and gate") if config.attention_gate else ((q, D), "q")
+        by_head = config.attention_gate and not config.gate_apart
+        q_rows = ((2 * q, D), "q and gate") if by_head else ((q, D), "q")
         add("self_attn.q_proj.weight", "attn.wqkv.weight", *q_rows)
-        add("self_attn.k_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
-        add("self_attn.v_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
+        if makes_k:
+            add("self_attn.k_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
+        if makes_v:
+            add("self_attn.v_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
+        if config.gate_apart:
+            add("self_attn.gate_proj.weight", "attn.wqkv.weight", (q, D), "q")
     if config.qkv_bias:
         add("self_attn.q_proj.bias", "attn.wqkv.bias", (q,), "q")
         add("self_attn.k_proj.bias", "attn.wqkv.bias", (kv,), "kv")
@@ -479,7 +527,8 @@ def add_attention(config: Config, add: Callable) -> None:
         add("self_attn.sinks", "attn.sinks", (config.n_head,), "heads")
     if config.qk_norm == "head":
         add("self_attn.q_norm.weight", "attn.q_norm.weight", (E,))
-        add("self_attn.k_norm.weight", "attn.k_norm.weight", (E,))
+        if makes_k:
+            add("self_attn.k_norm.weight", "attn.k_norm.weight", (E,))
     if config.qk_norm == "whole":
         add("self_attn.q_norm.weight", "attn.q_norm.weight", (q,), "q")
         add("self_attn.k_norm.weight", "attn.k_norm.weight", (kv,), "kv")
@@ -512,9 +561,16 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     """hf_layer() of a mixture of experts."""
     D, F, X = config.dim, moe.ffn_dim, moe.n_expert
     part, router, *names = config.expert_files
-    gate_up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
-    down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
-    table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
+    ours = "ffn.moe" if moe.beside_dense else "ffn"
+    gate_up = partial(Weight, f"{ours}.w_gate_up.weight", quantized=True)
+    down = partial(Weight, f"{ours}.w_down.weight", 0, columns="expert", quantized=True)
+    table = {f"{router}.weight": Weight(f"{ours}.router.weight", 0, (X, D))}
+    if moe.scaled_router:
+        scale = Weight(f"{ours}.router_norm.weight", 0, (D,), norm=True)
+        table |= {
+            "router.scale": scale,
+            "router.per_expert_scale": Weight(f"{ours}.expert_scale", 0, (X,)),
+        }
     if names:
         gate_name, up_name, down_name = names
         for x in range(X):
@@ -532,22 +588,23 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
         }
     else:  # gpt-oss's, all experts in one tensor
         table |= {
-            f"{router}.bias": Weight("ffn.router.bias", 0, (X,)),
+            f"{router}.bias": Weight(f"{ours}.router.bias", 0, (X,)),
             "experts.gate_up_proj": gate_up(0, (X, D, 2 * F), "pairs", experts=True),
             "experts.gate_up_proj_bias": Weight(
-                "ffn.w_gate_up.bias", 0, (X, 2 * F), "pairs", experts=True
+                f"{ours}.w_gate_up.bias", 0, (X, 2 * F), "pairs", experts=True
             ),
             "experts.down_proj": down((X, F, D), experts=True),
-            "experts.down_proj_bias": Weight("ffn.w_down.bias", 0, (X, D), experts=True),
+            "experts.down_proj_bias": Weight(f"{ours}.w_down.bias", 0, (X, D), experts=True),
         }
-    return {f"{part}.{name}": weight for name, weight in table.items()}
+    return {f"{part}.{name}".lstrip("."): weight for name, weight in table.items()}
 
 
 def each_expert(config: Config) -> Config:
     """For files that have each expert's matrices by themselves, as quantized ones have them; gpt-oss's
     have not."""
     fused = len(config.expert_files) == 2 and not config.sinks
-    return replace(config, expert_files=EXPERTS) if fused else config
+    names = config.expert_files + EXPERTS[2:]
+    return replace(config, expert_files=names) if fused else config
 
 
 Part = tuple[slice, ...]  # of an axis of a tensor: what lies in these slices, side by side
@@ -557,7 +614,7 @@ WHOLE_AXIS: Part = (slice(None),)
 def part_of(weight: Weight, shard) -> tuple[Part, ...]:
     """What a rank reads of the file's tensor: of its rows and of its columns, or of all experts'
     [X, K, N]. shard: the rank's tp.Shard."""
-    whole, shares = shard.whole, shard.shares
+    whole, shares = shard.whole, shard.shares_of(weight)
 
     def behind(n: int, share: slice) -> slice:
         return slice(n + share.start, n + share.stop)

@@ -17,6 +17,16 @@ from model import Config, DeltaConfig, LayerConfig, MoEConfig, Rope
 
 EXPERTS = "mlp", "gate", "gate_proj", "up_proj", "down_proj"
 QWEN_NEXT = dict(qk_norm="head", norm_fp32=True, norm_offset=1.0, attention_gate=True)
+GEMMA4_EXPERTS = "", "router.proj", *EXPERTS[2:]
+GEMMA4 = dict(
+    qk_norm="head",
+    v_norm=True,
+    post_norm=True,
+    norm_fp32=True,
+    layer_scale=True,
+    activation="gelu",
+    attention_scale=1.0,
+)
 OLMO = dict(qk_norm="whole", pre_norm=False, post_norm=True, norm_fp32=True)
 FAMILIES = {  # model_type -> the fields of Config that it stands for
     "llama": {},
@@ -31,6 +41,18 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     "olmo3": OLMO,
     "gemma3_text": dict(
         qk_norm="head", post_norm=True, norm_fp32=True, norm_offset=1.0, activation="gelu"
+    ),
+    "gemma4_text": GEMMA4 | dict(expert_files=GEMMA4_EXPERTS),
+    "gemma4_unified_text": GEMMA4,
+    "muse_glimmer_text": dict(
+        qk_norm="weightless",
+        attention_gate=True,
+        gate_apart=True,
+        post_norm=True,
+        norm_fp32=True,
+        norm_offset=1.0,
+        plain_last_norm=True,
+        embedding_norm=True,
     ),
     "mixtral": dict(expert_files=("block_sparse_moe", "gate", "w1", "w3", "w2")),
     "qwen3_moe": dict(qk_norm="head", expert_files=EXPERTS),
@@ -88,6 +110,26 @@ RECURRENT_MOE = RECURRENT | dict(
     moe_intermediate_size=512,
     shared_expert_intermediate_size=512,
     norm_topk_prob=True,
+)
+GEMMA4_ROPE = dict(
+    sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+)
+GEMMA4_KEYS = dict(
+    vocab_size=262144,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=30,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    global_head_dim=512,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_parameters=GEMMA4_ROPE,
+    sliding_window=512,
+    tie_word_embeddings=True,
 )
 OLMO2 = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5)
 DEFAULTS = {  # model_type -> its keys
@@ -152,6 +194,26 @@ DEFAULTS = {  # model_type -> its keys
         query_pre_attn_scalar=256,
         tie_word_embeddings=True,
     ),
+    "gemma4_text": GEMMA4_KEYS
+    | dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144),
+    "gemma4_unified_text": GEMMA4_KEYS | dict(max_position_embeddings=262144, sliding_window=1024),
+    "muse_glimmer_text": dict(
+        vocab_size=202048,
+        hidden_size=6656,
+        intermediate_size=19968,
+        num_hidden_layers=52,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        post_norm_eps=1e-8,
+        rope_theta=1e4,
+        sliding_window=2048,
+        qk_scale_factor=3.87,
+        output_multiplier=0.19611613513818404,
+        final_logit_softcapping=20.0,
+    ),
     "mixtral": MISTRAL
     | dict(rms_norm_eps=1e-5, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2),
     "qwen3_moe": QWEN
@@ -194,6 +256,9 @@ DEFAULTS = {  # model_type -> its keys
 # has it.
 WRAPPERS = {
     "gemma3": ("gemma3_text", True),
+    "gemma4": ("gemma4_text", True),
+    "gemma4_unified": ("gemma4_unified_text", True),
+    "muse_glimmer": ("muse_glimmer_text", False),
     "mistral3": ("mistral", True),
     "internvl": ("qwen2", True),
     "got_ocr2": ("qwen2", True),
@@ -203,6 +268,7 @@ WRAPPERS = {
 }
 # What the whole says, before its text part.
 OF_THE_WHOLE = (
+    "audio_config",
     "bos_token_id",
     "compression_config",
     "eos_token_id",
@@ -228,6 +294,20 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key,
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
 }
+# The values that some families have in the place of SUPPORTED's. Gemma 4 with "vision" reads text as
+# any model does: what stands for a picture sees all of it.
+GEMMA4_SUPPORTED = dict(
+    use_bidirectional_attention=(None, "vision"), final_logit_softcapping=None, rope_scaling=(None,)
+)
+SUPPORTED_BY = {  # model_type -> key -> the values, None for any
+    "gpt_oss": dict(attention_bias=(True,)),
+    "gemma4_text": GEMMA4_SUPPORTED,
+    "gemma4_unified_text": GEMMA4_SUPPORTED
+    | dict(enable_moe_block=(False,), hidden_size_per_layer_input=(0,)),
+    "muse_glimmer_text": dict(hidden_activation=("silu",), final_logit_softcapping=None),
+}
+GEMMA4_KINDS = "gemma4_text", "gemma4_unified_text"
+BY_LAYER = "olmo3", "gemma3_text", *GEMMA4_KINDS  # rope differs by the kind of layer
 LACKING = {  # model_type -> what it has that is not here
     "gemma2": "caps of attention scores and logits",
     "gemma3n": "layers that are left out for some tokens",
@@ -353,9 +433,8 @@ def text_settings(hf: dict) -> dict:
         whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
         settings = text | whole | dict(tie_word_embeddings=tied)
     settings = DEFAULTS.get(kind, {}) | settings | dict(model_type=kind)
-    supported = dict(SUPPORTED)
-    # gpt-oss has the biases that are in no other family.
-    supported["attention_bias"] = (kind == "gpt_oss",)
+    supported = SUPPORTED | SUPPORTED_BY.get(kind, {})
+    supported = {key: values for key, values in supported.items() if values is not None}
     if "shared_expert_intermediate_size" in DEFAULTS.get(kind, {}):
         del supported["shared_expert_intermediate_size"]
     check_supported(settings, supported)
@@ -366,12 +445,7 @@ def config_from_hf(hf: dict) -> Config:
     """hf: the content of config.json."""
     hf = text_settings(hf)
     kind, dim = hf["model_type"], value_of(hf, "hidden_size", int)
-    n_head = value_of(hf, "num_attention_heads", int, most=2**16)
-    n_kv_head = value_of(hf, "num_key_value_heads", int, n_head)
-    if n_head % n_kv_head:
-        raise ValueError(
-            f"num_attention_heads={n_head} is no multiple of num_key_value_heads={n_kv_head}"
-        )
+    n_head, n_kv_head = value_of(hf, "num_attention_heads", int, most=2**16), kv_heads(hf)
     scales = {}
     if kind == "granite":
         scales = dict(
@@ -384,6 +458,23 @@ def config_from_hf(hf: dict) -> Config:
         scales = dict(
             attention_scale=value_of(hf, "query_pre_attn_scalar", float) ** -0.5,
             embedding_scale=dim**0.5,
+        )
+    elif kind in GEMMA4_KINDS:
+        ple_dim = value_of(hf, "hidden_size_per_layer_input", int, 0, or_zero=True)
+        scales = dict(embedding_scale=dim**0.5, logits_cap=logits_cap(hf), ple_dim=ple_dim)
+        if ple_dim:
+            rows = value_of(hf, "vocab_size_per_layer_input", int, most=2**24)
+            if rows < hf["vocab_size"]:
+                raise ValueError(
+                    f"vocab_size_per_layer_input={rows}: want vocab_size={hf['vocab_size']} at least"
+                )
+            scales |= dict(ple_vocab_size=rows)
+    elif kind == "muse_glimmer_text":
+        scales = dict(
+            attention_scale=value_of(hf, "qk_scale_factor", float) * head_dim(hf) ** -0.5,
+            logits_scale=value_of(hf, "output_multiplier", float),
+            logits_cap=logits_cap(hf),
+            post_norm_eps=value_of(hf, "post_norm_eps", float, most=1),
         )
     return Config(
         dim=dim,
@@ -399,6 +490,20 @@ def config_from_hf(hf: dict) -> Config:
         **scales,
         **FAMILIES[kind],
     )
+
+
+def kv_heads(hf: dict) -> int:
+    n_head = value_of(hf, "num_attention_heads", int, most=2**16)
+    n_kv_head = value_of(hf, "num_key_value_heads", int, n_head)
+    if n_head % n_kv_head:
+        raise ValueError(
+            f"num_attention_heads={n_head} is no multiple of num_key_value_heads={n_kv_head}"
+        )
+    return n_kv_head
+
+
+def logits_cap(hf: dict) -> float | None:
+    return value_of(hf, "final_logit_softcapping", float, None)
 
 
 def contexts(hf: dict) -> tuple[int, int]:
@@ -418,8 +523,8 @@ def contexts(hf: dict) -> tuple[int, int]:
     return (reach if original and rope["rope_type"] == "yarn" else context), reach
 
 
-def head_dim(hf: dict) -> int:
-    size = value_of(hf, "head_dim", int, None, most=2**16)
+def head_dim(hf: dict, key: str = "head_dim") -> int:
+    size = value_of(hf, key, int, None, most=2**16)
     if size is None:
         dim, n_head = hf["hidden_size"], hf["num_attention_heads"]
         if dim % n_head:
@@ -429,7 +534,7 @@ def head_dim(hf: dict) -> int:
             )
         size = dim // n_head
     if size % 2:
-        raise ValueError(f"head_dim={size}: want an even number, as rope turns pairs")
+        raise ValueError(f"{key}={size}: want an even number, as rope turns pairs")
     return size
 
 
@@ -438,6 +543,10 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     kind, n = hf["model_type"], value_of(hf, "num_hidden_layers", int, most=MOST_LAYERS)
     numbers = range(1, n + 1)
     full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
+    if kind in GEMMA4_KINDS:
+        return gemma4_layers(hf, n)
+    if kind == "muse_glimmer_text":
+        return muse_layers(hf, full)
     if kind in ("mistral", "ministral3", "phi3", "mixtral"):
         full = replace(full, window=value_of(hf, "sliding_window", int, None, most=MOST_POSITIONS))
     if kind == "smollm3":
@@ -467,6 +576,93 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     if kind == "qwen3_moe":
         return tuple(dense_from_hf(hf, [full] * n))
     return (full,) * n
+
+
+def gemma4_layers(hf: dict, n: int) -> tuple[LayerConfig, ...]:
+    every = ["full_attention" if i % 6 == 0 else "sliding_attention" for i in range(1, n + 1)]
+    kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
+    kinds[-1] = "full_attention"  # whatever the file says, as in transformers
+    value_of(hf, "enable_moe_block", bool, False)  # moe_from_hf() takes what is true
+    key_is_value = value_of(hf, "attention_k_eq_v", bool, False)
+    window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
+    layers = []
+    for of, (K, E) in zip(kinds, gemma4_heads(hf, kinds)):
+        sliding = of == "sliding_attention"
+        layer = LayerConfig(
+            window if sliding else None,
+            rope_from_hf(hf, sliding, E),
+            moe_from_hf(hf),
+            n_kv_head=None if K == kv_heads(hf) else K,
+            head_dim=None if E == head_dim(hf) else E,
+            key_is_value=key_is_value and not sliding,
+        )
+        layers.append(layer)
+
+    shared = value_of(hf, "num_kv_shared_layers", int, 0, most=MOST_LAYERS, or_zero=True)
+    own = kinds[: max(0, n - shared)]
+    if set(kinds) > set(own):
+        raise ValueError(
+            f"num_kv_shared_layers={shared} of {n} layers: want a layer of each kind before them"
+        )
+    wide = {}
+    if value_of(hf, "use_double_wide_mlp", bool, False):
+        wide = dict(ffn_dim=2 * value_of(hf, "intermediate_size", int))
+    for i in range(len(own), n):
+        source = max(at for at, of in enumerate(own) if of == kinds[i])
+        if layers[source].head_dim != layers[i].head_dim:
+            raise ValueError(
+                f"per_layer_config: layer {i} reads the keys of layer {source}, and their heads "
+                "differ in size: want one size for a kind of layers"
+            )
+        keys = dict(kv_of=source, key_is_value=False, n_kv_head=layers[source].n_kv_head)
+        layers[i] = replace(layers[i], **keys, **wide)
+    return tuple(layers)
+
+
+def gemma4_heads(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
+    """The number of kv heads and the size of the heads of each layer.
+
+    transformers 5.24 writes them by layer, files before it have those of all layers without a
+    window."""
+    by_layer = value_of(hf, "per_layer_config", dict, None)
+    if by_layer is None:
+        whole = dict(head_dim=hf["global_head_dim"])
+        if value_of(hf, "attention_k_eq_v", bool, False):
+            whole |= dict(num_key_value_heads=hf.get("num_global_key_value_heads"))
+        by_layer = {str(i): whole for i, of in enumerate(kinds) if of == "full_attention"}
+    found = []
+    for i in range(len(kinds)):
+        own = value_of(by_layer, str(i), dict, {})
+        if others := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
+            raise ValueError(
+                f"per_layer_config: {others[0]}={own[others[0]]!r:.60} is not supported for a layer "
+                "of its own: want head_dim and num_key_value_heads alone"
+            )
+        layer = hf | {key: value for key, value in own.items() if value is not None}
+        found.append((kv_heads(layer), head_dim(layer)))
+    return found
+
+
+def muse_layers(hf: dict, full: LayerConfig) -> tuple[LayerConfig, ...]:
+    n = hf["num_hidden_layers"]
+    whole = [(n - 1 - i) % 4 == 0 for i in range(n)]
+    every = ["full_attention" if of else "sliding_attention" for of in whole]
+    kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
+    theta = rope_settings(hf)["rope_theta"]
+    thetas = [0 if of else theta for of in whole]
+    # transformers has one theta for all layers that turn.
+    thetas = values_of(hf, "layer_rope_theta", (0, theta), n, thetas)
+    window = None
+    if "sliding_attention" in kinds:
+        window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
+    return tuple(
+        replace(
+            full,
+            window=window if of == "sliding_attention" else None,
+            rope=full.rope if turns else Rope(),
+        )
+        for of, turns in zip(kinds, thetas)
+    )
 
 
 def dense_from_hf(hf: dict, layers: list[LayerConfig]) -> list[LayerConfig]:
@@ -501,18 +697,24 @@ def delta_from_hf(hf: dict) -> DeltaConfig | None:
 def moe_from_hf(hf: dict) -> MoEConfig | None:
     """hf: text_settings()'s. None for a model without experts."""
     kind = hf["model_type"]
-    if "expert_files" not in FAMILIES[kind]:
+    gemma4 = kind == "gemma4_text"
+    if "expert_files" not in FAMILIES[kind] or gemma4 and not hf.get("enable_moe_block"):
         return None
     key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
     n_expert = value_of(hf, key, int, most=MOST_EXPERTS // hf["num_hidden_layers"])
     return MoEConfig(
         n_expert=n_expert,
-        n_chosen=value_of(hf, "num_experts_per_tok", int, most=n_expert),
+        n_chosen=value_of(
+            hf, "top_k_experts" if gemma4 else "num_experts_per_tok", int, most=n_expert
+        ),
         ffn_dim=value_of(
-            hf, "moe_intermediate_size" if kind.startswith("qwen3") else "intermediate_size", int
+            hf,
+            "moe_intermediate_size" if gemma4 or kind.startswith("qwen3") else "intermediate_size",
+            int,
         ),
         # transformers' Qwen3.5 does not read the key.
-        normalize=kind == "qwen3_5_moe_text"
+        normalize=gemma4
+        or kind == "qwen3_5_moe_text"
         or value_of(hf, "norm_topk_prob", bool, kind != "qwen3_moe"),
         shared_dim=value_of(hf, "shared_expert_intermediate_size", int, 0, or_zero=True),
         bias=kind == "gpt_oss",
@@ -521,6 +723,8 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
             if kind == "gpt_oss"
             else None
         ),
+        beside_dense=gemma4,
+        scaled_router=gemma4,
     )
 
 
@@ -540,14 +744,14 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     found = value_of(hf, "rope_parameters", dict, default)
     scaling = value_of(hf, "rope_scaling", dict, {})
     theta = hf["rope_theta"]
-    by_layer = kind in ("olmo3", "gemma3_text")
+    by_layer = kind in BY_LAYER
     if not by_layer:
         found = scaling or found
     if found and by_layer != any(key.endswith("_attention") for key in found):
         wanted = "full_attention and sliding_attention" if by_layer else "an object for all layers"
         raise ValueError(f"rope_parameters={found!r:.60}: want {wanted}")
     if by_layer and sliding:
-        theta = hf["rope_local_base_freq"]
+        theta = hf.get("rope_local_base_freq", theta)
         found = value_of(found, "sliding_attention", dict, {})
     elif by_layer:
         found = value_of(found, "full_attention", dict, {}) | scaling
@@ -565,16 +769,22 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     return rope | dict(rope_type=stretch)
 
 
-def rope_from_hf(hf: dict, sliding: bool = False) -> Rope:
+def rope_from_hf(hf: dict, sliding: bool = False, size: int | None = None) -> Rope:
+    """size: of the layer's heads, where it is not the model's."""
+    size = size or head_dim(hf)
     context = value_of(hf, "max_position_embeddings", int, most=MOST_POSITIONS)
     rope = rope_settings(hf, sliding)
     check_supported(rope, dict(rope_type=tuple(STRETCH)))
     turns_parts = hf["model_type"] == "phi3" or delta_from_hf(hf)
-    if rope["rope_type"] == "default" and not turns_parts:
+    unread = ["default"]
+    if hf["model_type"] in GEMMA4_KINDS:  # where whole heads go into the product
+        unread = [of for of in STRETCH if of != "proportional"]
+    if rope["rope_type"] in unread and not turns_parts:
         check_supported(rope, dict(partial_rotary_factor=(1.0,)))  # elsewhere it is not read
     original = value_of(rope, "original_max_position_embeddings", int, context, most=MOST_POSITIONS)
     rope["original_max_position_embeddings"] = original
-    turned = int(head_dim(hf) * value_of(rope, "partial_rotary_factor", float, most=1))
+    part = value_of(rope, "partial_rotary_factor", float, most=1)
+    turned = size if rope["rope_type"] == "proportional" else int(size * part)
     theta = value_of(rope, "rope_theta", float, most=1e12)
     plain = theta ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
     rope["stretch"] = value_of(rope, "factor", float, context / original)
@@ -651,10 +861,18 @@ def longrope(plain: Tensor, rope: dict) -> tuple:
     return scale, *(plain / factors(key) for key in ("short_factor", "long_factor"))
 
 
+def proportional_rope(plain: Tensor, rope: dict) -> tuple:
+    """Gemma 4's: of all pairs of a head the first part turns, as it would in whole heads."""
+    n = int(rope["partial_rotary_factor"] * 2 * len(plain) // 2)
+    turned = torch.arange(len(plain)) < n
+    return 1.0, torch.where(turned, plain / value_of(rope, "factor", float, 1.0), 0.0)
+
+
 STRETCH = dict(
     default=lambda plain, rope: (1.0, plain),
     linear=lambda plain, rope: (1.0, plain / value_of(rope, "factor", float)),
     llama3=llama3_rope,
     yarn=yarn_rope,
     longrope=longrope,
+    proportional=proportional_rope,
 )

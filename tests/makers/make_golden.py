@@ -16,13 +16,18 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
+    MuseGlimmerTextConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -98,6 +103,41 @@ MIXTURE = dict(
     shared_expert_intermediate_size=20,
     num_experts=6,
     num_experts_per_tok=2,
+)
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4_ROPE = dict(
+    sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+)
+# Full layers have larger heads and fewer of keys, which are the values, too.
+GEMMA4 = COMMON | dict(
+    num_hidden_layers=4,
+    layer_types=[SLIDING, FULL, SLIDING, FULL],
+    head_dim=8,
+    global_head_dim=16,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=5,
+    rope_parameters=GEMMA4_ROPE,
+    hidden_size_per_layer_input=0,
+)
+GEMMA4_MOE = dict(enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=24)
+# The last two layers read the keys and values of layers 2 and 1.
+GEMMA4_E = dict(
+    num_hidden_layers=5,
+    layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL],
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=96,
+)
+MUSE = COMMON | dict(
+    num_hidden_layers=6,
+    head_dim=16,
+    sliding_window=5,
+    qk_scale_factor=2.5,
+    output_multiplier=0.3,
+    final_logit_softcapping=2.0,
+    post_norm_eps=0.1,
 )
 THREE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
@@ -181,10 +221,47 @@ FAMILIES = {
         | MIXTURE
         | dict(num_hidden_layers=4, layer_types=THREE, mlp_only_layers=[1], norm_topk_prob=True)
     ),
+    "gemma4": Gemma4TextConfig(**GEMMA4 | TIED, final_logit_softcapping=3.0),
+    "gemma4-moe": Gemma4TextConfig(**GEMMA4 | GEMMA4_MOE | dict(attention_k_eq_v=False)),
+    "gemma4-e": Gemma4TextConfig(
+        **GEMMA4 | GEMMA4_E | TIED | dict(attention_k_eq_v=False),
+        use_double_wide_mlp=True,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4-all": Gemma4TextConfig(
+        **GEMMA4
+        | GEMMA4_MOE
+        | GEMMA4_E
+        | dict(
+            num_kv_shared_layers=3,
+            rope_parameters=GEMMA4_ROPE
+            | dict(full_attention=GEMMA4_ROPE["full_attention"] | dict(factor=4.0)),
+        ),
+    ),
+    "gemma4-unified": Gemma4UnifiedTextConfig(
+        **{key: of for key, of in GEMMA4.items() if key != "hidden_size_per_layer_input"},
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
+    "muse": MuseGlimmerTextConfig(**MUSE),
+    # No layer's window goes with its rope.
+    "muse-tied": MuseGlimmerTextConfig(
+        **MUSE | TIED | dict(num_hidden_layers=4),
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        layer_rope_theta=[1e4, 0, 1e4, 0],
+        rope_parameters=YARN | dict(truncate=False),
+    ),
 }
 
 
 def new_model(config) -> PreTrainedModel:
+    if config.model_type == "muse_glimmer_text":  # transformers has the whole alone
+        seeing = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
+        whole = MuseGlimmerConfig(text_config=config, vision_config=seeing)
+        whole.tie_word_embeddings = config.tie_word_embeddings
+        return AutoModelForImageTextToText.from_config(
+            whole, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
     return AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -199,7 +276,12 @@ def randomize(model: Module) -> Module:
         )
         if name.endswith("A_log"):  # states that soon forget, and others that do not
             weight.copy_(torch.linspace(-5, 0.5, len(weight)))
+        if name.endswith("scale"):  # of Gemma 4's router, whose choice is to be clear
+            weight.copy_(4 + torch.randn_like(weight))
         weight.copy_(weight.bfloat16())  # the files hold bf16
+    for name, number in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            number.copy_((1 + 0.3 * torch.randn_like(number)).bfloat16())
     return model
 
 
@@ -209,10 +291,22 @@ def random_model(config) -> PreTrainedModel:
 
 def greedy(model: PreTrainedModel, prompt_length: int, new_tokens: int) -> tuple[Tensor, Tensor]:
     """A random prompt and what follows -> tokens [T] and logits [T, V]."""
-    tokens = torch.randint(model.config.vocab_size, (1, prompt_length))
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (1, prompt_length))
     for _ in range(new_tokens):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return tokens[0], model(tokens).logits[0].contiguous()
+
+
+def save_text_part(model: PreTrainedModel, directory: Path) -> None:
+    """Of a model that also sees, as transformers would save it by itself."""
+    config = model.config.get_text_config()
+    config.save_pretrained(directory)
+    held = {
+        name.replace("language_model.", "", 1): of.contiguous()
+        for name, of in model.state_dict().items()
+        if "language_model." in name or name == "lm_head.weight" and not config.tie_word_embeddings
+    }
+    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()
@@ -227,9 +321,12 @@ def main() -> None:
         long = long or "linear_attention" in (getattr(config, "layer_types", None) or ())
         for row, length in enumerate((40, 1, 6) if long else PROMPT_LENGTHS):
             golden[f"tokens.{row}"], golden[f"logits.{row}"] = greedy(model, length, NEW_TOKENS)
-        model.bfloat16().save_pretrained(
-            OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB"
-        )
+        if family.startswith("muse"):
+            save_text_part(model.bfloat16(), OUT / family)
+        else:
+            model.bfloat16().save_pretrained(
+                OUT / family, max_shard_size="20kB" if family == "llama3" else "1GB"
+            )
         save_file(golden, OUT / family / "golden.safetensors")
 
 
