@@ -461,7 +461,8 @@ def config_from_hf(hf: dict) -> Config:
         )
     elif kind in GEMMA4_KINDS:
         ple_dim = value_of(hf, "hidden_size_per_layer_input", int, 0, or_zero=True)
-        scales = dict(embedding_scale=dim**0.5, logits_cap=logits_cap(hf), ple_dim=ple_dim)
+        cap = value_of(hf, "final_logit_softcapping", float, None)
+        scales = dict(embedding_scale=dim**0.5, logits_cap=cap, ple_dim=ple_dim)
         if ple_dim:
             rows = value_of(hf, "vocab_size_per_layer_input", int, most=2**24)
             if rows < hf["vocab_size"]:
@@ -473,7 +474,7 @@ def config_from_hf(hf: dict) -> Config:
         scales = dict(
             attention_scale=value_of(hf, "qk_scale_factor", float) * head_dim(hf) ** -0.5,
             logits_scale=value_of(hf, "output_multiplier", float),
-            logits_cap=logits_cap(hf),
+            logits_cap=value_of(hf, "final_logit_softcapping", float),
             post_norm_eps=value_of(hf, "post_norm_eps", float, most=1),
         )
     return Config(
@@ -500,10 +501,6 @@ def kv_heads(hf: dict) -> int:
             f"num_attention_heads={n_head} is no multiple of num_key_value_heads={n_kv_head}"
         )
     return n_kv_head
-
-
-def logits_cap(hf: dict) -> float | None:
-    return value_of(hf, "final_logit_softcapping", float, None)
 
 
 def contexts(hf: dict) -> tuple[int, int]:
@@ -700,7 +697,8 @@ def moe_from_hf(hf: dict) -> MoEConfig | None:
     gemma4 = kind == "gemma4_text"
     if "expert_files" not in FAMILIES[kind] or gemma4 and not hf.get("enable_moe_block"):
         return None
-    key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+    named = gemma4 or hf.get("num_experts") is not None
+    key = "num_experts" if named else "num_local_experts"
     n_expert = value_of(hf, key, int, most=MOST_EXPERTS // hf["num_hidden_layers"])
     return MoEConfig(
         n_expert=n_expert,
@@ -750,8 +748,10 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
     if found and by_layer != any(key.endswith("_attention") for key in found):
         wanted = "full_attention and sliding_attention" if by_layer else "an object for all layers"
         raise ValueError(f"rope_parameters={found!r:.60}: want {wanted}")
-    if by_layer and sliding:
-        theta = hf.get("rope_local_base_freq", theta)
+    if kind in GEMMA4_KINDS:
+        found = value_of(found, "sliding_attention" if sliding else "full_attention", dict)
+    elif by_layer and sliding:
+        theta = hf["rope_local_base_freq"]
         found = value_of(found, "sliding_attention", dict, {})
     elif by_layer:
         found = value_of(found, "full_attention", dict, {}) | scaling

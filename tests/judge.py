@@ -12,21 +12,24 @@ from importlib import import_module
 from hub.families import FAMILIES, config_from_hf, text_settings
 
 WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
-BY_LAYER = "olmo3", "gemma3_text"  # rope differs by the kind of layer
+GEMMA4 = "gemma4_text", "gemma4_unified_text"
+BY_LAYER = "olmo3", "gemma3_text", *GEMMA4  # rope differs by the kind of layer
+MUSE = "muse_glimmer_text"
 RECURRENT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 
 
 def by_transformers(hf: dict) -> dict:
     """Raises what transformers raises for a config.json that it does not read."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
     hf = json.loads(json.dumps(hf))  # it changes what it is given
     whole = CONFIG_MAPPING[hf.pop("model_type")](**hf)
     text = whole.get_text_config()
     kind, n = text.model_type, text.num_hidden_layers
-    module = import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__module__)
+    module = import_module(MODEL_MAPPING[type(text)].__module__)
     made = {name: of for name, of in vars(module).items() if name.endswith("RotaryEmbedding")}
     rope = next(of for name, of in made.items() if "Vision" not in name)(text)
+    text.allow_global_per_layer_attribute_access = True  # to what stands for all layers
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * n
     window = getattr(text, "sliding_window", None)
     if kind in BY_LAYER:
@@ -38,7 +41,9 @@ def by_transformers(hf: dict) -> dict:
         turns = [turn_of(rope.inv_freq, rope.attention_scaling)] * n
     if kind == "smollm3":
         turns = [turn if on else None for turn, on in zip(turns, text.no_rope_layers)]
-    if kind not in (*WINDOWED, *BY_LAYER, "gpt_oss"):
+    if kind == MUSE:
+        turns = [turn if theta else None for turn, theta in zip(turns, text.layer_rope_theta)]
+    if kind not in (*WINDOWED, *BY_LAYER, "gpt_oss", MUSE):
         window = None
     windows = [window if kind in WINDOWED or "sliding" in of else None for of in kinds]
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -51,7 +56,7 @@ def by_transformers(hf: dict) -> dict:
         ffn_dim=getattr(text, "intermediate_size", None),
         vocab_size=text.vocab_size,
         norm_eps=text.rms_norm_eps,
-        tied=bool(whole.tie_word_embeddings),
+        tied=bool(getattr(whole, "tie_word_embeddings", False)),
         **by_kind(windows, turns),
     )
     if kind == "ministral3":
@@ -89,6 +94,36 @@ def by_transformers(hf: dict) -> dict:
         found["mixtures"] = flags(sparse)
     if kind == "qwen3_5_moe_text":  # no layer is dense
         del found["ffn_dim"]
+    if kind in GEMMA4:
+        full, modes = rope.full_attention_inv_freq, text.kv_sharing_modes
+        own, shares = {of: i for i, of in enumerate(kinds) if modes[i] != "reuse"}, []
+        for of, mode in zip(kinds, modes):
+            shares.append(own[of] if mode == "reuse" else -1)
+        wide = [text.use_double_wide_mlp and mode == "reuse" for mode in modes]
+        layers = [text.per_layer_config[i] for i in range(n)]
+        found |= dict(
+            heads=[[of.num_key_value_heads, of.head_dim] for of in layers],
+            turned=[full[1].item(), int((full > 0).sum())],
+            shares=shares,
+            ffn_dims=[text.intermediate_size * (2 if of else 1) for of in wide],
+            key_is_value=flags(
+                text.attention_k_eq_v and "full" in of and mode != "reuse"
+                for of, mode in zip(kinds, modes)
+            ),
+            cap=text.final_logit_softcapping,
+        )
+    if kind == GEMMA4[0]:
+        width = text.hidden_size_per_layer_input
+        found["ple"] = [width, text.vocab_size_per_layer_input if width else 0]
+        if text.enable_moe_block:
+            found["experts"] = [text.num_experts, text.top_k_experts, text.moe_intermediate_size]
+    if kind == MUSE:
+        found["scales"] = [
+            text.qk_scale_factor * size**-0.5,
+            text.output_multiplier,
+            text.final_logit_softcapping,
+            text.post_norm_eps,
+        ]
     return found
 
 
@@ -128,6 +163,8 @@ def by_us(hf: dict) -> dict:
         found["experts"] = [of.n_expert, of.n_chosen]
         if kind in RECURRENT:
             found["experts"] += [of.ffn_dim, of.shared_dim, of.normalize]
+        if kind in GEMMA4:
+            found["experts"].append(of.ffn_dim)
     if kind in RECURRENT:
         found["recurrent"] = flags(layer.delta is not None for layer in config.layers)
         [delta] = {layer.delta for layer in config.layers} - {None}
@@ -136,6 +173,25 @@ def by_us(hf: dict) -> dict:
         found["mixtures"] = flags(layer.moe is not None for layer in config.layers)
     if kind == "qwen3_5_moe_text":
         del found["ffn_dim"]
+    if kind in GEMMA4:
+        full = next(layer for layer in config.layers if layer.window is None).rope.frequencies
+        found |= dict(
+            heads=[list(config.heads(layer)[1:]) for layer in config.layers],
+            turned=[full[1], sum(of > 0 for of in full)],
+            shares=[-1 if layer.kv_of is None else layer.kv_of for layer in config.layers],
+            ffn_dims=[layer.ffn_dim or config.ffn_dim for layer in config.layers],
+            key_is_value=flags(layer.key_is_value for layer in config.layers),
+            cap=config.logits_cap,
+        )
+    if kind == GEMMA4[0]:
+        found["ple"] = [config.ple_dim, config.ple_vocab_size]
+    if kind == MUSE:
+        found["scales"] = [
+            config.attention_scale,
+            config.logits_scale,
+            config.logits_cap,
+            config.post_norm_eps,
+        ]
     return found
 
 
@@ -205,7 +261,36 @@ MIXTURE = dict(
     shared_expert_intermediate_size=20,
     norm_topk_prob=False,
 )
+S, F = "sliding_attention", "full_attention"
+SHARED = dict(
+    layer_types=[S, F, S, F],
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    num_kv_shared_layers=1,
+    use_double_wide_mlp=True,
+    final_logit_softcapping=7.0,
+    use_bidirectional_attention="vision",
+)
 MORE = dict(
+    gemma4_text=SHARED
+    | dict(
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128,
+    ),
+    gemma4_unified_text=SHARED,
+    muse_glimmer_text=dict(
+        qk_scale_factor=2.0,
+        output_multiplier=0.5,
+        final_logit_softcapping=7.0,
+        post_norm_eps=1e-4,
+        layer_types=[F, S, S, F],
+        layer_rope_theta=[0, 3e4, 0, 3e4],
+    ),
     mixtral=EXPERTS,
     gpt_oss=EXPERTS,
     gemma3_text=dict(sliding_window_pattern=2),
@@ -265,6 +350,47 @@ OTHERS = {
     "layers named": dict(layer_types=["full_attention"] + ["linear_attention"] * 3),
     "every second sparse": dict(decoder_sparse_step=2),
 }
+BY_LAYER_ROPE = dict(
+    sliding_attention=PLAIN,
+    full_attention=dict(rope_type="proportional", rope_theta=7e5, partial_rotary_factor=0.5),
+)
+# More of families whose layers differ in other things.
+GEMMA4_OTHERS = {
+    "rope proportional": dict(rope_parameters=BY_LAYER_ROPE),
+    "rope proportional, factor": dict(
+        rope_parameters=BY_LAYER_ROPE
+        | dict(full_attention=dict(rope_type="proportional", rope_theta=7e5, factor=4.0))
+    ),
+    "rope linear": dict(
+        rope_parameters=BY_LAYER_ROPE | dict(full_attention=LINEAR | dict(rope_theta=7e5))
+    ),
+    "last not full": dict(layer_types=[S, F, F, S]),
+    "two share": dict(num_kv_shared_layers=2),
+    "all share": dict(num_kv_shared_layers=4),
+    "not double": dict(use_double_wide_mlp=False),
+    "none shares": dict(num_kv_shared_layers=0),
+    "other values": dict(attention_k_eq_v=False),
+    "by layer": dict(per_layer_config={"1": dict(head_dim=24), "3": dict(head_dim=24)}),
+    "by layer, heads": dict(
+        per_layer_config={
+            "0": dict(num_key_value_heads=4),
+            "1": dict(head_dim=24, num_key_value_heads=1),
+            "2": dict(num_key_value_heads=4),
+            "3": dict(head_dim=24, num_key_value_heads=1),
+        }
+    ),
+    "no mixture": dict(enable_moe_block=False),
+    "no embedding a layer": dict(hidden_size_per_layer_input=0),
+    "sees both ways": dict(use_bidirectional_attention="all"),
+}
+MUSE_OTHERS = {
+    "all turn": dict(layer_rope_theta=[3e4] * 4),
+    "none turns": dict(layer_rope_theta=[0] * 4),
+    "seven layers": dict(num_hidden_layers=7, layer_types=GONE, layer_rope_theta=GONE),
+    "full": dict(layer_types=[F] * 4),
+}
+OTHERS_OF = dict.fromkeys(RECURRENT, OTHERS) | dict.fromkeys(GEMMA4, GEMMA4_OTHERS)
+OTHERS_OF[MUSE] = MUSE_OTHERS
 ZERO = (
     "sliding_window",
     "attention_multiplier",
@@ -273,6 +399,9 @@ ZERO = (
 )
 WRAPPERS = dict(
     gemma3=("gemma3_text",),
+    gemma4=("gemma4_text",),
+    gemma4_unified=("gemma4_unified_text",),
+    muse_glimmer=("muse_glimmer_text",),
     mistral3=("mistral", "ministral3"),
     llava=("llama", "mistral", "qwen2"),
     internvl=("qwen2", "qwen3"),
@@ -296,10 +425,9 @@ def cases() -> dict[str, dict]:
             del ropes["older names"]
         for name, changes in ropes.items():
             found[f"{kind}: rope {name}"] = changed(base, changes)
-        if kind in RECURRENT:
-            for name, changes in OTHERS.items():
-                found[f"{kind}: {name}"] = changed(base, changes)
-        for key in (*KEYS, *(MORE[kind] if kind in RECURRENT else ())):
+        for name, changes in OTHERS_OF.get(kind, {}).items():
+            found[f"{kind}: {name}"] = changed(base, changes)
+        for key in (*KEYS, *(MORE[kind] if kind in OTHERS_OF else ())):
             # 32 heads, as defaults have 32 key heads.
             found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
             found[f"{kind}: {key} null"] = changed(base, {key: None})

@@ -37,7 +37,7 @@ from helpers import (
     with_template,
     write,
 )
-from judge import RECURRENT, by_us, cases, is_same
+from judge import GEMMA4, MUSE, RECURRENT, by_us, cases, is_same
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
@@ -64,9 +64,16 @@ def test_released_models_have_as_many_parameters_as_in_transformers():
 def published(family: str) -> dict:
     """The golden family's config.json as files were written before transformers 5."""
     hf = read_json(GOLDEN / family / "config.json")
+    if hf["model_type"] in GEMMA4:
+        own = hf.pop("per_layer_config").values()
+        [[E]] = [{layer["head_dim"] for layer in own}]
+        K = {layer.get("num_key_value_heads") for layer in own}.pop()
+        return hf | dict(global_head_dim=E, num_global_key_value_heads=K)
+    if family == "muse":  # as in the default
+        del hf["layer_types"], hf["layer_rope_theta"]
     for key in ("no_rope_layers", "no_rope_layer_interval"):
         hf.pop(key, None)
-    kinds = hf.pop("layer_types", [])
+    kinds = [] if hf["model_type"] == MUSE else hf.pop("layer_types", [])
     if "linear_attention" in kinds:
         hf["full_attention_interval"] = kinds.index("full_attention") + 1
     rope = hf.pop("rope_parameters")
@@ -113,9 +120,9 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
                 refused.add(name)
             else:
                 assert is_same(found, expected[name]), (name, found, expected[name])
-    assert len(expected) == 811
-    windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss"
-    names = {f"{kind}: sliding_window 0" for kind in windowed}
+    assert len(expected) == 1009
+    windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss", MUSE
+    names = {f"{kind}: sliding_window 0" for kind in (*windowed, *GEMMA4)}
     names |= {f"{kind}: sliding_window null" for kind in windowed[4:]}
     for kind in ("olmo3", "gemma3_text"):
         for of in ("parameters", "yarn in parameters", "both, one null"):
@@ -125,6 +132,12 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
     names |= {"qwen3_moe: rope by layer", "qwen3_moe: rope by layer, one"}
     # There null turns whole heads, and a missing key a quarter of them.
     names |= {f"{kind}: partial_rotary_factor null" for kind in RECURRENT}
+    names |= {f"{kind}: sees both ways" for kind in GEMMA4}
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        names |= {f"{GEMMA4[0]}: no {key}", f"{GEMMA4[0]}: {key} null"}
+    # There a theta of a layer is none of the model's.
+    for of in ("no theta", "null", "empty", "parameters", "yarn, no theta"):
+        names.add(f"{MUSE}: rope {of}")
     assert refused == names
 
 

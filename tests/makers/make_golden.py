@@ -221,7 +221,7 @@ FAMILIES = {
         | MIXTURE
         | dict(num_hidden_layers=4, layer_types=THREE, mlp_only_layers=[1], norm_topk_prob=True)
     ),
-    "gemma4": Gemma4TextConfig(**GEMMA4 | TIED, final_logit_softcapping=3.0),
+    "gemma4": Gemma4TextConfig(**GEMMA4, final_logit_softcapping=3.0),
     "gemma4-moe": Gemma4TextConfig(**GEMMA4 | GEMMA4_MOE | dict(attention_k_eq_v=False)),
     "gemma4-e": Gemma4TextConfig(
         **GEMMA4 | GEMMA4_E | TIED | dict(attention_k_eq_v=False),
