@@ -87,7 +87,7 @@ def unknown_fields(model: Transformer) -> list[str]:
     layers = model.config.layers
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
     described = dict.fromkeys([model.config, *layers, *parts])
-    found = [value for values in described for value in unknown_values(values)]
+    found = [*dict.fromkeys(value for values in described for value in unknown_values(values))]
     if model.config.residual_scale == 0:  # by which FusedDecoder divides
         found.append("Config.residual_scale=0")
     return found

@@ -516,6 +516,36 @@ RECURRENT_MOE = RECURRENT | dict(
 )
 
 
+# Of Gemma 4: full layers have larger heads, and as many keys for two of its query heads.
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4 = dict(
+    num_hidden_layers=3,
+    layer_types=[SLIDING, FULL, FULL],
+    num_attention_heads=6,
+    num_key_value_heads=6,
+    num_global_key_value_heads=3,
+    head_dim=16,
+    global_head_dim=32,
+    attention_k_eq_v=True,
+    sliding_window=5,
+    final_logit_softcapping=3.0,
+    hidden_size_per_layer_input=0,
+)
+GEMMA4_MOE = GEMMA4 | dict(
+    enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=96
+)
+# The last two layers read the first two's keys.
+GEMMA4_E = GEMMA4 | dict(
+    num_hidden_layers=4,
+    layer_types=[SLIDING, FULL] * 2,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=32,
+    vocab_size_per_layer_input=2048,
+)
+MUSE = dict(num_hidden_layers=3, head_dim=16, sliding_window=5)
+
+
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)

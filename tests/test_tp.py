@@ -29,6 +29,10 @@ from helpers import (
     CPU,
     DRAFT,
     EAGLE,
+    GEMMA4,
+    GEMMA4_E,
+    GEMMA4_MOE,
+    MUSE,
     RECURRENT,
     RECURRENT_MOE,
     ROOT,
@@ -92,6 +96,12 @@ MADE = dict(
     qwen3_5_moe=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
     fused=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
     qwen3_next=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(mlp_only_layers=[1])),
+    gemma4=("gemma4_text", UNEVEN | GEMMA4),
+    gemma4_moe=("gemma4_text", UNEVEN | GEMMA4_MOE),
+    gemma4_e=("gemma4_text", UNEVEN | GEMMA4_E | dict(tie_word_embeddings=True)),
+    gemma4_all=("gemma4_text", UNEVEN | GEMMA4_E | GEMMA4_MOE | dict(num_kv_shared_layers=1)),
+    muse=("muse_glimmer_text", UNEVEN | MUSE),
+    gemma4_text=("gemma4_text", UNEVEN | GEMMA4_E | dict(vocab_size=2048)),
     recurrent=("qwen3_5_text", UNEVEN | RECURRENT | dict(vocab_size=2048)),
     recurrent_moe=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(vocab_size=2048)),
 )
@@ -100,6 +110,9 @@ GPTQ_OF = {
     "experts-gptq": ("qwen3_moe", 4, 32, False, True),
     "thrice-gptq": ("thrice", 8, 32, False, True),
     "fused-gptq": ("fused", 4, 32, False, False),
+    "gemma4_e-gptq": ("gemma4_e", 4, 32, False, True),
+    "gemma4_moe-gptq": ("gemma4_moe", 8, 32, False, False),
+    "muse-gptq": ("muse", 4, 32, False, True),
     "qwen3_next-gptq": ("qwen3_next", 4, 32, False, True),
 }
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
@@ -130,6 +143,11 @@ LOGITS_CASES = {
     "fused, int4, a row": dict(checkpoint="fused", quantize="int4", group_size=-1),
     "qwen3_next, int8": dict(checkpoint="qwen3_next", quantize="int8"),
     "qwen3_5_moe, fused": dict(checkpoint="qwen3_5_moe", quantize="int4", fused=True),
+    "gemma4, int4": dict(checkpoint="gemma4", quantize="int4"),
+    "gemma4_moe, int8": dict(checkpoint="gemma4_moe", quantize="int8"),
+    "gemma4_moe, int4, a row": dict(checkpoint="gemma4_moe", quantize="int4", group_size=-1),
+    "gemma4_e, int8": dict(checkpoint="gemma4_e", quantize="int8", quantize_head="int8"),
+    "muse, int4": dict(checkpoint="muse", quantize="int4"),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
 }
 # Which the ranks share as they share the target.
@@ -145,6 +163,11 @@ TOKENS_CASES = {
     "draft split": SELF,
     "prompt-lookup": dict(draft="prompt-lookup", policy="4"),
     "compiled": dict(mode="fast", quantize="int8"),
+    "gemma4, compiled": dict(checkpoint="gemma4_text", mode="fast"),
+    "gemma4, int8 cache": dict(checkpoint="gemma4_text", cache="int8"),
+    "gemma4, draft split": dict(
+        checkpoint="gemma4_text", draft="gemma4_text", policy="3", split_draft=True
+    ),
     "recurrent, compiled": dict(checkpoint="recurrent", mode="fast"),
     "recurrent, int8 cache": dict(checkpoint="recurrent", cache="int8"),
     "recurrent, drawn": dict(checkpoint="recurrent_moe", temperature=0.9),
@@ -312,6 +335,15 @@ QWEN3_5_27B = dict(
     linear_num_key_heads=16,
     linear_num_value_heads=48,
 )
+GEMMA4_31B = dict(
+    model_type="gemma4_text",
+    num_hidden_layers=6,
+    layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    global_head_dim=512,
+    num_global_key_value_heads=4,
+    head_dim=256,
+    intermediate_size=21504,
+)
 QWEN3_NEXT_80B = dict(
     model_type="qwen3_next",
     num_hidden_layers=4,
@@ -320,6 +352,7 @@ QWEN3_NEXT_80B = dict(
     num_experts_per_tok=2,
     **ROWS,
 )
+TEXT = dict(model_type="gemma4_text")
 SHARED = [  # heads, kv heads, other changes, group, ranks
     (6, 3, UNEVEN, 32, 2),
     (6, 3, UNEVEN, -1, 3),
@@ -332,6 +365,12 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (12, 3, RECURRENT_MOE | ROWS | dict(model_type="qwen3_next"), -1, 3),
     (8, 8, RECURRENT_MOE | ROWS | KEYS_OF_4 | dict(model_type="qwen3_5_moe_text"), 32, 3),
     (24, 4, QWEN3_5_27B, 128, 8),
+    (32, 16, GEMMA4_31B, 128, 8),
+    (32, 16, GEMMA4_31B | dict(attention_k_eq_v=False), 128, 4),
+    (6, 6, GEMMA4 | TEXT, 32, 3),
+    (6, 6, GEMMA4_MOE | TEXT, -1, 2),
+    (6, 6, GEMMA4_MOE | GEMMA4_E | TEXT, 1, 2),
+    (6, 3, MUSE | dict(model_type="muse_glimmer_text"), 32, 3),
     (16, 2, QWEN3_NEXT_80B, 128, 4),
 ]
 
@@ -346,15 +385,13 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
 
 
 def check_shares(config: Config, group: int, ranks: int) -> None:
-    parts, E = shards(config, group, ranks), config.head_dim
-    heads, kv_heads = config.n_head, config.n_kv_head
+    parts, heads = shards(config, group, ranks), config.n_head
     times = dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), 1)
     times |= dict.fromkeys(
         "in_proj_qkv in_proj_z in_proj_b in_proj_a in_proj_qkvz in_proj_ba conv1d linear_attn "
         "out_proj experts".split(),
         1,
     )
-    times |= dict.fromkeys(("k_proj", "v_proj"), max(1, ranks // kv_heads))
     for name, weight in hf_weights(config).items():
         seen = torch.zeros(weight.shape, dtype=torch.int)
         for shard in parts:
@@ -363,17 +400,22 @@ def check_shares(config: Config, group: int, ranks: int) -> None:
             assert name == "lm_head.weight" or part.shape == hf_weights(shard.config)[name].shape, (
                 name
             )
-        assert (seen == times.get(name.split(".")[-2], ranks)).all(), name
+        module, wanted = name.split(".")[-2], ranks
+        if module in ("k_proj", "v_proj"):
+            wanted = max(1, ranks // weight.heads[0])
+        assert (seen == times.get(module, wanted)).all(), name
     unit = 32 if group == -1 else group
     for shard in parts:
-        q, kv, ffn = (shard.shares[name] for name in ("q", "kv", "ffn"))
-        n, k = shard.config.n_head, shard.config.n_kv_head
-        looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
-        # As attention takes it.
-        assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]
-        # Of o and of down: between groups.
-        assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
-        assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+        for layer, of in zip(config.layers, shard.config.layers):
+            (_, kv_heads, E), (n, k, _) = config.heads(layer), shard.config.heads(of)
+            q, kv = (shard.of_heads(kv_heads, E)[name] for name in ("q", "kv"))
+            ffn = shard.ffn_share(layer.ffn_dim or config.ffn_dim)
+            looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
+            # As attention takes it.
+            assert n % k == 0 and looked_at == [kv.start + h // (n // k) * E for h in range(n)]
+            # Of o and of down: between groups.
+            assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
+            assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
         if shard.delta:
             keys, values = shard.shares["keys"], shard.shares["values"]
             own = next(layer.delta for layer in shard.config.layers if layer.delta)
