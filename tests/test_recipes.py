@@ -118,7 +118,7 @@ import json, sys
 import torch
 from llm import LLM
 
-tiny, draft, capped = sys.argv[1:]
+tiny, draft, unit = sys.argv[1:]
 llm = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20)
 told = dict(
     greedy=llm("One day", temperature=0).tokens,
@@ -138,9 +138,12 @@ for name, options in dict(
     made = LLM(tiny, device="cpu", quiet=True, max_new_tokens=20, **options)
     told[name] = made("One day", epsilon=1).tokens
     told[name + " k"] = made.speculator.policy.k
-capped = LLM(capped, device="cpu", quiet=True)
-capped.prepare(1, 20)
-told["peak"] = capped.model(torch.tensor([[1, 2]]), torch.arange(2)[None]).abs().max().item()
+model = LLM(unit, device="cpu", quiet=True)
+model.prepare(1, 20)
+logits = model.model(torch.tensor([[1, 2]]), torch.arange(2)[None])[0]
+# The state of which the head makes them.
+states = torch.linalg.lstsq(model.model.head.weight, logits.T).solution
+told["lengths"] = states.norm(dim=0).tolist()
 try:
     llm("One day", epsilon=2)
 except ValueError as error:
@@ -202,9 +205,9 @@ def write_rows8(directory: Path) -> Tensor:
 def fork(directory: Path) -> Callable:
     """The tree; what USE says; the command line's text and its refusal; the fork's own tests."""
     tree = forked(directory / "tree")
-    capped = directory / "capped"
-    shutil.copytree(TINY, capped)
-    put(capped / "config.json", read_json(capped / "config.json") | dict(model_type="capped_llama"))
+    unit = directory / "unit"
+    shutil.copytree(TINY, unit)
+    put(unit / "config.json", read_json(unit / "config.json") | dict(model_type="unit_llama"))
     rows8, layers = directory / "rows8", directory / "layers.safetensors"
     exact = write_rows8(rows8)
     command = (sys.executable, "generate.py", "-p", "One day", "--max-new-tokens", "20", "--quiet")
@@ -214,7 +217,7 @@ def fork(directory: Path) -> Callable:
         return ended(command, cwd=tree, PYTHONPATH="")
 
     return lambda: dict(
-        use=run(sys.executable, "-c", USE, TINY, DRAFT, capped),
+        use=run(sys.executable, "-c", USE, TINY, DRAFT, unit),
         layers=run(sys.executable, "-c", LAYERS, TINY, rows8, layers),
         held=layers.exists() and load_file(layers),
         rows8=exact,
@@ -288,7 +291,7 @@ def test_a_draft_and_a_policy_of_ones_own(told):
 
 
 def test_a_family_by_a_field_of_config(told):
-    assert 2 < told["peak"] <= 3
+    assert told["lengths"] == pytest.approx([3.0, 3.0], rel=1e-4)
 
 
 def test_a_kv_cache_of_ones_own(told):
