@@ -15,7 +15,8 @@ What is read, and what it means (as in transformers 5.24, but where a line says 
   With an index model.safetensors is opened only if the index names it; transformers takes it first.
 - "model." may be missing from the names, and language_model. may stand in them.
 - What the model has no place for is left out. A line names what is more than LEFTOVERS, layers
-  behind the last, a tied head, tensors without numbers and biases of zeros.
+  behind the last, keys and values of layers that read another's, a tied head, tensors without
+  numbers and biases of zeros.
 - A weight of the model that is missing is refused: transformers draws one, with a warning.
 - Whether the output head is the embedding: see hub/__init__.py.
 
@@ -778,12 +779,14 @@ def pass_over(files: dict[str, Place], checkpoint: Checkpoint) -> None:
 
 def is_leftover(files: dict[str, Place], name: str, config: Config) -> bool:
     """Whether a tensor that the model has no place for would change nothing: one by its name, of a
-    layer behind the last, such as DeepSeek's that drafts, a tied model's head, one without
-    numbers, and a bias of zeros."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer behind the last, such as DeepSeek's that drafts, keys and values of one that reads
+    another's, a tied model's head, one without numbers, and a bias of zeros."""
+    layer = re.match(r"model\.layers\.(\d+)\.(self_attn\.[kv]_(proj|norm)\.)?", name)
+    number, keys = (int(layer[1]), layer[2]) if layer else (0, None)
     if (
         LEFTOVERS.match(name)
-        or (layer and int(layer[1]) >= config.n_layer)
+        or number >= config.n_layer
+        or (keys and config.layers[number].kv_of is not None)
         or (name == HEAD and config.tied)
     ):
         return True

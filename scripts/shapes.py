@@ -82,6 +82,10 @@ RECURRENT = dict(
 )
 QWEN35 = 248320, 262144, 1e7  # vocabulary, context, theta
 EXPERTS = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512)
+GEMMA4 = dict(head_dim=256, rms_norm_eps=1e-6, final_logit_softcapping=30.0)
+GEMMA4_LARGE = GEMMA4 | dict(
+    sliding_window=1024, attention_k_eq_v=True, hidden_size_per_layer_input=0
+)
 
 MXFP4_SHAPES = "gpt-oss-20b", "gpt-oss-120b"  # whose experts are published so
 SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
@@ -184,6 +188,40 @@ SHAPES = {  # kind, dim, layers, heads, kv heads, ffn dim, vocabulary, context
         rms_norm_eps=1e-6,
         sliding_window=1024,
         rope_scaling=GEMMA_LINEAR,
+    ),
+    "gemma-4-31b": shape(
+        "gemma4_text",
+        5376,
+        60,
+        32,
+        16,
+        21504,
+        262144,
+        262144,
+        num_global_key_value_heads=4,
+        **GEMMA4_LARGE,
+    ),
+    "gemma-4-26b-a4b": shape(
+        "gemma4_text",
+        2816,
+        30,
+        16,
+        8,
+        2112,
+        262144,
+        262144,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        **GEMMA4_LARGE,
+    ),
+    "gemma-4-e4b": shape(
+        "gemma4_text", 2560, 42, 8, 2, 10240, 262144, 131072, num_kv_shared_layers=18, **GEMMA4
+    ),
+    "muse-glimmer-30b": shape(
+        "muse_glimmer_text", 6656, 52, 32, 2, 19968, 202048, 131072, head_dim=128
     ),
     "mixtral-8x7b": shape(
         "mixtral",

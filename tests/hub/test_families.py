@@ -17,7 +17,11 @@ from hub.families import config_from_hf, text_settings
 from llm import LLM
 from gptq import calibrate, gptq_model, separate_matrices
 from helpers import (
+    GEMMA4,
+    GEMMA4_E,
+    GEMMA4_MOE,
     GOLDEN,
+    MUSE,
     TINY,
     change_tensors,
     error,
@@ -37,7 +41,9 @@ from helpers import (
     with_template,
     write,
 )
-from judge import GEMMA4, MUSE, RECURRENT, by_us, cases, is_same
+from judge import GEMMA4 as GEMMA4_TYPES
+from judge import MUSE as MUSE_TYPE
+from judge import RECURRENT, by_us, cases, is_same
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
@@ -50,6 +56,10 @@ RELEASED = {
     "olmo-3-7b": 7_298_011_136,
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
+    "gemma-4-31b": 30_697_345_340,
+    "gemma-4-26b-a4b": 25_233_141_790,
+    "gemma-4-e4b": 7_463_013_418,
+    "muse-glimmer-30b": 27_854_780_928,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
@@ -64,7 +74,7 @@ def test_released_models_have_as_many_parameters_as_in_transformers():
 def published(family: str) -> dict:
     """The golden family's config.json as files were written before transformers 5."""
     hf = read_json(GOLDEN / family / "config.json")
-    if hf["model_type"] in GEMMA4:
+    if hf["model_type"] in GEMMA4_TYPES:
         own = hf.pop("per_layer_config").values()
         [[E]] = [{layer["head_dim"] for layer in own}]
         K = {layer.get("num_key_value_heads") for layer in own}.pop()
@@ -73,7 +83,7 @@ def published(family: str) -> dict:
         del hf["layer_types"], hf["layer_rope_theta"]
     for key in ("no_rope_layers", "no_rope_layer_interval"):
         hf.pop(key, None)
-    kinds = [] if hf["model_type"] == MUSE else hf.pop("layer_types", [])
+    kinds = [] if hf["model_type"] == MUSE_TYPE else hf.pop("layer_types", [])
     if "linear_attention" in kinds:
         hf["full_attention_interval"] = kinds.index("full_attention") + 1
     rope = hf.pop("rope_parameters")
@@ -121,8 +131,9 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
             else:
                 assert is_same(found, expected[name]), (name, found, expected[name])
     assert len(expected) == 1009
-    windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss", MUSE
-    names = {f"{kind}: sliding_window 0" for kind in (*windowed, *GEMMA4)}
+    windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss"
+    windowed += (MUSE_TYPE,)
+    names = {f"{kind}: sliding_window 0" for kind in (*windowed, *GEMMA4_TYPES)}
     names |= {f"{kind}: sliding_window null" for kind in windowed[4:]}
     for kind in ("olmo3", "gemma3_text"):
         for of in ("parameters", "yarn in parameters", "both, one null"):
@@ -132,12 +143,12 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
     names |= {"qwen3_moe: rope by layer", "qwen3_moe: rope by layer, one"}
     # There null turns whole heads, and a missing key a quarter of them.
     names |= {f"{kind}: partial_rotary_factor null" for kind in RECURRENT}
-    names |= {f"{kind}: sees both ways" for kind in GEMMA4}
+    names |= {f"{kind}: sees both ways" for kind in GEMMA4_TYPES}
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        names |= {f"{GEMMA4[0]}: no {key}", f"{GEMMA4[0]}: {key} null"}
+        names |= {f"{GEMMA4_TYPES[0]}: no {key}", f"{GEMMA4_TYPES[0]}: {key} null"}
     # There a theta of a layer is none of the model's.
     for of in ("no theta", "null", "empty", "parameters", "yarn, no theta"):
-        names.add(f"{MUSE}: rope {of}")
+        names.add(f"{MUSE_TYPE}: rope {of}")
     assert refused == names
 
 
@@ -356,14 +367,22 @@ KINDS = dict(
     gemma3_text=dict(query_pre_attn_scalar=24),
     gpt_oss=EXPERTS | dict(num_experts_per_tok=3),
     qwen3_moe=EXPERTS | dict(moe_intermediate_size=64, decoder_sparse_step=2),
+    gemma4_text=GEMMA4,
+    muse_glimmer_text=MUSE,
 )
+# Of one family with other values.
+GEMMA4_KINDS = {
+    "gemma4_text, experts": GEMMA4_MOE | dict(num_experts=3),
+    "gemma4_text, E": GEMMA4_E,
+    "gemma4_text, all": GEMMA4_MOE | GEMMA4_E | dict(num_experts=3),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | GEMMA4_KINDS)
 @torch.no_grad()
 def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
     """As nothing is quantized here, nothing drifts."""
-    make(tmp_path, kind, **KINDS[kind])
+    make(tmp_path, kind.partition(",")[0], **(KINDS | GEMMA4_KINDS)[kind])
     model, tokens, inputs = tiny(directory=tmp_path), torch.randint(64, (16, 32)), {}
     model.setup(32)
     head = not model.config.tied
@@ -385,15 +404,24 @@ def test_gptq_sees_what_each_matrix_of_each_family_reads(tmp_path, kind):
     assert not expected
 
 
+@pytest.mark.parametrize(
+    "kind, changes, router, matrices",
+    [
+        ("mixtral", EXPERTS, "block_sparse_moe.gate", 4),
+        ("gemma4_text", GEMMA4_MOE, "router.proj", 6),
+    ],
+)
 @pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
-def test_what_is_written_of_experts_is_read_and_the_router_stays(tmp_path, form):
-    make(tmp_path / "in", "mixtral", **EXPERTS)
+def test_what_is_written_of_experts_is_read_and_the_router_stays(
+    tmp_path, form, kind, changes, router, matrices
+):
+    make(tmp_path / "in", kind, **changes)
     made = write(tmp_path / "in", tmp_path / "out", 4, 32, False, form=form)
     loaded = load_checkpoint(tmp_path / "out")
     torch.testing.assert_close(loaded.state_dict(), made.state_dict(), rtol=0, atol=0)
-    assert len(quantized_layers(made)) == 2 * 4
+    assert len(quantized_layers(made)) == len(made.layers) * matrices
     settings = read_json(tmp_path / "out" / "config.json")["quantization_config"]
-    assert form == "gptq" or "model.layers.1.block_sparse_moe.gate" in settings["ignore"]
+    assert form == "gptq" or f"model.layers.1.{router}" in settings["ignore"]
 
 
 @torch.no_grad()
