@@ -374,7 +374,7 @@ KINDS = dict(
 GEMMA4_KINDS = {
     "gemma4_text, experts": GEMMA4_MOE | dict(num_experts=3),
     "gemma4_text, E": GEMMA4_E,
-    "gemma4_text, all": GEMMA4_MOE | GEMMA4_E | dict(num_experts=3),
+    "gemma4_text, all": GEMMA4_MOE | GEMMA4_E | dict(num_experts=2),
 }
 
 
