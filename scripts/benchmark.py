@@ -35,6 +35,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -285,15 +286,18 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def step_bytes(model: Transformer, share: float | None) -> float:
-    """Of the weights, as the engine has repacked them, what a step reads: all but an embedding of
+    """Of the weights, as the engine has repacked them, what a step reads: all but embeddings of
     which one row is read, and but the experts that no row chose. share: of the experts."""
     read = weight_bytes(model)
+    if model.ple is not None:
+        read -= model.ple.table.weight.nbytes
     if getattr(model.head, "weight", None) is not model.embed.weight:
         read -= model.embed.weight.nbytes
     for layer in model.layers:
         if layer.config.moe:
-            for name, weight in layer.ffn.named_parameters():
-                if "router" not in name and "shared" not in name:
+            mixture = layer.ffn.moe if layer.config.moe.beside_dense else layer.ffn
+            for name, weight in mixture.named_parameters():
+                if not any(of in name for of in ("router", "shared", "expert_scale")):
                     read -= weight.nbytes * (1 - share)
     return read
 
@@ -307,16 +311,25 @@ def prompt_operations(config: Config, args: Namespace) -> float:
         is_expert = weight.experts or weight.expert is not None
         used = moe.n_chosen / moe.n_expert if is_expert else 1
         weights += weight.quantized * math.prod(weight.shape) * used
-    T = args.prompt_length
-    seen = sum(  # (layer, token, token seen)
-        min(window, args.context + t + 1) for window in windows(config) for t in range(T)
-    )
-    return args.batch * (2 * weights * T + 4 * config.n_head * config.head_dim * seen)
+    T, attention = args.prompt_length, 0
+    for layer in config.layers:
+        if not layer.delta:
+            H, _, E = config.heads(layer)
+            seen = (min(layer.window or 2**62, args.context + t + 1) for t in range(T))
+            attention += 4 * H * E * sum(seen)
+    return args.batch * (2 * weights * T + attention)
 
 
-def windows(config: Config) -> list[int]:
-    """Of the layers that have attention."""
-    return [layer.window or 2**62 for layer in config.layers if not layer.delta]
+def cached_bytes(config: Config, dtype: torch.dtype, kind: str, length: float) -> float:
+    """Keys and values that a step reads of one row of so many tokens. A layer that reads an earlier
+    one's counts, too."""
+    read = 0
+    for layer in config.layers:
+        if not layer.delta:
+            alone = replace(config, layers=(replace(layer, kv_of=None),))
+            each = KVCache.bytes_per_token(alone, dtype, kind)
+            read += each * min(layer.window or 2**62, length)
+    return read
 
 
 # The measurement
@@ -353,9 +366,10 @@ def measure(what: str, setup: Setup, bar: tqdm) -> dict:
     sparse = any(layer.moe for layer in config.layers)
     share = share_of_experts(engine, made) if sparse else None
     weights = weight_bytes(model)
-    token_kv = args.batch * KVCache.bytes_per_token(config, dtype, args.kv_cache or "16-bit")
+    kind = args.kv_cache or "16-bit"
+    token_kv = args.batch * KVCache.bytes_per_token(config, dtype, kind)
     length = args.context + args.prompt_length + args.new_tokens / 2
-    in_use = token_kv * statistics.mean(min(window, length) for window in windows(config))
+    in_use = args.batch * cached_bytes(config, dtype, kind, length)
     # A step reads one of the two states of each row and recurrent layer.
     in_use += args.batch * sum(
         layer.attn.cache.states[0, 0].nbytes for layer in model.layers if layer.config.delta

@@ -686,7 +686,7 @@ class Fuzzer:
 # What config.json means
 
 
-ROPE_TYPES = "default", "linear", "yarn", "llama3", "longrope"
+ROPE_TYPES = "default", "linear", "yarn", "llama3", "longrope", "proportional"
 FEW = [None, 0, 0.0, 1, 0.5, 2.0, meaning.GONE]
 
 
