@@ -278,7 +278,8 @@ def pair(directory: Path) -> Callable:
     for name in ("recurrent", "recurrent_moe"):
         add_mtp(directory / name)
     make_dflash(directory / "dflash", directory / "recurrent")
-    fuse_experts(directory / "fused")
+    for name in ("fused", "gemma4_moe"):
+        fuse_experts(directory / name)
     # 36 rows of the head a rank: no multiple of 8.
     make(directory / "exact", "qwen2", **UNEVEN | dict(vocab_size=72))
     for name, how in GPTQ.items():
