@@ -99,8 +99,7 @@ class LayerConfig:
     rope: Rope = Rope()  # this default: none, as in some layers of SmolLM3
     moe: MoEConfig | None = None  # None: the feed-forward part is dense
     delta: DeltaConfig | None = None  # None: attention; else a recurrent layer stands in its place
-    # Where they are not Config's: Gemma 4
-    n_kv_head: int | None = None
+    n_kv_head: int | None = None  # None, here and below: Config's. Gemma 4
     head_dim: int | None = None
     ffn_dim: int | None = None
     # The value is the key as it is before its norm and rope: Gemma 4
@@ -154,9 +153,7 @@ class Config:
     # Norms' weights are fp32, and so is the product with them: OLMo, Gemma 3, gpt-oss.
     norm_fp32: bool = False
     norm_offset: float = 0.0  # files hold the norms' weights less this: Gemma 3
-    plain_last_norm: bool = (
-        False  # but the last norm's as it is, whatever norm_offset: Muse Glimmer
-    )
+    plain_last_norm: bool = False  # but the last norm's as it is: Muse Glimmer
     fused_files: bool = False  # files hold q, k and v as one tensor, and gate and up: Phi
     # Files hold a recurrent layer's w_in and w_gates by key head: Qwen3-Next
     delta_by_head: bool = False

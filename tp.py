@@ -140,7 +140,7 @@ class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
     rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
     feed-forward part, in an expert and in a shared one, and rows of the output head; of recurrent
-    layers the elements of the key heads, the value heads and their elements. shares_of() has those
+    layers the elements of the key heads, the value heads and their elements. own_shares() has those
     of a layer whose heads or feed-forward part have a size of their own.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
@@ -209,7 +209,7 @@ class Shard:
         """The rank's outputs of q, and of k and of v, in a layer with K kv heads of E elements."""
         return dict(q=scaled(self.heads, E), kv=scaled(self.kv_heads(K), E))
 
-    def shares_of(self, weight) -> dict[str, slice]:
+    def own_shares(self, weight) -> dict[str, slice]:
         """shares, as they are for a hub.checkpoint.Weight."""
         shares = dict(self.shares)
         if weight.heads:

@@ -615,7 +615,7 @@ WHOLE_AXIS: Part = (slice(None),)
 def part_of(weight: Weight, shard) -> tuple[Part, ...]:
     """What a rank reads of the file's tensor: of its rows and of its columns, or of all experts'
     [X, K, N]. shard: the rank's tp.Shard."""
-    whole, shares = shard.whole, shard.shares_of(weight)
+    whole, shares = shard.whole, shard.own_shares(weight)
 
     def behind(n: int, share: slice) -> slice:
         return slice(n + share.start, n + share.stop)

@@ -520,8 +520,8 @@ def contexts(hf: dict) -> tuple[int, int]:
     return (reach if original and rope["rope_type"] == "yarn" else context), reach
 
 
-def head_dim(hf: dict, key: str = "head_dim") -> int:
-    size = value_of(hf, key, int, None, most=2**16)
+def head_dim(hf: dict) -> int:
+    size = value_of(hf, "head_dim", int, None, most=2**16)
     if size is None:
         dim, n_head = hf["hidden_size"], hf["num_attention_heads"]
         if dim % n_head:
@@ -531,7 +531,7 @@ def head_dim(hf: dict, key: str = "head_dim") -> int:
             )
         size = dim // n_head
     if size % 2:
-        raise ValueError(f"{key}={size}: want an even number, as rope turns pairs")
+        raise ValueError(f"head_dim={size}: want an even number, as rope turns pairs")
     return size
 
 
@@ -576,16 +576,18 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
 
 
 def gemma4_layers(hf: dict, n: int) -> tuple[LayerConfig, ...]:
+    """n layers, of which the last num_kv_shared_layers read the keys and values of the last one of
+    their kind before them."""
     every = ["full_attention" if i % 6 == 0 else "sliding_attention" for i in range(1, n + 1)]
     kinds = values_of(hf, "layer_types", ("full_attention", "sliding_attention"), n, every)
     kinds[-1] = "full_attention"  # whatever the file says, as in transformers
     value_of(hf, "enable_moe_block", bool, False)  # moe_from_hf() takes what is true
     key_is_value = value_of(hf, "attention_k_eq_v", bool, False)
     window = value_of(hf, "sliding_window", int, most=MOST_POSITIONS)
-    layers = []
-    for of, (K, E) in zip(kinds, gemma4_heads(hf, kinds)):
+    described, made = [*zip(kinds, gemma4_heads(hf, kinds))], {}
+    for of, (K, E) in dict.fromkeys(described):
         sliding = of == "sliding_attention"
-        layer = LayerConfig(
+        made[of, (K, E)] = LayerConfig(
             window if sliding else None,
             rope_from_hf(hf, sliding, E),
             moe_from_hf(hf),
@@ -593,7 +595,7 @@ def gemma4_layers(hf: dict, n: int) -> tuple[LayerConfig, ...]:
             head_dim=None if E == head_dim(hf) else E,
             key_is_value=key_is_value and not sliding,
         )
-        layers.append(layer)
+    layers = [made[kind] for kind in described]
 
     shared = value_of(hf, "num_kv_shared_layers", int, 0, most=MOST_LAYERS, or_zero=True)
     own = kinds[: max(0, n - shared)]

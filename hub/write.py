@@ -180,5 +180,6 @@ def write_checkpoint(
         ignored = quantization_config["ignore"] + left
         quantization_config = quantization_config | dict(ignore=ignored)
     hf = source.hf | dict(quantization_config=quantization_config)
-    hf.pop("vision_config", None)  # of a model that also sees what is written is the text part
+    for part in ("vision_config", "audio_config"):  # what is written is the text part
+        hf.pop(part, None)
     write_json(directory / "config.json", hf)

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from generate import Engine
 from helpers import (
-    CPU,
     ENGINES,
     F32,
     GEMMA4,
@@ -39,12 +37,19 @@ from helpers import (
     speculator,
     tiny,
     traced,
+    write,
 )
 from hub import vet
 from hub.checkpoint import Checkpoint
 from hub.families import config_from_hf
-from model import BareNorm, KVCache, LayerConfig, MoE, RMSNorm, Transformer
-from quantize import find_layers
+from model import BareNorm, KVCache, MoE, RMSNorm, Transformer
+from quantize import (
+    QuantizedExperts,
+    QuantizedLinear,
+    find_layers,
+    plain_layer,
+    replace_layers,
+)
 
 NEW = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith(("gemma4", "muse")))
 of_each = pytest.mark.parametrize("family", NEW)
@@ -280,9 +285,6 @@ def test_fp8_in_blocks(tmp_path, kind):
 @torch.no_grad()
 def test_quantized_models_are_their_dequantized_twins(tmp_path, kind, how):
     """Rounded as they are loaded, or written by either format and read."""
-    from helpers import write
-    from quantize import QuantizedExperts, QuantizedLinear, plain_layer, replace_layers
-
     make(tmp_path / "in", MADE[kind][0], **MADE[kind][1])
     if how in ("int8", "int4"):
         load = partial(load_checkpoint, tmp_path / "in", quantize=how)
@@ -290,8 +292,8 @@ def test_quantized_models_are_their_dequantized_twins(tmp_path, kind, how):
         write(tmp_path / "in", tmp_path / "out", 4, 32, False, how == "gptq", form=how)
         load = partial(load_checkpoint, tmp_path / "out")
     model, twin = load(), load()
-    for kind in (QuantizedLinear, QuantizedExperts):
-        replace_layers(twin, kind, lambda layer: plain_layer(layer.dequantize(F32), layer.bias))
+    for layers in (QuantizedLinear, QuantizedExperts):
+        replace_layers(twin, layers, lambda layer: plain_layer(layer.dequantize(F32), layer.bias))
     assert quantized_layers(model) and not quantized_layers(twin)
     assert error(logits_of(model), logits_of(twin)) < 1e-5
     exact = load_checkpoint(tmp_path / "in")
@@ -363,3 +365,18 @@ def test_what_is_not_handled_is_refused_by_name_and_value(tmp_path, family, chan
     directory = shutil.copytree(GOLDEN / family, tmp_path / "bad")
     rewrite(directory / "config.json", **changes)
     assert said in refusal(vet.open_checkpoint, directory, tokenizer=False)
+
+
+def test_what_is_written_of_one_that_sees_and_hears_is_its_text_part(tmp_path, capsys):
+    source, out = tmp_path / "in", tmp_path / "out"
+    make(source, "gemma4_text", **GEMMA4_E)
+    text = read_json(source / "config.json")
+    put(
+        source / "config.json",
+        dict(model_type="gemma4", text_config=text, vision_config={}, audio_config={})
+        | dict(tie_word_embeddings=False),
+    )
+    made = write(source, out, 4, 32, False)
+    capsys.readouterr()
+    assert error(logits_of(load_checkpoint(out)), logits_of(made)) < 1e-5
+    assert not capsys.readouterr().err
