@@ -371,11 +371,8 @@ def test_what_is_written_of_one_that_sees_and_hears_is_its_text_part(tmp_path, c
     source, out = tmp_path / "in", tmp_path / "out"
     make(source, "gemma4_text", **GEMMA4_E)
     text = read_json(source / "config.json")
-    put(
-        source / "config.json",
-        dict(model_type="gemma4", text_config=text, vision_config={}, audio_config={})
-        | dict(tie_word_embeddings=False),
-    )
+    parts = dict(text_config=text, vision_config={}, audio_config={})
+    put(source / "config.json", dict(parts, model_type="gemma4"))
     made = write(source, out, 4, 32, False)
     capsys.readouterr()
     assert error(logits_of(load_checkpoint(out)), logits_of(made)) < 1e-5
