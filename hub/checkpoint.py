@@ -508,14 +508,15 @@ def add_attention(config: Config, layer: LayerConfig, add: Callable) -> None:
         add("self_attn.qkv_proj.weight", "attn.wqkv.weight", (q + 2 * kv, D), "qkv")
     else:
         # With gates the file has each head's q, and then its gate.
-        by_head = config.attention_gate and not config.gate_apart
+        apart = config.attention_gate and config.gate_apart
+        by_head = config.attention_gate and not apart
         q_rows = ((2 * q, D), "q and gate") if by_head else ((q, D), "q")
         add("self_attn.q_proj.weight", "attn.wqkv.weight", *q_rows)
         if makes_k:
             add("self_attn.k_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
         if makes_v:
             add("self_attn.v_proj.weight", "attn.wqkv.weight", (kv, D), "kv")
-        if config.gate_apart:
+        if apart:
             add("self_attn.gate_proj.weight", "attn.wqkv.weight", (q, D), "q")
     if config.qkv_bias:
         add("self_attn.q_proj.bias", "attn.wqkv.bias", (q,), "q")

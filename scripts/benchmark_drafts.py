@@ -24,7 +24,7 @@ from drafts.dflash import BlockConfig, DFlash, default_layers
 from drafts.mtp import MtpHead
 from drafts.policies import make_policy
 from generate import Engine
-from model import Config, Transformer
+from model import Config, LayerConfig, Transformer
 from quantize import round_model
 from scripts.benchmark_speculation import bound, middle, policies_of, until_the_end
 from scripts.measuring import Setup
@@ -39,13 +39,14 @@ DFLASH_LAYERS, BLOCK_SIZE = 5, 16  # as Qwen3-4B's and 8B's drafts have them
 def random_draft(kind: str, target: Transformer, setup: Setup) -> Transformer:
     """Rounded as the target is; it takes embedding and head from there."""
     config = target.config
-    layer = next(layer for layer in reversed(config.layers) if not layer.delta)
+    own = (layer for layer in reversed(config.layers) if not layer.delta and layer.kv_of is None)
+    layer = next(own)
     before = torch.get_default_dtype()
     torch.set_default_dtype(setup.dtype)
     try:
         with torch.device("meta"):
             if kind == "mtp":
-                one = replace(config, layers=(layer,), tied=False)
+                one = replace(config, layers=(layer,), tied=False, ple_dim=0)
                 draft = MtpHead(replace(one, vocab_size=1), config.n_layer)
                 draft.head_size = config.vocab_size
             else:
@@ -65,12 +66,12 @@ def dflash_sizes(config: Config) -> tuple[Config, BlockConfig]:
             "--draft dflash: want a dense shape: drafts of mixtures have sizes of their own"
         )
     layer = next(layer for layer in config.layers if not layer.delta)
-    layers = (replace(layer, window=None),) * DFLASH_LAYERS
-    own = dict(qk_norm="head", attention_gate=False, norm_fp32=False, norm_offset=0.0, tied=False)
-    own |= dict(qkv_bias=False, embedding_scale=1.0, vocab_size=1)
+    layers = (LayerConfig(rope=layer.rope),) * DFLASH_LAYERS
+    names = "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "context", "norm_eps"
+    sizes = {name: getattr(config, name) for name in names}
     ids = default_layers(config.n_layer, DFLASH_LAYERS)
     block = BlockConfig(tuple(i + 1 for i in ids), config.dim, BLOCK_SIZE, mask=0)
-    return replace(config, layers=layers, **own), block
+    return Config(layers=layers, vocab_size=1, qk_norm="head", **sizes), block
 
 
 def rate_of(tokens: float, k: int) -> float:
