@@ -788,7 +788,9 @@ def rope_from_hf(hf: dict, sliding: bool = False, size: int | None = None) -> Ro
     part = value_of(rope, "partial_rotary_factor", float, most=1)
     turned = size if rope["rope_type"] == "proportional" else int(size * part)
     theta = value_of(rope, "rope_theta", float, most=1e12)
-    plain = theta ** -(torch.arange(0, turned, 2).float() / turned)  # [R / 2]
+    # To the last bit as transformers has them: at position 700 the last bit of an angle is 3e-5,
+    # and Gemma 4's scores, whose scale is 1, multiply it by the size of a head.
+    plain = 1 / theta ** (torch.arange(0, turned, 2).float() / turned)  # [R / 2]
     rope["stretch"] = value_of(rope, "factor", float, context / original)
     scale, *tables = STRETCH[rope["rope_type"]](plain, rope)
     frequencies, *long = [tuple(table.tolist()) for table in tables]
