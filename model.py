@@ -10,7 +10,8 @@ cache that works alike, see DeltaCache, but want to know where padding begins.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
-C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows,
+C channels of the convolution. In latent attention: C elements of the latent that keys and values
+come from, R elements of a head that turn, N that do not, V of a value. In a mixture of experts: X experts, n of which a token takes; M rows,
 which are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs
 and K inputs.
 
@@ -65,9 +66,19 @@ class MoEConfig:
     # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] *
     # gate) * (up + 1).
     clamp: tuple[float, float] | None = None
-    # The ffn dim of one more expert that every token takes, by a weight of its own: Qwen3-Next. 0:
-    # there is none.
+    # The ffn dim of one more expert that every token takes: Qwen3-Next. 0: there is none. Several
+    # of them, as DeepSeek-V3 may have, are one whose ffn dim is the sum of theirs.
     shared_dim: int = 0
+    shared_gate: bool = True  # each token takes it by a weight of its own: not DeepSeek-V3
+    # In the place of the softmax each expert's weight is a sigmoid, which normalize divides by the
+    # sum of a token's. To it a correction is added for the choice alone. All of it is in fp32:
+    # DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
+    sigmoid: bool = False
+    # Experts stand in so many groups, and a token takes its own from the n_chosen_group best. A
+    # group is as good as its best two experts together.
+    n_group: int = 1
+    n_chosen_group: int = 1
+    scale: float = 1.0  # of the weights, but for the shared expert's
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,21 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): a token's keys and values come
+    from a latent vector, and so may its queries. Each head has its own keys, but for the elements
+    that turn: these are the same for all heads. Config.head_dim counts them; there are as many
+    key/value heads as query heads."""
+
+    dim: int  # of the latent that keys and values come from
+    key_dim: int  # elements of a head's query and key that do not turn
+    value_dim: int  # of a head
+    q_dim: int = 0  # of the latent that queries come from; 0: they have none
+    interleaved: bool = True  # rope turns element 2i with 2i + 1, and not i with i + R / 2
+    norm_eps: float = 1e-6  # of the latents' norms
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer."""
 
@@ -95,6 +121,7 @@ class LayerConfig:
     rope: Rope = Rope()  # this default: none, as in some layers of SmolLM3
     moe: MoEConfig | None = None  # None: the feed-forward part is dense
     delta: DeltaConfig | None = None  # None: attention; else a recurrent layer stands in its place
+    latent: LatentConfig | None = None  # attention's keys and values come from a latent vector
 
 
 @dataclass(frozen=True)
@@ -146,7 +173,8 @@ class Config:
     expert_files: tuple[str, ...] = ()
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
-    attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
+    # Of q k^T; None: E ** -0.5, where E counts all elements of a key. Granite, Gemma 3, DeepSeek-V3
+    attention_scale: float | None = None
     embedding_scale: float = 1.0  # Granite, Gemma 3
     residual_scale: float = 1.0  # of what attention and the feed-forward part add: Granite
     logits_scale: float = 1.0  # of what goes into the output head: Granite
@@ -202,8 +230,7 @@ class Transformer(nn.Module):
         self.slots = buffer(torch.arange(L, device=device))  # [L]
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         for layer in self.layers:
-            shape = batch_size, config.n_kv_head, L, config.head_dim
-            make = CACHES[cache]
+            shape, make = cache_shape(config, layer.config, batch_size, L), CACHES[cache]
             if delta := layer.config.delta:
                 shape, make = (batch_size, delta), DeltaCache
             layer.attn.cache = make(shape, device, dtype) if batch_size else None
@@ -310,7 +337,7 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
         self.attn_norm = before()
-        self.attn = DeltaNet(config, layer.delta) if layer.delta else Attention(config, layer)
+        self.attn = attention_of(config, layer)
         self.attn_post_norm = after()
         self.ffn_norm = before()
         self.ffn_post_norm = after()
@@ -323,6 +350,13 @@ class Block(nn.Module):
         x = torch.add(x, self.attn_post_norm(y), alpha=self.scale)
         y = self.ffn(self.ffn_norm(x))
         return torch.add(x, self.ffn_post_norm(y), alpha=self.scale)
+
+
+def attention_of(config: Config, layer: LayerConfig) -> nn.Module:
+    """Attention, or what stands in its place."""
+    if layer.delta:
+        return DeltaNet(config, layer.delta)
+    return LatentAttention(config, layer) if layer.latent else Attention(config, layer)
 
 
 class Attention(nn.Module):
@@ -407,8 +441,127 @@ class Attention(nn.Module):
         return q, k, v
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): see LatentConfig.
+
+    w_in makes of a token the latent of its queries, or the queries, and the latent of its keys and
+    values, beside the one key's part that turns. wq makes all heads' queries of their latent. wkv
+    makes of the other latent, in each head, a key's part that does not turn, and a value:
+
+        q [N + R], of which R turn    k = (Wk c, r) [N + R]    v = Wv c [V]    c [C], r [R]
+
+    The cache holds c, normed, and r, turned, and nothing for each head: 576 numbers a token in place
+    of GLM-4.7-Flash's 20 x 512. There are two ways to attend to them, which give the same:
+
+        open        k and v of all slots in use, then attention as usual
+        absorbed    q k = (Wk^T q) c + q r, and the sum of shares times v is Wv times the sum of
+                    shares times c: attention with one key/value head, whose keys are (c, r) and
+                    whose values are c. Wk and Wv are views of wkv's weight, so that they take no
+                    memory of their own.
+
+    A few tokens, as in decode and verification, take the absorbed form: they read a slot's C + R
+    numbers once, and make nothing of them. The open form makes H (N + V) numbers of each slot by C
+    products each, once for all tokens; in return a token has N + R + V products a slot and head, and
+    not 2 C + R. So many tokens, a prompt's, take the open form.
+
+    As both forms need it, wkv is in 16 bits whatever the others are: quantize.LEFT_OUT."""
+
+    def __init__(self, config: Config, layer: LayerConfig):
+        super().__init__()
+        self.latent = latent = layer.latent
+        self.n_head, self.rope_dim = config.n_head, config.head_dim
+        self.scale = config.attention_scale
+        if self.scale is None:
+            self.scale = (latent.key_dim + self.rope_dim) ** -0.5
+        queries = self.n_head * (latent.key_dim + self.rope_dim)
+        self.sizes = [latent.q_dim or queries, latent.dim, self.rope_dim]
+        self.w_in = nn.Linear(config.dim, sum(self.sizes), bias=False)
+        self.q_norm, self.wq = nn.Identity(), nn.Identity()
+        if latent.q_dim:
+            self.q_norm = RMSNorm(latent.q_dim, config)
+            self.q_norm.eps = latent.norm_eps
+            self.wq = nn.Linear(latent.q_dim, queries, bias=False)
+        self.kv_norm = RMSNorm(latent.dim, config)
+        self.kv_norm.eps = latent.norm_eps
+        outputs = self.n_head * (latent.key_dim + latent.value_dim)
+        self.wkv = nn.Linear(latent.dim, outputs, bias=False)
+        self.wo = nn.Linear(self.n_head * latent.value_dim, config.dim, bias=False)
+        # So many tokens are few: those for which the absorbed form has fewer products.
+        opened = latent.key_dim + latent.value_dim  # numbers of a slot and head
+        self.few = latent.dim * opened // max(1, 2 * latent.dim - opened)
+        self.cache = None  # a KVCache, made by Transformer.setup()
+
+    def forward(self, x, *where):
+        return self.wo(self.attend(self.w_in(x), *where))
+
+    def attend(self, made, positions, cos, sin, mask, rows, ends=None):
+        """made [B, T, any]: w_in's; the others as Attention.attend() has them -> [B, T, H V]"""
+        _, c, r = made.split(self.sizes, dim=-1)
+        q = self.wq(self.queries_latent(made)).unflatten(-1, (self.n_head, -1))  # [B, T, H, N + R]
+        q, q_turned = q.split([self.latent.key_dim, self.rope_dim], dim=-1)
+        c, r = self.kv_norm(c)[:, :, None], r[:, :, None]  # [B, T, 1, C], [B, T, 1, R]
+        q_turned, r = (self.turn(x, cos, sin) for x in (q_turned, r))
+        if self.cache is None:
+            c, r = c.transpose(1, 2), r.transpose(1, 2)
+        else:
+            self.cache.write(r, c, rows, positions)
+            r, c = self.cache.read(rows, mask.shape[-1])  # [B, 1, L, R], [B, 1, L, C]
+        few = always(made.shape[1] <= self.few)
+        y = (self.absorbed if few else self.opened)(q, q_turned, c, r, mask)  # [B, T, H, V]
+        return y.flatten(2)
+
+    def queries_latent(self, made):
+        """What wq reads of what w_in made."""
+        return self.q_norm(made[..., : self.sizes[0]])
+
+    def turn(self, x, cos, sin):
+        """x [B, T, any, R] by the angles. Its order may change, as it does alike in queries and
+        keys: even elements come first, and each turns with an odd one."""
+        if self.latent.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return turn(x, cos, sin, self.rope_dim // 2)
+
+    def opened(self, q, q_turned, c, r, mask):
+        """q [B, T, H, N], q_turned [B, T, H, R], c [B, 1, L, C], r [B, 1, L, R] -> [B, T, H, V]"""
+        kv = self.wkv(c[:, 0]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        k, v = kv.split([self.latent.key_dim, self.latent.value_dim], dim=-1)  # [B, H, L, N or V]
+        k = torch.cat((k, r.expand(-1, self.n_head, -1, -1)), dim=-1)
+        q = torch.cat((q, q_turned), dim=-1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        return y.transpose(1, 2)
+
+    def absorbed(self, q, q_turned, c, r, mask):
+        """As opened(). All heads' queries are so many tokens of one head."""
+        B, T, H, _ = q.shape
+        wk, wv = self.matrices()
+        q = torch.cat((torch.einsum("bthn,hnc->bthc", q, wk), q_turned), dim=-1)
+        q = q.flatten(1, 2)[:, None]  # [B, 1, T H, C + R]
+        mask = mask.repeat_interleave(H, dim=2)
+        k = torch.cat((c, r), dim=-1)
+        y = F.scaled_dot_product_attention(q, k, c, mask, scale=self.scale)  # [B, 1, T H, C]
+        return torch.einsum("bthc,hvc->bthv", y.view(B, T, H, -1), wv)
+
+    def matrices(self):
+        """Each head's Wk [H, N, C] and Wv [H, V, C], views of wkv's weight."""
+        weight = self.wkv.weight.unflatten(0, (self.n_head, -1))
+        return weight.split([self.latent.key_dim, self.latent.value_dim], dim=1)
+
+
+def always(condition) -> bool:
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
+    of all lengths."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 class KVCache(nn.Module):
     """The keys and values of a layer: k, v [B, K, L, E]. Its buffers begin with [B, K, L].
+
+    Of latent attention, which has no keys and values of its own until they are made, k is the part
+    that turns [B, 1, L, R] and v the latent [B, 1, L, C]: see cache_shape().
 
     int8: whether keys, and whether values, are int8. Then each token's head has a scale [B, K, L],
     its largest element / 127. All that attention reads has been int8, the new token's key and value
@@ -442,11 +595,12 @@ class KVCache(nn.Module):
         dtype: torch.dtype,
         int8: tuple[bool, bool] = (False, False),
     ):
+        """shape: B, K, L, E and, where a value's elements are more or fewer than a key's, these."""
         super().__init__()
         self.dtype = dtype
         self.k, self.v = (
-            buffer(torch.zeros(shape, device=device, dtype=torch.int8 if small else dtype))
-            for small in int8
+            buffer(torch.zeros(*shape[:3], E, device=device, dtype=torch.int8 if small else dtype))
+            for E, small in zip((shape[3], shape[-1]), int8)
         )
         self.k_scale, self.v_scale = (
             buffer(torch.zeros(shape[:3], device=device)) if small else None for small in int8
@@ -455,10 +609,9 @@ class KVCache(nn.Module):
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
         """Of all layers that have attention. kind: of CACHES."""
-        shape = 1, config.n_kv_head, 1, config.head_dim
-        cache = CACHES[kind](shape, torch.device("meta"), dtype)
-        layers = sum(layer.delta is None for layer in config.layers)
-        return layers * sum(part.nbytes for part in cache.buffers())
+        shapes = [cache_shape(config, layer) for layer in config.layers if not layer.delta]
+        caches = [CACHES[kind](shape, torch.device("meta"), dtype) for shape in shapes]
+        return sum(part.nbytes for cache in caches for part in cache.buffers())
 
     @staticmethod
     def oldest(n: int) -> int:
@@ -489,6 +642,13 @@ class KVCache(nn.Module):
                 x = (x * scales[: len(rows), :, :n, None]).to(self.dtype)
             found.append(x)
         return found
+
+
+def cache_shape(config: Config, layer: LayerConfig, B: int = 1, L: int = 1) -> tuple[int, ...]:
+    """Of a KVCache of B rows of L tokens."""
+    if layer.latent:
+        return B, 1, L, config.head_dim, layer.latent.dim
+    return B, config.n_kv_head, L, config.head_dim
 
 
 # The kinds of KV cache. "16-bit", without --kv-cache: in the model's dtype, whichever that is.
@@ -775,19 +935,28 @@ class MoE(nn.Module):
         self.moe = moe
         self.gate = Gate(config.activation, moe.clamp)
         X = moe.n_expert
-        self.router = nn.Linear(config.dim, X, bias=moe.bias)
+        dtype = torch.float32 if moe.sigmoid else None
+        self.router = nn.Linear(config.dim, X, bias=moe.bias, dtype=dtype)
+        self.correction = None
+        if moe.sigmoid:
+            self.correction = nn.Parameter(torch.zeros(X, dtype=torch.float32))
         self.w_gate_up = Experts(X, 2 * moe.ffn_dim, config.dim, moe.bias)
         self.w_down = Experts(X, config.dim, moe.ffn_dim, moe.bias)
         self.shared = self.shared_gate = None
         if moe.shared_dim:
             self.shared = FeedForward(config, moe.shared_dim)
+        if moe.shared_dim and moe.shared_gate:
             self.shared_gate = nn.Linear(config.dim, 1, bias=False)
 
     def forward(self, x):
         y = self.mixture(x)
         if self.shared is not None:
-            y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+            y = y + self.shared_weight(x) * self.shared(x)
         return y
+
+    def shared_weight(self, x):
+        """[..., D] -> the weight of the shared expert [..., 1], or 1."""
+        return 1 if self.shared_gate is None else torch.sigmoid(self.shared_gate(x))
 
     def mixture(self, x):
         """[..., D] -> [..., D], without the shared expert."""
@@ -802,11 +971,28 @@ class MoE(nn.Module):
 
     def route(self, x):
         """x [M, D] -> the weights of each row's experts and their indices [M, n]."""
-        logits = self.router(x).float()  # [M, X]
-        top, experts = logits.topk(self.moe.n_chosen)
-        among = top if self.moe.normalize else logits
-        weights = (top - among.logsumexp(-1, keepdim=True)).exp()
-        return weights.type_as(x), experts
+        moe = self.moe
+        if moe.sigmoid:
+            scores = torch.sigmoid(self.router(x.float()))  # [M, X]
+            experts = self.in_best_groups(scores + self.correction).topk(moe.n_chosen).indices
+            weights = scores.gather(1, experts)
+            if moe.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        else:
+            logits = self.router(x).float()  # [M, X]
+            top, experts = logits.topk(moe.n_chosen)
+            among = top if moe.normalize else logits
+            weights = (top - among.logsumexp(-1, keepdim=True)).exp()
+        return (weights * moe.scale).type_as(x), experts
+
+    def in_best_groups(self, scores):
+        """scores [M, X], those of experts in other groups become -inf."""
+        if self.moe.n_chosen_group == self.moe.n_group:
+            return scores
+        groups = scores.unflatten(1, (self.moe.n_group, -1))  # [M, groups, X / groups]
+        best = groups.topk(2).values.sum(-1).topk(self.moe.n_chosen_group).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return groups.masked_fill(left_out[..., None], float("-inf")).flatten(1)
 
 
 class Experts(nn.Module):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Config, DeltaConfig, MoE, RMSNorm, Transformer
+from model import Config, DeltaConfig, LatentConfig, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -65,12 +65,17 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
 
         H = 32, K = 8, E = 80, groups of 128: 4 q heads of one kv head have 320 inputs;
         lcm(320, 128) = 640 inputs, 8 q heads, are a unit, and 4 ranks or fewer can share these
+
+    With latent attention E is a value's size, and q's outputs come in eights.
     """
-    H, K, E = config.n_head, config.n_kv_head, config.head_dim
+    H, K, E = config.n_head, config.n_kv_head, o_inputs(config)
     shared_evenly = ranks % K == 0 and H % ranks == 0
     heads = H // ranks if shared_evenly else H // K
     eights = 1 if group == 1 else 8
     o_unit = math.lcm(heads * math.lcm(E, eights), group)
+    if latent := latent_of(config):
+        heads = eights // math.gcd(eights, latent.key_dim + config.head_dim)
+        o_unit = math.lcm(heads * E, group)
     return o_unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
 
 
@@ -83,6 +88,17 @@ def ffn_dims(config: Config) -> set[int]:
 def delta_of(config: Config) -> DeltaConfig | None:
     """That of all recurrent layers, None without one."""
     return next((layer.delta for layer in config.layers if layer.delta), None)
+
+
+def latent_of(config: Config) -> LatentConfig | None:
+    """That of all layers, None without one."""
+    return config.layers[0].latent
+
+
+def o_inputs(config: Config) -> int:
+    """Of a head."""
+    latent = latent_of(config)
+    return latent.value_dim if latent else config.head_dim
 
 
 def key_heads_unit(delta: DeltaConfig, group: int) -> int:
@@ -99,7 +115,7 @@ def cannot_share(config: Config, group: int, ranks: int) -> str | None:
     H, K = config.n_head, config.n_kv_head
     o_unit, ffn_unit = units(config, group, ranks)
     groups = f", in groups of {group} quantized weights" if group > 1 else ""
-    if ranks > -(-H * config.head_dim // o_unit):
+    if ranks > -(-H * o_inputs(config) // o_unit):
         return f"{ranks} ranks cannot share {H} heads with {K} key/value heads{groups}"
     least = min(ffn_dims(config))
     if ranks > -(-least // ffn_unit):
@@ -120,7 +136,8 @@ class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
     rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
     feed-forward part, in an expert and in a shared one, and rows of the output head; of recurrent
-    layers the elements of the key heads, the value heads and their elements.
+    layers the elements of the key heads, the value heads and their elements; of latent attention
+    the heads' queries, their keys and values, and their values alone.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
@@ -136,7 +153,7 @@ class Shard:
         self.whole = config
         self.rank = rank
         self.outputs = outputs or config.vocab_size
-        H, K, E = config.n_head, config.n_kv_head, config.head_dim
+        H, K, E = config.n_head, config.n_kv_head, o_inputs(config)
         # A model's mixtures are alike, and so are its recurrent layers.
         moe = next((layer.moe for layer in config.layers if layer.moe), None)
         self.delta = delta_of(config)
@@ -153,6 +170,12 @@ class Shard:
             heads=heads, q=q, kv=scaled(kv_heads, E), ffn=ffn, expert=expert, vocab=vocab
         )
         self.shares["shared"] = shared
+        if latent := latent_of(config):
+            self.shares |= {
+                "latent q": scaled(heads, latent.key_dim + config.head_dim),
+                "latent kv": scaled(heads, latent.key_dim + latent.value_dim),
+                "latent o": q,
+            }
         if moe:
             moe = replace(moe, ffn_dim=size(expert), shared_dim=size(shared))
         delta = self.delta

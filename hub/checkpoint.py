@@ -40,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hub.families import EXPERTS, config_from_hf, text_settings, value_of
-from model import Config, DeltaConfig, MoEConfig, Transformer
+from model import Config, DeltaConfig, LatentConfig, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -388,7 +388,7 @@ def hf_weights(config: Config) -> dict[str, Weight]:
     if not config.tied:
         table[HEAD] = Weight("head.weight", 0, (V, D), "vocab")
     for i, layer in enumerate(config.layers):
-        for name, weight in hf_layer(config, layer.moe, layer.delta).items():
+        for name, weight in hf_layer(config, layer.moe, layer.delta, layer.latent).items():
             table[f"model.layers.{i}.{name}"] = weight._replace(ours=f"layers.{i}.{weight.ours}")
     return table
 
@@ -403,7 +403,12 @@ def borrowing_weights(config: Config) -> dict[str, Weight]:
 
 
 @lru_cache
-def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -> dict[str, Weight]:
+def hf_layer(
+    config: Config,
+    moe: MoEConfig | None,
+    delta: DeltaConfig | None,
+    latent: LatentConfig | None,
+) -> dict[str, Weight]:
     """hf_weights() of a layer."""
     D, F = config.dim, config.ffn_dim
     table = {}
@@ -424,6 +429,8 @@ def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -
 
     if delta:
         add_delta(config, delta, add)
+    elif latent:
+        add_latent(config, latent, add)
     else:
         add_attention(config, add)
 
@@ -438,11 +445,11 @@ def hf_layer(config: Config, moe: MoEConfig | None, delta: DeltaConfig | None) -
 
     if moe and moe.shared_dim:
         F = moe.shared_dim
-        add("mlp.shared_expert.gate_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
-        add("mlp.shared_expert.up_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
-        add(
-            "mlp.shared_expert.down_proj.weight", "ffn.shared.w_down.weight", (D, F), None, "shared"
-        )
+        shared = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        add(f"{shared}.gate_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add(f"{shared}.up_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add(f"{shared}.down_proj.weight", "ffn.shared.w_down.weight", (D, F), None, "shared")
+    if moe and moe.shared_dim and moe.shared_gate:
         name = "mlp.shared_expert_gate.weight"
         add(name, "ffn.shared_gate.weight", (1, D), quantized=False)
     if moe:
@@ -485,6 +492,23 @@ def add_attention(config: Config, add: Callable) -> None:
         add("self_attn.k_norm.weight", "attn.k_norm.weight", (kv,), "kv")
 
 
+def add_latent(config: Config, latent: LatentConfig, add: Callable) -> None:
+    """Adds latent attention's weights to hf_layer(). What makes latents is whole on each rank."""
+    D, C, R, H = config.dim, latent.dim, config.head_dim, config.n_head
+    queries, values = H * (latent.key_dim + R), H * latent.value_dim
+    if latent.q_dim:
+        add("self_attn.q_a_proj.weight", "attn.w_in.weight", (latent.q_dim, D))
+        add("self_attn.q_a_layernorm.weight", "attn.q_norm.weight", (latent.q_dim,))
+        add("self_attn.q_b_proj.weight", "attn.wq.weight", (queries, latent.q_dim), "latent q")
+    else:
+        add("self_attn.q_proj.weight", "attn.w_in.weight", (queries, D), "latent q")
+    add("self_attn.kv_a_proj_with_mqa.weight", "attn.w_in.weight", (C + R, D))
+    add("self_attn.kv_a_layernorm.weight", "attn.kv_norm.weight", (C,))
+    kv = H * latent.key_dim + values, C
+    add("self_attn.kv_b_proj.weight", "attn.wkv.weight", kv, "latent kv", quantized=False)
+    add("self_attn.o_proj.weight", "attn.wo.weight", (D, values), columns="latent o")
+
+
 def add_delta(config: Config, delta: DeltaConfig, add: Callable) -> None:
     """Adds a recurrent layer's weights to hf_layer(). Its norm's weight is stored as it is."""
     D, H, C = config.dim, delta.n_value_head, delta.channels
@@ -514,7 +538,10 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     part, router, *names = config.expert_files
     gate_up = partial(Weight, "ffn.w_gate_up.weight", quantized=True)
     down = partial(Weight, "ffn.w_down.weight", 0, columns="expert", quantized=True)
-    table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D))}
+    table = {f"{router}.weight": Weight("ffn.router.weight", 0, (X, D), fp32=moe.sigmoid)}
+    if moe.sigmoid:
+        correction = Weight("ffn.correction", 0, (X,), fp32=True)
+        table[f"{router}.e_score_correction_bias"] = correction
     if names:
         gate_name, up_name, down_name = names
         for x in range(X):

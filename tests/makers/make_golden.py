@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -98,6 +100,23 @@ MIXTURE = dict(
     shared_expert_intermediate_size=20,
     num_experts=6,
     num_experts_per_tok=2,
+)
+# Sizes differ, so that none can stand for another.
+LATENT = COMMON | dict(
+    num_key_value_heads=4,
+    num_hidden_layers=3,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    moe_intermediate_size=16,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+)
+# Of an original context that texts exceed.
+DEEPSEEK_YARN = YARN | dict(
+    original_max_position_embeddings=16, factor=8.0, mscale=1.0, mscale_all_dim=1.0
 )
 THREE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
@@ -181,6 +200,28 @@ FAMILIES = {
         | MIXTURE
         | dict(num_hidden_layers=4, layer_types=THREE, mlp_only_layers=[1], norm_topk_prob=True)
     ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT),
+    "glm4-moe-lite-straight": Glm4MoeLiteConfig(
+        **LATENT
+        | TIED
+        | dict(q_lora_rank=None, rope_interleave=False, n_shared_experts=2, norm_topk_prob=False),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **LATENT | dict(n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2),
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek-v3-mscale": DeepseekV3Config(
+        **LATENT | dict(q_lora_rank=None, num_hidden_layers=2),
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7, mscale_all_dim=0.4),
+    ),
 }
 
 
@@ -200,6 +241,9 @@ def randomize(model: Module) -> Module:
         if name.endswith("A_log"):  # states that soon forget, and others that do not
             weight.copy_(torch.linspace(-5, 0.5, len(weight)))
         weight.copy_(weight.bfloat16())  # the files hold bf16
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # so that it decides, now and then
+            correction.copy_((0.2 * torch.randn_like(correction)).bfloat16())
     return model
 
 
