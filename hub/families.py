@@ -490,7 +490,11 @@ def head_dim(hf: dict) -> int:
     """With latent attention: of the part that turns."""
     size = value_of(hf, "head_dim", int, None, most=2**16)
     if has_latents(hf["model_type"]):
-        size = value_of(hf, "qk_rope_head_dim", int, most=2**16)
+        turned = value_of(hf, "qk_rope_head_dim", int, most=2**16)
+        # To transformers' GLM it is another name, to its DeepSeek a size that must be the same.
+        if hf["model_type"] != "glm4_moe_lite" and size not in (None, turned):
+            raise ValueError(f"head_dim={size}: want qk_rope_head_dim={turned}, or no head_dim")
+        size = size or turned
     if size is None:
         dim, n_head = hf["hidden_size"], hf["num_attention_heads"]
         if dim % n_head:

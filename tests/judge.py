@@ -9,11 +9,14 @@ Shapes: R / 2 frequencies of a head.
 import json
 from importlib import import_module
 
+import torch
+
 from hub.families import FAMILIES, config_from_hf, text_settings
 
 WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
 BY_LAYER = "olmo3", "gemma3_text"  # rope differs by the kind of layer
 RECURRENT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
+LATENT = "deepseek_v3", "glm4_moe_lite"
 
 
 def by_transformers(hf: dict) -> dict:
@@ -89,7 +92,39 @@ def by_transformers(hf: dict) -> dict:
         found["mixtures"] = flags(sparse)
     if kind == "qwen3_5_moe_text":  # no layer is dense
         del found["ffn_dim"]
+    if kind in LATENT:
+        del found["n_kv_head"]  # nobody reads it, but to refuse it
+        with torch.device("meta"):
+            attention = next(of for name, of in made_of(module) if name.endswith("Attention"))
+            scale = attention(text, 0).scaling
+        found["latent"] = [
+            text.kv_lora_rank,
+            text.qk_nope_head_dim,
+            text.v_head_dim,
+            text.q_lora_rank or 0,
+            bool(text.rope_interleave),
+            scale,
+        ]
+        found["experts"] = [
+            text.num_local_experts,
+            text.num_experts_per_tok,
+            text.moe_intermediate_size,
+            text.moe_intermediate_size * text.n_shared_experts,
+            bool(text.norm_topk_prob),
+            text.n_group,
+            text.topk_group,
+            text.routed_scaling_factor,
+        ]
+        sparse = [i >= getattr(text, "first_k_dense_replace", 0) for i in range(n)]
+        if kind == "glm4_moe_lite":
+            sparse = [of == "sparse" for of in text.mlp_layer_types]
+        found["mixtures"] = flags(sparse)
     return found
+
+
+def made_of(module) -> list[tuple[str, type]]:
+    """The classes that a module defines."""
+    return [(name, of) for name, of in vars(module).items() if isinstance(of, type)]
 
 
 def by_us(hf: dict) -> dict:
@@ -132,10 +167,18 @@ def by_us(hf: dict) -> dict:
         found["recurrent"] = flags(layer.delta is not None for layer in config.layers)
         [delta] = {layer.delta for layer in config.layers} - {None}
         found["delta"] = [*vars(delta).values()]
-    if kind == "qwen3_next":
+    if kind == "qwen3_next" or kind in LATENT:
         found["mixtures"] = flags(layer.moe is not None for layer in config.layers)
     if kind == "qwen3_5_moe_text":
         del found["ffn_dim"]
+    if kind in LATENT:
+        del found["n_kv_head"]
+        [of] = {layer.latent for layer in config.layers}
+        scale = config.attention_scale or (of.key_dim + config.head_dim) ** -0.5
+        found["latent"] = [of.dim, of.key_dim, of.value_dim, of.q_dim, of.interleaved, scale]
+        [of] = {layer.moe for layer in config.layers} - {None}
+        found["experts"] += [of.ffn_dim, of.shared_dim, of.normalize]
+        found["experts"] += [of.n_group, of.n_chosen_group, of.scale]
     return found
 
 
@@ -205,6 +248,22 @@ MIXTURE = dict(
     shared_expert_intermediate_size=20,
     norm_topk_prob=False,
 )
+LATENTS = dict(
+    kv_lora_rank=24,
+    q_lora_rank=20,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    rope_interleave=False,
+    n_routed_experts=32,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    n_group=4,
+    topk_group=1,
+    norm_topk_prob=False,
+    routed_scaling_factor=1.5,
+)
 MORE = dict(
     mixtral=EXPERTS,
     gpt_oss=EXPERTS,
@@ -213,6 +272,8 @@ MORE = dict(
     qwen3_5_text=DELTA,
     qwen3_5_moe_text=DELTA | MIXTURE,
     qwen3_next=DELTA | MIXTURE | dict(mlp_only_layers=[1], decoder_sparse_step=1),
+    deepseek_v3=LATENTS | dict(first_k_dense_replace=1),
+    glm4_moe_lite=LATENTS | dict(mlp_layer_types=["sparse", "dense"] * 2),
 )
 PLAIN = dict(rope_type="default", rope_theta=5e4)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -265,6 +326,26 @@ OTHERS = {
     "layers named": dict(layer_types=["full_attention"] + ["linear_attention"] * 3),
     "every second sparse": dict(decoder_sparse_step=2),
 }
+OTHER_LATENTS = {
+    "by another name": dict(n_routed_experts=GONE, num_local_experts=16),
+    "by both names": dict(num_local_experts=16),
+    "named after DeepSeek": dict(mlp_layer_types=GONE, first_k_dense_replace=1),
+    "head_dim": dict(head_dim=16),
+    "head_dim alone": dict(head_dim=16, qk_rope_head_dim=GONE),
+    "as published": dict(
+        num_key_value_heads=4,
+        partial_rotary_factor=1.0,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        num_nextn_predict_layers=1,
+    ),
+    "all dense but the last": dict(first_k_dense_replace=3),
+    "none dense": dict(first_k_dense_replace=0),
+    "mscale of another stretch": dict(rope_scaling=LINEAR | dict(mscale_all_dim=0.7)),
+    "mscale of no stretch": dict(
+        rope_scaling=dict(rope_type="default", factor=4.0, mscale_all_dim=0.7)
+    ),
+}
 ZERO = (
     "sliding_window",
     "attention_multiplier",
@@ -290,6 +371,8 @@ def cases() -> dict[str, dict]:
     found = {}
     for kind in FAMILIES:
         base = SHAPE | MORE.get(kind, {}) | dict(model_type=kind)
+        if kind in LATENT:
+            base |= dict(num_key_value_heads=GONE, head_dim=GONE)  # as many as heads; another key
         found[f"{kind}: no key"] = dict(model_type=kind)
         ropes = dict(ROPES)
         if kind in BY_LAYER:  # there transformers reads no `type` but rope_type: plain rope
@@ -299,10 +382,14 @@ def cases() -> dict[str, dict]:
         if kind in RECURRENT:
             for name, changes in OTHERS.items():
                 found[f"{kind}: {name}"] = changed(base, changes)
-        for key in (*KEYS, *(MORE[kind] if kind in RECURRENT else ())):
+        if kind in LATENT:
+            for name, changes in OTHER_LATENTS.items():
+                found[f"{kind}: {name}"] = changed(base, changes)
+        for key in (*KEYS, *(MORE[kind] if kind in RECURRENT + LATENT else ())):
             # 32 heads, as defaults have 32 key heads.
             found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
             found[f"{kind}: {key} null"] = changed(base, {key: None})
+        found.pop("deepseek_v3: head_dim null", None)  # no forward there works
         for key in ZERO:
             found[f"{kind}: {key} 0"] = changed(base, {key: 0})
     for whole, kinds in WRAPPERS.items():
