@@ -515,6 +515,25 @@ RECURRENT_MOE = RECURRENT | dict(
 )
 
 
+# Of a family with latent attention: two heads' values are a group of 32.
+LATENT = dict(
+    num_attention_heads=6,
+    num_key_value_heads=6,
+    q_lora_rank=32,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    moe_intermediate_size=96,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+)
+
+
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
     """A checkpoint with random bf16 weights, and biases for qwen2."""
     directory.mkdir(exist_ok=True)

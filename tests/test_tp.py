@@ -29,6 +29,7 @@ from helpers import (
     CPU,
     DRAFT,
     EAGLE,
+    LATENT,
     RECURRENT,
     RECURRENT_MOE,
     ROOT,
@@ -92,6 +93,14 @@ MADE = dict(
     qwen3_5_moe=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
     fused=("qwen3_5_moe_text", UNEVEN | RECURRENT_MOE),
     qwen3_next=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(mlp_only_layers=[1])),
+    # Of 3 pairs of heads a rank has 2, the other 1; each has all of the latents.
+    glm=(
+        "glm4_moe_lite",
+        UNEVEN | LATENT | dict(n_group=1, topk_group=1, n_routed_experts=3, head_dim=8),
+    ),
+    deepseek=("deepseek_v3", UNEVEN | LATENT | dict(head_dim=8, n_shared_experts=1)),
+    straight=("deepseek_v3", UNEVEN | LATENT | dict(head_dim=8, q_lora_rank=None)),
+    latent=("glm4_moe_lite", UNEVEN | LATENT | dict(head_dim=8, vocab_size=2048)),
     recurrent=("qwen3_5_text", UNEVEN | RECURRENT | dict(vocab_size=2048)),
     recurrent_moe=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(vocab_size=2048)),
 )
@@ -101,6 +110,9 @@ GPTQ_OF = {
     "thrice-gptq": ("thrice", 8, 32, False, True),
     "fused-gptq": ("fused", 4, 32, False, False),
     "qwen3_next-gptq": ("qwen3_next", 4, 32, False, True),
+    "glm-gptq": ("glm", 4, 32, False, True),
+    "deepseek-gptq": ("deepseek", 4, 32, False),
+    "straight-gptq": ("straight", 8, -1, True),
 }
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
 GPTQ = {
@@ -130,6 +142,10 @@ LOGITS_CASES = {
     "fused, int4, a row": dict(checkpoint="fused", quantize="int4", group_size=-1),
     "qwen3_next, int8": dict(checkpoint="qwen3_next", quantize="int8"),
     "qwen3_5_moe, fused": dict(checkpoint="qwen3_5_moe", quantize="int4", fused=True),
+    "glm, int4": dict(checkpoint="glm", quantize="int4"),
+    "glm, int8": dict(checkpoint="glm", quantize="int8", quantize_head="int8"),
+    "straight, int4": dict(checkpoint="straight", quantize="int4"),
+    "deepseek, fused": dict(checkpoint="deepseek", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
 }
 # Which the ranks share as they share the target.
@@ -154,6 +170,11 @@ TOKENS_CASES = {
     "recurrent, draft split": dict(
         checkpoint="recurrent", draft="recurrent", policy="3", split_draft=True
     ),
+    "latent, plain": dict(checkpoint="latent"),
+    "latent, int8 cache": dict(checkpoint="latent", cache="int8"),
+    "latent, compiled": dict(checkpoint="latent", mode="fast"),
+    "latent, draft": dict(checkpoint="latent", draft=DRAFT, policy="3"),
+    "latent draft": dict(draft="latent", policy="3", split_draft=True),
     "mtp": dict(checkpoint="recurrent_moe", draft="mtp", policy="3"),
     "mtp split": dict(checkpoint="recurrent", draft="mtp", policy="3", split_draft=True),
     "dflash": dict(checkpoint="recurrent", draft="dflash", policy="3"),
@@ -320,6 +341,9 @@ QWEN3_NEXT_80B = dict(
     num_experts_per_tok=2,
     **ROWS,
 )
+GLM_47_FLASH = dict(
+    model_type="glm4_moe_lite", num_hidden_layers=2, n_routed_experts=4, intermediate_size=10240
+)
 SHARED = [  # heads, kv heads, other changes, group, ranks
     (6, 3, UNEVEN, 32, 2),
     (6, 3, UNEVEN, -1, 3),
@@ -333,6 +357,10 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (8, 8, RECURRENT_MOE | ROWS | KEYS_OF_4 | dict(model_type="qwen3_5_moe_text"), 32, 3),
     (24, 4, QWEN3_5_27B, 128, 8),
     (16, 2, QWEN3_NEXT_80B, 128, 4),
+    (6, 6, LATENT | dict(model_type="glm4_moe_lite"), 32, 2),
+    (6, 6, LATENT | dict(model_type="deepseek_v3", q_lora_rank=None), -1, 3),
+    (20, 20, GLM_47_FLASH, 128, 4),
+    (20, 20, GLM_47_FLASH, 128, 6),
 ]
 
 
@@ -341,17 +369,18 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     """But for kv heads, of which each rank has those that its q heads look at, and no others."""
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     check_shares(config, group, ranks)
-    if config.layers[0].moe:  # in one tensor, too
+    if config.layers[-1].moe:  # in one tensor, too
         check_shares(replace(config, expert_files=config.expert_files[:2]), group, ranks)
 
 
 def check_shares(config: Config, group: int, ranks: int) -> None:
-    parts, E = shards(config, group, ranks), config.head_dim
+    latent = config.layers[0].latent
+    parts, E = shards(config, group, ranks), latent.value_dim if latent else config.head_dim
     heads, kv_heads = config.n_head, config.n_kv_head
     times = dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), 1)
     times |= dict.fromkeys(
         "in_proj_qkv in_proj_z in_proj_b in_proj_a in_proj_qkvz in_proj_ba conv1d linear_attn "
-        "out_proj experts".split(),
+        "out_proj experts q_b_proj kv_b_proj".split(),
         1,
     )
     times |= dict.fromkeys(("k_proj", "v_proj"), max(1, ranks // kv_heads))
@@ -374,6 +403,12 @@ def check_shares(config: Config, group: int, ranks: int) -> None:
         # Of o and of down: between groups.
         assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
         assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+        if latent:
+            queries = shard.shares["latent q"]
+            assert group == 1 or queries.start % 8 == queries.stop % 8 == 0
+            assert queries.stop * E == shard.shares["latent o"].stop * (
+                latent.key_dim + config.head_dim
+            )
         if shard.delta:
             keys, values = shard.shares["keys"], shard.shares["values"]
             own = next(layer.delta for layer in shard.config.layers if layer.delta)
