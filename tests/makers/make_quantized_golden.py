@@ -117,7 +117,12 @@ SHAPES = {
     ),
 }
 LATENTS = "glm4_moe_lite", "deepseek_v3"
-SEPARATE = "qwen3_moe", "qwen3_5_moe", "qwen3_next", *LATENTS  # whose files have each expert by itself
+SEPARATE = (
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    *LATENTS,
+)  # whose files have each expert by itself
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
