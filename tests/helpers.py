@@ -31,7 +31,7 @@ from drafts import make_draft, open_draft
 from drafts.dflash import BlockConfig, DFlash, DFlash2, DFlashCheckpoint, Second
 from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
-from drafts.mtp import MtpCheckpoint, MtpHead
+from drafts.mtp import MtpCheckpoint, MtpHead, names_of
 from drafts.policies import make_policy
 from hub.families import config_from_hf
 from generate import Engine, generate
@@ -731,13 +731,13 @@ def make_dflash(directory: Path, target: Path) -> None:
 
 
 def add_mtp(directory: Path) -> None:
-    """Random tensors that draft, for a checkpoint of Qwen3.5's kind."""
-    change_tensors(directory, **{"mtp.fc.weight": torch.zeros(1)})
+    """Random tensors that draft, for a checkpoint whose family has such a layer."""
+    names = names_of(Checkpoint(directory).config)
+    prefix = "model." * names.prefix.startswith("layers.") + names.prefix
+    change_tensors(directory, **{f"{prefix}{names.fc}.weight": torch.zeros(1)})
     weights = MtpCheckpoint(Checkpoint(directory)).weights
-    change_tensors(
-        directory,
-        **{f"mtp.{name}": torch.randn(of.shape).bfloat16() / 4 for name, of in weights.items()},
-    )
+    drawn = {f"{prefix}{name}": torch.randn(of.shape) / 4 for name, of in weights.items()}
+    change_tensors(directory, **{name: of.bfloat16() for name, of in drawn.items()})
 
 
 def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:

@@ -176,6 +176,8 @@ TOKENS_CASES = {
     "latent, draft": dict(checkpoint="latent", draft=DRAFT, policy="3"),
     "latent draft": dict(draft="latent", policy="3", split_draft=True),
     "mtp": dict(checkpoint="recurrent_moe", draft="mtp", policy="3"),
+    "latent, mtp": dict(checkpoint="latent", draft="mtp", policy="3"),
+    "latent, mtp split": dict(checkpoint="latent", draft="mtp", policy="3", split_draft=True),
     "mtp split": dict(checkpoint="recurrent", draft="mtp", policy="3", split_draft=True),
     "dflash": dict(checkpoint="recurrent", draft="dflash", policy="3"),
     "dflash split": dict(checkpoint="recurrent", draft="dflash", policy="3", split_draft=True),
@@ -273,7 +275,7 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
-    for name in ("recurrent", "recurrent_moe"):
+    for name in ("recurrent", "recurrent_moe", "latent"):
         add_mtp(directory / name)
     make_dflash(directory / "dflash", directory / "recurrent")
     fuse_experts(directory / "fused")
