@@ -43,9 +43,15 @@ class Names:
         return self.layer + name.removeprefix("layers.0.")
 
 
+def is_behind(config: Config) -> bool:
+    """Whether the layer is as DeepSeek-V3's, behind the last, and not as Qwen's. All families that
+    have it so have latent attention, too."""
+    return config.layers[-1].latent is not None
+
+
 def names_of(config: Config) -> Names:
     """config: the target's."""
-    if not config.layers[-1].latent:
+    if not is_behind(config):
         return Names("mtp.")
     names = "eh_proj", "enorm", "hnorm", "shared_head.norm", "", "num_nextn_predict_layers"
     return Names(f"layers.{config.n_layer}.", *names)
@@ -55,10 +61,11 @@ COPIES = "embed_tokens.weight", "shared_head.head.weight"  # of the target's
 
 
 class MtpHead(DraftHead):
-    def __init__(self, config: Config, n_layer: int, norm_output: bool = True):
+    def __init__(self, config: Config, n_layer: int):
         """n_layer: the target's."""
         super().__init__(config)
-        D, self.norm_output = config.dim, norm_output
+        D = config.dim
+        self.norm_output = not is_behind(config)
         self.target_places, self.head_size = (n_layer,), config.vocab_size
         self.embedding_norm, self.state_norm = RMSNorm(D, config), RMSNorm(D, config)
         self.fc = nn.Linear(2 * D, D, bias=False)
@@ -128,7 +135,7 @@ class MtpCheckpoint(Checkpoint):
         return replace(self.config, vocab_size=0, tied=True)
 
     def make_model(self, config: Config) -> MtpHead:
-        return MtpHead(config, self.n_layer, not config.layers[0].latent)
+        return MtpHead(config, self.n_layer)
 
     def weights_of(self, config: Config) -> dict[str, Weight]:
         D, names = config.dim, self.names

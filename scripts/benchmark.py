@@ -306,12 +306,16 @@ def prompt_operations(config: Config, args: Namespace) -> float:
     for weight in hf_weights(config).values():
         is_expert = weight.experts or weight.expert is not None
         used = moe.n_chosen / moe.n_expert if is_expert else 1
-        weights += weight.quantized * math.prod(weight.shape) * used
+        is_matrix = weight.quantized or weight.ours.endswith("attn.wkv.weight")
+        weights += is_matrix * math.prod(weight.shape) * used
     T = args.prompt_length
     seen = sum(  # (layer, token, token seen)
         min(window, args.context + t + 1) for window in windows(config) for t in range(T)
     )
-    return args.batch * (2 * weights * T + 4 * config.n_head * config.head_dim * seen)
+    sizes = 2 * config.head_dim  # of a head's key and value
+    if latent := config.layers[0].latent:
+        sizes = latent.key_dim + config.head_dim + latent.value_dim
+    return args.batch * (2 * weights * T + 2 * config.n_head * sizes * seen)
 
 
 def windows(config: Config) -> list[int]:

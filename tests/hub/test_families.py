@@ -43,7 +43,8 @@ from judge import RECURRENT, by_us, cases, is_same
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
-# parameters as transformers 5.24 counts them in its class of each, without a vision part
+# parameters as transformers 5.24 counts them in its class of each, without a vision part; routers'
+# corrections are buffers there
 RELEASED = {
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
@@ -54,6 +55,7 @@ RELEASED = {
     "gemma-3-12b": 11_766_034_176,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "glm-4.7-flash": 29_943_390_976 + 46 * 64,  # corrections
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
