@@ -492,7 +492,7 @@ def head_dim(hf: dict) -> int:
     if has_latents(hf["model_type"]):
         turned = value_of(hf, "qk_rope_head_dim", int, most=2**16)
         # To transformers' GLM it is another name, to its DeepSeek a size that must be the same.
-        if hf["model_type"] != "glm4_moe_lite" and size not in (None, turned):
+        if hf["model_type"] != "glm4_moe_lite" and "head_dim" in hf and size != turned:
             raise ValueError(f"head_dim={size}: want qk_rope_head_dim={turned}, or no head_dim")
         size = size or turned
     if size is None:

@@ -249,6 +249,8 @@ MIXTURE = dict(
     norm_topk_prob=False,
 )
 LATENTS = dict(
+    num_key_value_heads=GONE,  # as many as heads
+    head_dim=GONE,  # qk_rope_head_dim says it
     kv_lora_rank=24,
     q_lora_rank=20,
     qk_nope_head_dim=12,
@@ -371,8 +373,6 @@ def cases() -> dict[str, dict]:
     found = {}
     for kind in FAMILIES:
         base = SHAPE | MORE.get(kind, {}) | dict(model_type=kind)
-        if kind in LATENT:
-            base |= dict(num_key_value_heads=GONE, head_dim=GONE)  # as many as heads; another key
         found[f"{kind}: no key"] = dict(model_type=kind)
         ropes = dict(ROPES)
         if kind in BY_LAYER:  # there transformers reads no `type` but rope_type: plain rope
@@ -389,7 +389,6 @@ def cases() -> dict[str, dict]:
             # 32 heads, as defaults have 32 key heads.
             found[f"{kind}: no {key}"] = changed(base, {key: GONE, "num_attention_heads": 32})
             found[f"{kind}: {key} null"] = changed(base, {key: None})
-        found.pop("deepseek_v3: head_dim null", None)  # no forward there works
         for key in ZERO:
             found[f"{kind}: {key} 0"] = changed(base, {key: 0})
     for whole, kinds in WRAPPERS.items():

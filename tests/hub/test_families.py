@@ -117,7 +117,7 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
                 refused.add(name)
             else:
                 assert is_same(found, expected[name]), (name, found, expected[name])
-    assert len(expected) == 944
+    assert len(expected) == 945
     windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss"
     names = {f"{kind}: sliding_window 0" for kind in windowed}
     names |= {f"{kind}: sliding_window null" for kind in windowed[4:]}
@@ -130,7 +130,7 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
     for kind in LATENT_KINDS:
         names |= {f"{kind}: rope by layer", f"{kind}: rope by layer, one"}
     # transformers reads these, and fails in the first forward.
-    for of in ("head_dim", "head_dim alone"):
+    for of in ("head_dim", "head_dim alone", "head_dim null"):
         names.add(f"deepseek_v3: {of}")
     for key in ("num_experts_per_tok", "n_group", "topk_group"):
         names.add(f"deepseek_v3: {key} null")
@@ -256,7 +256,7 @@ def test_yarn_stretches_the_frequencies_of_the_paper():
         'deepseek-v3 {"topk_group": 5}': "topk_group=5: want int above 0, up to 4",
         'deepseek-v3 {"num_experts_per_tok": 5}': "num_experts_per_tok=5: want int above 0, up to 4",
         'deepseek-v3 {"head_dim": 24}': "head_dim=24: want qk_rope_head_dim=8",
-        'deepseek-v3 {"qk_rope_head_dim": 7, "head_dim": null}': "head_dim=7: want an even number",
+        'deepseek-v3 {"qk_rope_head_dim": 7, "head_dim": 7}': "head_dim=7: want an even number",
         'deepseek-v3 {"num_key_value_heads": 2}': "num_key_value_heads=2: want num_attention_heads=4",
         'deepseek-v3 {"attention_bias": true}': "attention_bias=True is not supported: want False",
         'deepseek-v3 {"model_type": "deepseek_v2"}': "'deepseek_v2' is not supported, as its kind of experts",
