@@ -101,8 +101,9 @@ MIXTURE = dict(
     num_experts=6,
     num_experts_per_tok=2,
 )
-# Sizes differ, so that none can stand for another.
+# Sizes differ, so that none can stand for another, and so does eps from that of the latents' norms.
 LATENT = COMMON | dict(
+    rms_norm_eps=1e-3,
     num_key_value_heads=4,
     num_hidden_layers=3,
     q_lora_rank=20,
