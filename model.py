@@ -11,9 +11,9 @@ cache that works alike, see DeltaCache, but want to know where padding begins.
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
 C channels of the convolution. In latent attention: C elements of the latent that keys and values
-come from, R elements of a head that turn, N that do not, V of a value. In a mixture of experts: X experts, n of which a token takes; M rows,
-which are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs
-and K inputs.
+come from, R elements of a head that turn, N that do not, V of a value. In a mixture of experts: X
+experts, n of which a token takes; M rows, which are tokens or, n times as many, tokens at an expert
+of theirs; matrices [N, K], of N outputs and K inputs.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
 hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
@@ -319,6 +319,16 @@ def compiled_once(layer, *inputs):
     return layer(*inputs)
 
 
+def always(condition) -> bool:
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
+    of all lengths."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def visible(slots, positions, window: int | None):
     """Which slots [L] tokens at positions [B, T] attend to: a mask [B, 1, T, L]."""
     at = positions[:, None, :, None]
@@ -450,21 +460,23 @@ class LatentAttention(nn.Module):
 
         q [N + R], of which R turn    k = (Wk c, r) [N + R]    v = Wv c [V]    c [C], r [R]
 
-    The cache holds c, normed, and r, turned, and nothing for each head: 576 numbers a token in place
-    of GLM-4.7-Flash's 20 x 512. There are two ways to attend to them, which give the same:
+    The cache holds c, normed, and r, turned, and nothing for each head: of GLM-4.7-Flash 576 numbers
+    a token, where 20 heads' keys and values are 10,240. Two forms attend to them, with the same
+    result:
 
-        open        k and v of all slots in use, then attention as usual
+        open        k and v are made of all slots in use; then comes attention as usual
         absorbed    q k = (Wk^T q) c + q r, and the sum of shares times v is Wv times the sum of
-                    shares times c: attention with one key/value head, whose keys are (c, r) and
-                    whose values are c. Wk and Wv are views of wkv's weight, so that they take no
-                    memory of their own.
+                    shares times c. So it is attention with one key/value head, whose keys are
+                    (c, r) and whose values are c. Wk and Wv are views of wkv's weight.
 
-    A few tokens, as in decode and verification, take the absorbed form: they read a slot's C + R
-    numbers once, and make nothing of them. The open form makes H (N + V) numbers of each slot by C
-    products each, once for all tokens; in return a token has N + R + V products a slot and head, and
-    not 2 C + R. So many tokens, a prompt's, take the open form.
+    Decode and verification, a few tokens, take the absorbed form: it reads the C + R numbers of a
+    slot and makes nothing of them. Prompts take the open form. It makes H (N + V) numbers of a slot,
+    by C products each, but once for all tokens; then a token has N + R + V products a slot and head,
+    the absorbed form 2 C + R.
 
-    As both forms need it, wkv is in 16 bits whatever the others are: quantize.LEFT_OUT."""
+    The absorbed form multiplies by parts of wkv, whose rows are its sums' inputs: codes in groups
+    along C do not serve that. So wkv is in 16 bits, whatever the others are (quantize.LEFT_OUT),
+    and neither form has a copy of it."""
 
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
@@ -545,16 +557,6 @@ class LatentAttention(nn.Module):
         """Each head's Wk [H, N, C] and Wv [H, V, C], views of wkv's weight."""
         weight = self.wkv.weight.unflatten(0, (self.n_head, -1))
         return weight.split([self.latent.key_dim, self.latent.value_dim], dim=1)
-
-
-def always(condition) -> bool:
-    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
-    of all lengths."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 class KVCache(nn.Module):
