@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_modules_of_transformers(name):
         for at in range(n, n + 3):
             token = logits[-1].argmax()[None, None]
             state = head.features[:, at - 1 : at]
-            inputs = head.inputs(token, state if name in BEHIND else head.norm(state))
+            inputs = head.inputs(token, head.norm(state) if head.norm_output else state)
             logits.append(head(token, torch.tensor([[at]]), inputs=inputs)[0, 0])
         assert error(torch.stack(logits), expected[n - 1]) < 1e-5
 
