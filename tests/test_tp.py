@@ -361,7 +361,7 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (16, 2, QWEN3_NEXT_80B, 128, 4),
     (6, 6, LATENT | dict(model_type="glm4_moe_lite"), 32, 2),
     (6, 6, LATENT | dict(model_type="deepseek_v3", q_lora_rank=None), -1, 3),
-    (6, 6, LATENT | dict(model_type="glm4_moe_lite", v_head_dim=32), 32, 3),
+    (6, 6, LATENT | dict(model_type="glm4_moe_lite", v_head_dim=32), 32, 2),
     (20, 20, GLM_47_FLASH, 128, 4),
     (20, 20, GLM_47_FLASH, 128, 6),
 ]
