@@ -24,6 +24,9 @@ from hub.families import EXPERTS, value_of
 from model import Config, RMSNorm, Transformer
 
 
+COPIES = "embed_tokens.weight", "shared_head.head.weight"  # of the target's
+
+
 @dataclass(frozen=True)
 class Names:
     """What a family calls the tensors, behind a prefix."""
@@ -55,9 +58,6 @@ def names_of(config: Config) -> Names:
         return Names("mtp.")
     names = "eh_proj", "enorm", "hnorm", "shared_head.norm", "", "num_nextn_predict_layers"
     return Names(f"layers.{config.n_layer}.", *names)
-
-
-COPIES = "embed_tokens.weight", "shared_head.head.weight"  # of the target's
 
 
 class MtpHead(DraftHead):
