@@ -474,9 +474,8 @@ class LatentAttention(nn.Module):
     by C products each, but once for all tokens; then a token has N + R + V products a slot and head,
     the absorbed form 2 C + R.
 
-    The absorbed form multiplies by parts of wkv, whose rows are its sums' inputs: codes in groups
-    along C do not serve that. So wkv is in 16 bits, whatever the others are (quantize.LEFT_OUT),
-    and neither form has a copy of it."""
+    Wk^T q sums over rows of wkv, which no product of codes does, as their groups lie along C. So wkv
+    is in 16 bits, whatever the others are (quantize.LEFT_OUT), and neither form has a copy of it."""
 
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()

@@ -23,7 +23,6 @@ from hub.checkpoint import Checkpoint, Place, Weight, borrowing_weights
 from hub.families import EXPERTS, value_of
 from model import Config, RMSNorm, Transformer
 
-
 COPIES = "embed_tokens.weight", "shared_head.head.weight"  # of the target's
 
 

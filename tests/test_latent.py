@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 from generate import Engine, Sampling
 from helpers import (
-    CPU,
     ENGINES,
     F32,
     GOLDEN,
