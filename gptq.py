@@ -235,8 +235,13 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
             return layer.attn.mix(qkvz, layer.attn.w_gates(x), *where)
 
         first, between = ("w_in", mix) if layer.config.delta else ("wqkv", attend)
+        middle = None
+        if latent := layer.config.latent:
+            first = "w_in"
+            middle = (f"{name}.attn.wq", layer.attn.queries_latent) if latent.q_dim else None
         names = f"{name}.attn.{first}", f"{name}.attn.wo"
-        outputs = yield from calibrate_pair(model, names, between, layer.attn_norm, chunks)
+        how = between, layer.attn_norm, chunks
+        outputs = yield from calibrate_pair(model, names, *how, middle=middle)
         add(outputs, layer.attn_post_norm)
         ffn, norm = layer.ffn, layer.ffn_norm
         if isinstance(ffn, DenseAndMoE):
@@ -247,7 +252,7 @@ def calibrate(model: Transformer, tokens: Tensor, head: bool) -> Iterator[tuple]
             if ffn.shared is not None:
                 shared = yield from calibrate_ffn(model, f"{name}.ffn.shared", norm, chunks)
                 for (_, x), part, (_, y) in zip(chunks, total.split(size), shared):
-                    part += torch.sigmoid(ffn.shared_gate(norm(x))) * y
+                    part += ffn.shared_weight(norm(x)) * y
             outputs = zip((ffn(norm(x)) for x, _ in chunks), total.split(size))
         else:
             outputs = yield from calibrate_ffn(model, f"{name}.ffn", norm, chunks)
@@ -309,9 +314,11 @@ def calibrate_pair(
     norm: nn.Module,
     chunks: Sequence[Tensor],
     few: bool = False,
+    middle: tuple[str, Callable] | None = None,
 ):
     """Two matrices, one behind the other, and the function between them, of what the first one
-    gives and what it was given. Returns what they give for each of chunks [2, ..., D], normed: for
+    gives and what it was given. middle: a matrix inside of this function, and what makes its inputs
+    of what the first one gives. Returns what they give for each of chunks [2, ..., D], normed: for
     the states and, with the original matrices, for the original states."""
     first, second = names
     layer = model.get_submodule  # the caller puts quantized ones into the model
@@ -320,9 +327,16 @@ def calibrate_pair(
         x = norm(x)
         return between(layer(first)(x), x)
 
+    def inputs_of_middle(x: Tensor) -> Tensor:
+        return middle[1](layer(first)(norm(x)))
+
     wanted = [inputs_of_second(y) for _, y in chunks]
     outputs = [layer(second)(y) for y in wanted]
+    wanted_in_middle = [inputs_of_middle(y) for _, y in chunks] if middle else []
     yield first, *correlations(map(norm, chunks), few)
+    if middle:
+        inputs = (inputs_of_middle(x) for x, _ in chunks)
+        yield middle[0], *correlations(zip(inputs, wanted_in_middle), few)
     inputs = [inputs_of_second(x) for x, _ in chunks]
     yield second, *correlations(zip(inputs, wanted), few)
     return zip(map(layer(second), inputs), outputs)

@@ -10,9 +10,10 @@ cache that works alike, see DeltaCache, but want to know where padding begins.
 
 Shapes: B batch, T new tokens, L cache length, D model dim, H query heads, K kv heads, E head dim, F
 ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value heads of V elements,
-C channels of the convolution. In a mixture of experts: X experts, n of which a token takes; M rows,
-which are tokens or, n times as many, tokens at an expert of theirs; matrices [N, K], of N outputs
-and K inputs. P elements of a per-layer embedding.
+C channels of the convolution. In latent attention: C elements of the latent that keys and values
+come from, R elements of a head that turn, N that do not, V of a value. In a mixture of experts: X
+experts, n of which a token takes; M rows, which are tokens or, n times as many, tokens at an expert
+of theirs; matrices [N, K], of N outputs and K inputs. P elements of a per-layer embedding.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
 hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
@@ -65,13 +66,23 @@ class MoEConfig:
     # gpt-oss: gate is clamp[0] at most, up from -clamp[0] to clamp[0]; gate * sigmoid(clamp[1] *
     # gate) * (up + 1).
     clamp: tuple[float, float] | None = None
-    # The ffn dim of one more expert that every token takes, by a weight of its own: Qwen3-Next. 0:
-    # there is none.
+    # The ffn dim of one more expert that every token takes: Qwen3-Next. 0: there is none. Several
+    # of them, as DeepSeek-V3 may have, are one whose ffn dim is the sum of theirs.
     shared_dim: int = 0
     # The layer has a dense feed-forward part, too, and the two are summed: see DenseAndMoE. Gemma 4
     beside_dense: bool = False
     # The router reads its rows normed, and an expert's weight is times a number of its own: Gemma 4
     scaled_router: bool = False
+    shared_gate: bool = True  # each token takes it by a weight of its own: not DeepSeek-V3
+    # In the place of the softmax each expert's weight is a sigmoid, which normalize divides by the
+    # sum of a token's. To it a correction is added for the choice alone. All of it is in fp32:
+    # DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
+    sigmoid: bool = False
+    # Experts stand in so many groups, and a token takes its own from the n_chosen_group best. A
+    # group is as good as its best two experts together.
+    n_group: int = 1
+    n_chosen_group: int = 1
+    scale: float = 1.0  # of the weights, but for the shared expert's
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,21 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): a token's keys and values come
+    from a latent vector, and so may its queries. Each head has its own keys, but for the elements
+    that turn: these are the same for all heads. Config.head_dim counts them; there are as many
+    key/value heads as query heads."""
+
+    dim: int  # of the latent that keys and values come from
+    key_dim: int  # elements of a head's query and key that do not turn
+    value_dim: int  # of a head
+    q_dim: int = 0  # of the latent that queries come from; 0: they have none
+    interleaved: bool = True  # rope turns element 2i with 2i + 1, and not i with i + R / 2
+    norm_eps: float = 1e-6  # of the latents' norms
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer."""
 
@@ -106,6 +132,7 @@ class LayerConfig:
     key_is_value: bool = False
     # The number of an earlier layer whose keys and values this one reads. It makes none: Gemma 4
     kv_of: int | None = None
+    latent: LatentConfig | None = None  # attention's keys and values come from a latent vector
 
 
 @dataclass(frozen=True)
@@ -162,7 +189,8 @@ class Config:
     expert_files: tuple[str, ...] = ()
     activation: str = "silu"
     tied: bool = False  # the output head is the embedding: Llama 3.2, SmolLM2, small Qwens
-    attention_scale: float | None = None  # of q k^T; None: E ** -0.5. Granite, Gemma 3
+    # Of q k^T; None: E ** -0.5, where E counts all elements of a key. Granite, Gemma 3, DeepSeek-V3
+    attention_scale: float | None = None
     embedding_scale: float = 1.0  # Granite, Gemma 3
     embedding_norm: bool = False  # weightless RMSNorm of the embedding: Muse Glimmer
     residual_scale: float = 1.0  # of what attention and the feed-forward part add: Granite
@@ -234,8 +262,7 @@ class Transformer(nn.Module):
         self.rows = buffer(torch.arange(batch_size, device=device)[:, None])  # [B, 1]
         read_by_others = {layer.kv_of for layer in config.layers}
         for i, layer in enumerate(self.layers):
-            _, K, E = config.heads(layer.config)
-            shape, make = (batch_size, K, L, E), CACHES[cache]
+            shape, make = cache_shape(config, layer.config, batch_size, L), CACHES[cache]
             if delta := layer.config.delta:
                 shape, make = (batch_size, delta), DeltaCache
             source = layer.config.kv_of
@@ -337,6 +364,16 @@ def compiled_once(layer, *inputs, **more):
     return layer(*inputs, **more)
 
 
+def always(condition) -> bool:
+    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
+    of all lengths."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def visible(slots, positions, window: int | None):
     """Which slots [L] tokens at positions [B, T] attend to: a mask [B, 1, T, L]."""
     at = positions[:, None, :, None]
@@ -355,7 +392,7 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = partial(norm, eps=config.post_norm_eps) if config.post_norm else nn.Identity
         self.attn_norm = before()
-        self.attn = DeltaNet(config, layer.delta) if layer.delta else Attention(config, layer)
+        self.attn = attention_of(config, layer)
         self.attn_post_norm = after()
         both = layer.moe and layer.moe.beside_dense  # which have norms of their own
         self.ffn_norm = nn.Identity() if both else before()
@@ -421,6 +458,13 @@ class PerLayerGate(nn.Module):
         """x [B, T, D], own [B, T, P] -> [B, T, D]"""
         y = self.up(ACTIVATIONS[self.activation](self.gate(x)) * own)
         return x + self.norm(y)
+
+
+def attention_of(config: Config, layer: LayerConfig) -> nn.Module:
+    """Attention, or what stands in its place."""
+    if layer.delta:
+        return DeltaNet(config, layer.delta)
+    return LatentAttention(config, layer) if layer.latent else Attention(config, layer)
 
 
 class Attention(nn.Module):
@@ -516,8 +560,116 @@ class Attention(nn.Module):
         return q, k, self.v_norm(v).unflatten(-1, heads)
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): see LatentConfig.
+
+    w_in makes of a token the latent of its queries, or the queries, and the latent of its keys and
+    values, beside the one key's part that turns. wq makes all heads' queries of their latent. wkv
+    makes of the other latent, in each head, a key's part that does not turn, and a value:
+
+        q [N + R], of which R turn    k = (Wk c, r) [N + R]    v = Wv c [V]    c [C], r [R]
+
+    The cache holds c, normed, and r, turned, and nothing for each head: of GLM-4.7-Flash 576 numbers
+    a token, where 20 heads' keys and values are 10,240. Two forms attend to them, with the same
+    result:
+
+        open        k and v are made of all slots in use; then comes attention as usual
+        absorbed    q k = (Wk^T q) c + q r, and the sum of shares times v is Wv times the sum of
+                    shares times c. So it is attention with one key/value head, whose keys are
+                    (c, r) and whose values are c. Wk and Wv are views of wkv's weight.
+
+    Decode and verification, a few tokens, take the absorbed form: it reads the C + R numbers of a
+    slot and makes nothing of them. Prompts take the open form. It makes H (N + V) numbers of a slot,
+    by C products each, but once for all tokens; then a token has N + R + V products a slot and head,
+    the absorbed form 2 C + R.
+
+    Wk^T q sums over rows of wkv, which no product of codes does, as their groups lie along C. So wkv
+    is in 16 bits, whatever the others are (quantize.LEFT_OUT), and neither form has a copy of it."""
+
+    def __init__(self, config: Config, layer: LayerConfig):
+        super().__init__()
+        self.latent = latent = layer.latent
+        self.n_head, self.rope_dim = config.n_head, config.head_dim
+        self.scale = config.attention_scale
+        if self.scale is None:
+            self.scale = (latent.key_dim + self.rope_dim) ** -0.5
+        queries = self.n_head * (latent.key_dim + self.rope_dim)
+        self.sizes = [latent.q_dim or queries, latent.dim, self.rope_dim]
+        self.w_in = nn.Linear(config.dim, sum(self.sizes), bias=False)
+        self.q_norm, self.wq = nn.Identity(), nn.Identity()
+        if latent.q_dim:
+            self.q_norm = RMSNorm(latent.q_dim, config, latent.norm_eps)
+            self.wq = nn.Linear(latent.q_dim, queries, bias=False)
+        self.kv_norm = RMSNorm(latent.dim, config, latent.norm_eps)
+        outputs = self.n_head * (latent.key_dim + latent.value_dim)
+        self.wkv = nn.Linear(latent.dim, outputs, bias=False)
+        self.wo = nn.Linear(self.n_head * latent.value_dim, config.dim, bias=False)
+        # So many tokens are few: those for which the absorbed form has fewer products.
+        opened = latent.key_dim + latent.value_dim  # numbers of a slot and head
+        self.few = latent.dim * opened // max(1, 2 * latent.dim - opened)
+        self.cache = None  # a KVCache, made by Transformer.setup()
+
+    def forward(self, x, *where):
+        return self.wo(self.attend(self.w_in(x), *where))
+
+    def attend(self, made, positions, cos, sin, mask, rows, ends=None):
+        """made [B, T, any]: w_in's; the others as Attention.attend() has them -> [B, T, H V]"""
+        _, c, r = made.split(self.sizes, dim=-1)
+        q = self.wq(self.queries_latent(made)).unflatten(-1, (self.n_head, -1))  # [B, T, H, N + R]
+        q, q_turned = q.split([self.latent.key_dim, self.rope_dim], dim=-1)
+        c, r = self.kv_norm(c)[:, :, None], r[:, :, None]  # [B, T, 1, C], [B, T, 1, R]
+        q_turned, r = (self.turn(x, cos, sin) for x in (q_turned, r))
+        if self.cache is None:
+            c, r = c.transpose(1, 2), r.transpose(1, 2)
+        else:
+            self.cache.write(r, c, rows, positions)
+            r, c = self.cache.read(rows, mask.shape[-1])  # [B, 1, L, R], [B, 1, L, C]
+        few = always(made.shape[1] <= self.few)
+        y = (self.absorbed if few else self.opened)(q, q_turned, c, r, mask)  # [B, T, H, V]
+        return y.flatten(2)
+
+    def queries_latent(self, made):
+        """What wq reads of what w_in made."""
+        return self.q_norm(made[..., : self.sizes[0]])
+
+    def turn(self, x, cos, sin):
+        """x [B, T, any, R] by the angles. Its order may change, as it does alike in queries and
+        keys: even elements come first, and each turns with an odd one."""
+        if self.latent.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return turn(x, cos, sin, self.rope_dim // 2)
+
+    def opened(self, q, q_turned, c, r, mask):
+        """q [B, T, H, N], q_turned [B, T, H, R], c [B, 1, L, C], r [B, 1, L, R] -> [B, T, H, V]"""
+        kv = self.wkv(c[:, 0]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        k, v = kv.split([self.latent.key_dim, self.latent.value_dim], dim=-1)  # [B, H, L, N or V]
+        k = torch.cat((k, r.expand(-1, self.n_head, -1, -1)), dim=-1)
+        q = torch.cat((q, q_turned), dim=-1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        return y.transpose(1, 2)
+
+    def absorbed(self, q, q_turned, c, r, mask):
+        """As opened(). All heads' queries are so many tokens of one head."""
+        B, T, H, _ = q.shape
+        wk, wv = self.matrices()
+        q = torch.cat((torch.einsum("bthn,hnc->bthc", q, wk), q_turned), dim=-1)
+        q = q.flatten(1, 2)[:, None]  # [B, 1, T H, C + R]
+        mask = mask.repeat_interleave(H, dim=2)
+        k = torch.cat((c, r), dim=-1)
+        y = F.scaled_dot_product_attention(q, k, c, mask, scale=self.scale)  # [B, 1, T H, C]
+        return torch.einsum("bthc,hvc->bthv", y.view(B, T, H, -1), wv)
+
+    def matrices(self):
+        """Each head's Wk [H, N, C] and Wv [H, V, C], views of wkv's weight."""
+        weight = self.wkv.weight.unflatten(0, (self.n_head, -1))
+        return weight.split([self.latent.key_dim, self.latent.value_dim], dim=1)
+
+
 class KVCache(nn.Module):
     """The keys and values of a layer: k, v [B, K, L, E]. Its buffers begin with [B, K, L].
+
+    Of latent attention, which has no keys and values of its own until they are made, k is the part
+    that turns [B, 1, L, R] and v the latent [B, 1, L, C]: see cache_shape().
 
     int8: whether keys, and whether values, are int8. Then each token's head has a scale [B, K, L],
     its largest element / 127. All that attention reads has been int8, the new token's key and value
@@ -551,11 +703,12 @@ class KVCache(nn.Module):
         dtype: torch.dtype,
         int8: tuple[bool, bool] = (False, False),
     ):
+        """shape: B, K, L, E and, where a value's elements are more or fewer than a key's, these."""
         super().__init__()
         self.dtype = dtype
         self.k, self.v = (
-            buffer(torch.zeros(shape, device=device, dtype=torch.int8 if small else dtype))
-            for small in int8
+            buffer(torch.zeros(*shape[:3], E, device=device, dtype=torch.int8 if small else dtype))
+            for E, small in zip((shape[3], shape[-1]), int8)
         )
         self.k_scale, self.v_scale = (
             buffer(torch.zeros(shape[:3], device=device)) if small else None for small in int8
@@ -564,13 +717,10 @@ class KVCache(nn.Module):
     @staticmethod
     def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
         """Of all layers that have keys and values of their own. kind: of CACHES."""
-        total = 0
-        for layer in config.layers:
-            if layer.delta is None and layer.kv_of is None:
-                _, K, E = config.heads(layer)
-                cache = CACHES[kind]((1, K, 1, E), torch.device("meta"), dtype)
-                total += sum(part.nbytes for part in cache.buffers())
-        return total
+        own = [of for of in config.layers if of.delta is None and of.kv_of is None]
+        shapes = [cache_shape(config, layer) for layer in own]
+        caches = [CACHES[kind](shape, torch.device("meta"), dtype) for shape in shapes]
+        return sum(part.nbytes for cache in caches for part in cache.buffers())
 
     @staticmethod
     def oldest(n: int) -> int:
@@ -601,6 +751,14 @@ class KVCache(nn.Module):
                 x = (x * scales[: len(rows), :, :n, None]).to(self.dtype)
             found.append(x)
         return found
+
+
+def cache_shape(config: Config, layer: LayerConfig, B: int = 1, L: int = 1) -> tuple[int, ...]:
+    """Of a KVCache of B rows of L tokens."""
+    _, K, E = config.heads(layer)
+    if layer.latent:
+        return B, 1, L, E, layer.latent.dim
+    return B, K, L, E
 
 
 # The kinds of KV cache. "16-bit", without --kv-cache: in the model's dtype, whichever that is.
@@ -898,12 +1056,17 @@ class MoE(nn.Module):
         self.moe = moe
         self.gate = Gate(config.activation, moe.clamp)
         X = moe.n_expert
-        self.router = nn.Linear(config.dim, X, bias=moe.bias)
+        dtype = torch.float32 if moe.sigmoid else None
+        self.router = nn.Linear(config.dim, X, bias=moe.bias, dtype=dtype)
+        self.correction = None
+        if moe.sigmoid:
+            self.correction = nn.Parameter(torch.zeros(X, dtype=torch.float32))
         self.w_gate_up = Experts(X, 2 * moe.ffn_dim, config.dim, moe.bias)
         self.w_down = Experts(X, config.dim, moe.ffn_dim, moe.bias)
         self.shared = self.shared_gate = None
         if moe.shared_dim:
             self.shared = FeedForward(config, moe.shared_dim)
+        if moe.shared_dim and moe.shared_gate:
             self.shared_gate = nn.Linear(config.dim, 1, bias=False)
         self.router_norm = self.expert_scale = None
         if moe.scaled_router:
@@ -914,8 +1077,12 @@ class MoE(nn.Module):
         """x [..., D] -> [..., D]. routed [..., D]: what the router reads; None: x"""
         y = self.mixture(x, x if routed is None else routed)
         if self.shared is not None:
-            y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+            y = y + self.shared_weight(x) * self.shared(x)
         return y
+
+    def shared_weight(self, x):
+        """[..., D] -> the weight of the shared expert [..., 1], or 1."""
+        return 1 if self.shared_gate is None else torch.sigmoid(self.shared_gate(x))
 
     def mixture(self, x, routed):
         """[..., D] -> [..., D], without the shared expert."""
@@ -930,15 +1097,32 @@ class MoE(nn.Module):
 
     def route(self, x):
         """x [M, D] -> the weights of each row's experts and their indices [M, n]."""
+        moe = self.moe
         if self.router_norm is not None:
             x = self.router_norm(x) * x.shape[-1] ** -0.5
-        logits = self.router(x).float()  # [M, X]
-        top, experts = logits.topk(self.moe.n_chosen)
-        among = top if self.moe.normalize else logits
-        weights = (top - among.logsumexp(-1, keepdim=True)).exp()
+        if moe.sigmoid:
+            scores = torch.sigmoid(self.router(x.float()))  # [M, X]
+            experts = self.in_best_groups(scores + self.correction).topk(moe.n_chosen).indices
+            weights = scores.gather(1, experts)
+            if moe.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        else:
+            logits = self.router(x).float()  # [M, X]
+            top, experts = logits.topk(moe.n_chosen)
+            among = top if moe.normalize else logits
+            weights = (top - among.logsumexp(-1, keepdim=True)).exp()
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[experts]
-        return weights.type_as(x), experts
+        return (weights * moe.scale).type_as(x), experts
+
+    def in_best_groups(self, scores):
+        """scores [M, X], those of experts in other groups become -inf."""
+        if self.moe.n_chosen_group == self.moe.n_group:
+            return scores
+        groups = scores.unflatten(1, (self.moe.n_group, -1))  # [M, groups, X / groups]
+        best = groups.topk(2).values.sum(-1).topk(self.moe.n_chosen_group).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return groups.masked_fill(left_out[..., None], float("-inf")).flatten(1)
 
 
 class DenseAndMoE(nn.Module):

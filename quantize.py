@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Experts, Transformer, grouped_linear
+from model import Experts, Transformer, always, grouped_linear
 
 
 # The plain quantized layer
@@ -199,16 +199,6 @@ class QuantizedExperts(QuantizedLinear):
         return QuantizedLinear(*own[:3], self.codes, *own[3:])
 
 
-def always(condition) -> bool:
-    """Whether this holds for all sizes that the compiled code is to serve: one code serves prompts
-    of all lengths."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
-
-
 def replace_layers(model: nn.Module, kind: type, build: Callable[[nn.Module], nn.Module]):
     """Puts build(layer) in the place of each layer of this kind, not of its subclasses."""
     # Names, so that each layer is freed once its place is taken.
@@ -275,8 +265,9 @@ DEFAULT_GROUP = "the largest of 128, 64 and 32 that divides the inputs of each l
 
 
 # Small, and what they give decides: which experts, how much of one, how much a state forgets, what
-# a token brings to a layer.
-LEFT_OUT = ".router", ".shared_gate", ".w_gates", "ple.gate", "ple.up", "ple.project"
+# a token brings to a layer. wkv: latent attention's decode multiplies by parts of it, see
+# model.LatentAttention.
+LEFT_OUT = ".router", ".shared_gate", ".w_gates", ".wkv", "ple.gate", "ple.up", "ple.project"
 
 
 def find_layers(model: Transformer, head: bool) -> list[str]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Config, DeltaConfig, DenseAndMoE, MoE, RMSNorm, Transformer
+from model import Config, DeltaConfig, DenseAndMoE, LatentConfig, MoE, RMSNorm, Transformer
 
 
 # A rank's slices
@@ -66,13 +66,18 @@ def units(config: Config, group: int, ranks: int) -> tuple[int, int]:
         H = 32, K = 8, E = 80, groups of 128: 4 q heads of one kv head have 320 inputs;
         lcm(320, 128) = 640 inputs, 8 q heads, are a unit, and 4 ranks or fewer can share these
 
-    Where layers differ in E or K, a rank has the same q heads in all of them.
+    Where layers differ in E or K, a rank has the same q heads in all of them. With latent attention
+    E is a value's size, and q's outputs come in eights.
     """
     eights, unit = 1 if group == 1 else 8, 1
-    for H, K, E in kinds_of_heads(config):
-        shared_evenly = ranks % K == 0 and H % ranks == 0
-        heads = H // ranks if shared_evenly else H // K
-        unit = math.lcm(unit, math.lcm(heads * math.lcm(E, eights), group) // E)
+    if latent := latent_of(config):
+        heads = eights // math.gcd(eights, latent.key_dim + config.head_dim)
+        unit = math.lcm(heads * latent.value_dim, group) // latent.value_dim
+    else:
+        for H, K, E in kinds_of_heads(config):
+            shared_evenly = ranks % K == 0 and H % ranks == 0
+            heads = H // ranks if shared_evenly else H // K
+            unit = math.lcm(unit, math.lcm(heads * math.lcm(E, eights), group) // E)
     return unit, math.lcm(group, 32 if all(n % 32 == 0 for n in ffn_dims(config)) else 1)
 
 
@@ -96,6 +101,17 @@ def ffn_dims(config: Config) -> set[int]:
 def delta_of(config: Config) -> DeltaConfig | None:
     """That of all recurrent layers, None without one."""
     return next((layer.delta for layer in config.layers if layer.delta), None)
+
+
+def latent_of(config: Config) -> LatentConfig | None:
+    """That of all layers, None without one."""
+    return config.layers[0].latent
+
+
+def o_inputs(config: Config) -> int:
+    """Of a head."""
+    latent = latent_of(config)
+    return latent.value_dim if latent else config.head_dim
 
 
 def key_heads_unit(delta: DeltaConfig, group: int) -> int:
@@ -140,8 +156,9 @@ class Shard:
     """A rank's part of a model; its config describes that part, but for the vocabulary. shares: the
     rank's q heads, outputs of q, outputs of k and of v, rows of gate and of up in a dense
     feed-forward part, in an expert and in a shared one, and rows of the output head; of recurrent
-    layers the elements of the key heads, the value heads and their elements. own_shares() has those
-    of a layer whose heads or feed-forward part have a size of their own.
+    layers the elements of the key heads, the value heads and their elements; of latent attention
+    the heads' queries, their keys and values, and their values alone. own_shares() has those of a
+    layer whose heads or feed-forward part have a size of their own.
 
     outputs: rows of the output head, 0 for vocab_size. group: inputs of a quantized layer that
     share a scale, -1 for all, 1 where nothing is quantized. The inputs of o and down are cut
@@ -171,6 +188,12 @@ class Shard:
         vocab = slice(*(min(self.outputs, each * r) for r in (rank, rank + 1)))
         self.shares = dict(heads=self.heads, ffn=ffn, expert=expert, shared=shared, vocab=vocab)
         self.shares |= self.of_heads(config.n_kv_head, config.head_dim)
+        if latent := latent_of(config):
+            self.shares |= {
+                "latent q": scaled(self.heads, latent.key_dim + config.head_dim),
+                "latent kv": scaled(self.heads, latent.key_dim + latent.value_dim),
+                "latent o": scaled(self.heads, latent.value_dim),
+            }
         if moe:
             moe = replace(moe, ffn_dim=size(expert), shared_dim=size(shared))
         delta = self.delta

@@ -1,17 +1,19 @@
 """
-Multi-token prediction: the layer that Qwen3.5 to 3.8 and Qwen3-Next bring in their own files
-(`mtp.*`), and that was trained to predict the token after the next one (arXiv 2412.19437, section
-2.2). --draft mtp drafts with it.
+Multi-token prediction: the layer that Qwen3.5 to 3.8 and Qwen3-Next (`mtp.*`), GLM-4.7-Flash and
+DeepSeek-V3 (the layer behind the last) bring in their own files, and that was trained to predict
+the token after the next one (arXiv 2412.19437, section 2.2). --draft mtp drafts with it.
 
 heads.py says what it reads when, and drafts with it. The target's feature is its last hidden state
 behind its final norm. With the next token's embedding it goes, both normed, through fc into a layer
-like the target's attention layers. The embedding and the output head are the target's. To draft more
-than one token the layer runs again, on its own output behind mtp.norm.
+like the target's attention layers. The embedding and the output head are the target's, of which
+DeepSeek-V3's files have copies. To draft more than one token the layer runs again, on its own
+output: Qwen's behind the layer's own final norm, DeepSeek's and GLM's in front of it, as vLLM has
+them.
 
 Shapes: as in heads.py.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -21,16 +23,48 @@ from hub.checkpoint import Checkpoint, Place, Weight, borrowing_weights
 from hub.families import EXPERTS, value_of
 from model import Config, RMSNorm, Transformer
 
-PREFIX = "mtp."
+COPIES = "embed_tokens.weight", "shared_head.head.weight"  # of the target's
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the tensors, behind a prefix."""
+
+    prefix: str
+    fc: str = "fc"
+    embedding_norm: str = "pre_fc_norm_embedding"
+    state_norm: str = "pre_fc_norm_hidden"
+    norm: str = "norm"
+    layer: str = "layers.0."  # what is in the layer begins so
+    n_layers: str = "mtp_num_hidden_layers"  # config.json's key
+
+    def of(self, name: str) -> str:
+        """Of a tensor that any model of one layer has."""
+        if name == "norm.weight":
+            return f"{self.norm}.weight"
+        return self.layer + name.removeprefix("layers.0.")
+
+
+def is_behind(config: Config) -> bool:
+    """Whether the layer is as DeepSeek-V3's, behind the last, and not as Qwen's. All families that
+    have it so have latent attention, too."""
+    return config.layers[-1].latent is not None
+
+
+def names_of(config: Config) -> Names:
+    """config: the target's."""
+    if not is_behind(config):
+        return Names("mtp.")
+    names = "eh_proj", "enorm", "hnorm", "shared_head.norm", "", "num_nextn_predict_layers"
+    return Names(f"layers.{config.n_layer}.", *names)
 
 
 class MtpHead(DraftHead):
-    norm_output = True
-
     def __init__(self, config: Config, n_layer: int):
         """n_layer: the target's."""
         super().__init__(config)
         D = config.dim
+        self.norm_output = not is_behind(config)
         self.target_places, self.head_size = (n_layer,), config.vocab_size
         self.embedding_norm, self.state_norm = RMSNorm(D, config), RMSNorm(D, config)
         self.fc = nn.Linear(2 * D, D, bias=False)
@@ -55,21 +89,22 @@ class MtpCheckpoint(Checkpoint):
     def __init__(self, target: Checkpoint):
         vars(self).update(vars(target))
         vars(self).pop("weights", None)  # the target's
+        config = target.config
+        self.names = names = names_of(config)
         files = self.files()
-        if "fc.weight" not in files:
+        if f"{names.fc}.weight" not in files:
             raise ValueError(
-                f"draft=mtp: {self.directory} has no {PREFIX}fc.weight: want a checkpoint that "
-                "brings its own draft, as Qwen3.5 does, or another draft"
+                f"draft=mtp: {self.directory} has no {names.prefix}{names.fc}.weight: want a "
+                "checkpoint that brings its own draft, as Qwen3.5 does, or another draft"
             )
-        # transformers has no such layers, and drops the keys. Qwen3-Next's files say nothing.
-        n = value_of(self.hf, "mtp_num_hidden_layers", int, 1)
+        # Qwen3-Next's files say nothing.
+        n = value_of(self.hf, names.n_layers, int, 1, or_zero=True)
         own = value_of(self.hf, "mtp_use_dedicated_embeddings", bool, False)
         if n != 1 or own:
             raise ValueError(
-                f"draft=mtp: {self.directory}: mtp_num_hidden_layers={n}, "
+                f"draft=mtp: {self.directory}: {names.n_layers}={n}, "
                 f"mtp_use_dedicated_embeddings={own}: want 1 and false"
             )
-        config = target.config
         layer = next((layer for layer in reversed(config.layers) if not layer.delta), None)
         if not layer:
             raise ValueError(
@@ -86,11 +121,13 @@ class MtpCheckpoint(Checkpoint):
         places = {
             name.removeprefix("model."): place for name, place in self.of_text(self.paths).items()
         }
-        return {
-            name.removeprefix(PREFIX): place
+        prefix = self.names.prefix
+        found = {
+            name.removeprefix(prefix): place
             for name, place in places.items()
-            if name.startswith(PREFIX)
+            if name.startswith(prefix)
         }
+        return {name: place for name, place in found.items() if name not in COPIES}
 
     def counted(self) -> Config:
         """Embedding and head are the target's, and count there."""
@@ -100,9 +137,10 @@ class MtpCheckpoint(Checkpoint):
         return MtpHead(config, self.n_layer)
 
     def weights_of(self, config: Config) -> dict[str, Weight]:
-        D = config.dim
-        return borrowing_weights(config) | {
-            "fc.weight": Weight("fc.weight", 0, (D, 2 * D)),
-            "pre_fc_norm_embedding.weight": Weight("embedding_norm.weight", 0, (D,), norm=True),
-            "pre_fc_norm_hidden.weight": Weight("state_norm.weight", 0, (D,), norm=True),
+        D, names = config.dim, self.names
+        table = {names.of(name): weight for name, weight in borrowing_weights(config).items()}
+        return table | {
+            f"{names.fc}.weight": Weight("fc.weight", 0, (D, 2 * D)),
+            f"{names.embedding_norm}.weight": Weight("embedding_norm.weight", 0, (D,), norm=True),
+            f"{names.state_norm}.weight": Weight("state_norm.weight", 0, (D,), norm=True),
         }

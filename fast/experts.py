@@ -590,6 +590,8 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
     moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
     if not gate_number(moe.gate):
         return f"{moe.gate.activation} as the gate's function"
+    if moe.moe.sigmoid or moe.moe.scale != 1 or not moe.moe.shared_gate:
+        return "a router that no kernel knows"
     device = moe.router.weight.device
     matrices = moe.w_gate_up, moe.w_down
     quantized = [experts for experts in matrices if isinstance(experts, QuantizedExperts)]

@@ -41,7 +41,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hub.families import EXPERTS, config_from_hf, text_settings, value_of
-from model import Config, DeltaConfig, LayerConfig, MoEConfig, Transformer
+from model import Config, DeltaConfig, LatentConfig, LayerConfig, MoEConfig, Transformer
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -434,7 +434,7 @@ def borrowing_weights(config: Config) -> dict[str, Weight]:
 def hf_layer(config: Config, layer: LayerConfig) -> dict[str, Weight]:
     """hf_weights() of a layer."""
     D, F, P = config.dim, layer.ffn_dim or config.ffn_dim, config.ple_dim
-    moe, delta = layer.moe, layer.delta
+    moe, delta, latent = layer.moe, layer.delta, layer.latent
     both = bool(moe and moe.beside_dense)
     table = {}
 
@@ -454,6 +454,8 @@ def hf_layer(config: Config, layer: LayerConfig) -> dict[str, Weight]:
 
     if delta:
         add_delta(config, delta, add)
+    elif latent:
+        add_latent(config, latent, add)
     else:
         add_attention(config, layer, add)
 
@@ -479,11 +481,11 @@ def hf_layer(config: Config, layer: LayerConfig) -> dict[str, Weight]:
 
     if moe and moe.shared_dim:
         F = moe.shared_dim
-        add("mlp.shared_expert.gate_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
-        add("mlp.shared_expert.up_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
-        add(
-            "mlp.shared_expert.down_proj.weight", "ffn.shared.w_down.weight", (D, F), None, "shared"
-        )
+        shared = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        add(f"{shared}.gate_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add(f"{shared}.up_proj.weight", "ffn.shared.w_gate_up.weight", (F, D), "shared")
+        add(f"{shared}.down_proj.weight", "ffn.shared.w_down.weight", (D, F), None, "shared")
+    if moe and moe.shared_dim and moe.shared_gate:
         name = "mlp.shared_expert_gate.weight"
         add(name, "ffn.shared_gate.weight", (1, D), quantized=False)
     if moe and not both:
@@ -536,6 +538,23 @@ def add_attention(config: Config, layer: LayerConfig, add: Callable) -> None:
         add("self_attn.k_norm.weight", "attn.k_norm.weight", (kv,), "kv")
 
 
+def add_latent(config: Config, latent: LatentConfig, add: Callable) -> None:
+    """Adds latent attention's weights to hf_layer(). What makes latents is whole on each rank."""
+    D, C, R, H = config.dim, latent.dim, config.head_dim, config.n_head
+    queries, values = H * (latent.key_dim + R), H * latent.value_dim
+    if latent.q_dim:
+        add("self_attn.q_a_proj.weight", "attn.w_in.weight", (latent.q_dim, D))
+        add("self_attn.q_a_layernorm.weight", "attn.q_norm.weight", (latent.q_dim,))
+        add("self_attn.q_b_proj.weight", "attn.wq.weight", (queries, latent.q_dim), "latent q")
+    else:
+        add("self_attn.q_proj.weight", "attn.w_in.weight", (queries, D), "latent q")
+    add("self_attn.kv_a_proj_with_mqa.weight", "attn.w_in.weight", (C + R, D))
+    add("self_attn.kv_a_layernorm.weight", "attn.kv_norm.weight", (C,))
+    kv = H * latent.key_dim + values, C
+    add("self_attn.kv_b_proj.weight", "attn.wkv.weight", kv, "latent kv", quantized=False)
+    add("self_attn.o_proj.weight", "attn.wo.weight", (D, values), columns="latent o")
+
+
 def add_delta(config: Config, delta: DeltaConfig, add: Callable) -> None:
     """Adds a recurrent layer's weights to hf_layer(). Its norm's weight is stored as it is."""
     D, H, C = config.dim, delta.n_value_head, delta.channels
@@ -566,7 +585,10 @@ def hf_experts(config: Config, moe: MoEConfig) -> dict[str, Weight]:
     ours = "ffn.moe" if moe.beside_dense else "ffn"
     gate_up = partial(Weight, f"{ours}.w_gate_up.weight", quantized=True)
     down = partial(Weight, f"{ours}.w_down.weight", 0, columns="expert", quantized=True)
-    table = {f"{router}.weight": Weight(f"{ours}.router.weight", 0, (X, D))}
+    table = {f"{router}.weight": Weight(f"{ours}.router.weight", 0, (X, D), fp32=moe.sigmoid)}
+    if moe.sigmoid:
+        correction = Weight(f"{ours}.correction", 0, (X,), fp32=True)
+        table[f"{router}.e_score_correction_bias"] = correction
     if moe.scaled_router:
         scale = Weight(f"{ours}.router_norm.weight", 0, (D,), norm=True)
         table |= {

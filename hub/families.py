@@ -9,11 +9,12 @@ is read, by value_of(): a ValueError names the key, the value and what is wanted
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from model import Config, DeltaConfig, LayerConfig, MoEConfig, Rope
+from model import Config, DeltaConfig, LatentConfig, LayerConfig, MoEConfig, Rope
 
 EXPERTS = "mlp", "gate", "gate_proj", "up_proj", "down_proj"
 QWEN_NEXT = dict(qk_norm="head", norm_fp32=True, norm_offset=1.0, attention_gate=True)
@@ -62,6 +63,8 @@ FAMILIES = {  # model_type -> the fields of Config that it stands for
     "gpt_oss": dict(
         qkv_bias=True, o_bias=True, sinks=True, norm_fp32=True, expert_files=("mlp", "router")
     ),
+    "deepseek_v3": dict(expert_files=EXPERTS),
+    "glm4_moe_lite": dict(expert_files=EXPERTS),
 }
 # What a missing key stands for, as in the family's configuration class in transformers, by which
 # files leave out what is the class's own. Theta: of rope.
@@ -132,6 +135,29 @@ GEMMA4_KEYS = dict(
     tie_word_embeddings=True,
 )
 OLMO2 = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5)
+# Latent attention, and a router of sigmoids in groups.
+LATENT = LLAMA | dict(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    max_position_embeddings=4096,
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rope_interleave=True,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+)
 DEFAULTS = {  # model_type -> its keys
     "llama": LLAMA,
     "mistral": MISTRAL | dict(sliding_window=4096),
@@ -250,6 +276,26 @@ DEFAULTS = {  # model_type -> its keys
         swiglu_limit=7.0,
         swiglu_alpha=1.702,
     ),
+    "deepseek_v3": LATENT | dict(first_k_dense_replace=3),
+    "glm4_moe_lite": LATENT
+    | dict(
+        vocab_size=154880,
+        hidden_size=2048,
+        intermediate_size=10240,
+        moe_intermediate_size=1536,
+        num_hidden_layers=47,
+        num_attention_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.8,
+    ),
 }
 # A model that also sees: model_type -> what its text_config is of, where that does not say so, and
 # whether the embedding is the output head, where the file does not say so. None: as the text part
@@ -308,12 +354,18 @@ SUPPORTED_BY = {  # model_type -> key -> the values, None for any
 }
 GEMMA4_KINDS = "gemma4_text", "gemma4_unified_text"
 BY_LAYER = "olmo3", "gemma3_text", *GEMMA4_KINDS  # rope differs by the kind of layer
+# Of families with latent attention, in the place of SUPPORTED's.
+SUPPORTED_LATENT = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
 LACKING = {  # model_type -> what it has that is not here
     "gemma2": "caps of attention scores and logits",
     "gemma3n": "layers that are left out for some tokens",
     "granitemoehybrid": "recurrent layers",
     **dict.fromkeys(
-        ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v3"), "kind of experts"
+        ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v2"), "kind of experts"
     ),
 }
 # They make vectors of a text or a picture, and write no text.
@@ -437,8 +489,17 @@ def text_settings(hf: dict) -> dict:
     supported = {key: values for key, values in supported.items() if values is not None}
     if "shared_expert_intermediate_size" in DEFAULTS.get(kind, {}):
         del supported["shared_expert_intermediate_size"]
+    if has_latents(kind):
+        for key in ("n_group", "n_shared_experts", "routed_scaling_factor"):
+            del supported[key]
+        supported |= SUPPORTED_LATENT
     check_supported(settings, supported)
     return settings
+
+
+def has_latents(kind: str | None) -> bool:
+    """Whether a family has latent attention."""
+    return "kv_lora_rank" in DEFAULTS.get(kind, {})
 
 
 def config_from_hf(hf: dict) -> Config:
@@ -477,6 +538,13 @@ def config_from_hf(hf: dict) -> Config:
             logits_cap=value_of(hf, "final_logit_softcapping", float),
             post_norm_eps=value_of(hf, "post_norm_eps", float, most=1),
         )
+    elif has_latents(kind):
+        if n_kv_head != n_head:
+            raise ValueError(
+                f"num_key_value_heads={n_kv_head}: want num_attention_heads={n_head}, as in latent "
+                "attention each head has its own keys"
+            )
+        scales = dict(attention_scale=latent_scale(hf))
     return Config(
         dim=dim,
         layers=layers_from_hf(hf),
@@ -521,7 +589,14 @@ def contexts(hf: dict) -> tuple[int, int]:
 
 
 def head_dim(hf: dict) -> int:
+    """With latent attention: of the part that turns."""
     size = value_of(hf, "head_dim", int, None, most=2**16)
+    if has_latents(hf["model_type"]):
+        turned = value_of(hf, "qk_rope_head_dim", int, most=2**16)
+        # To transformers' GLM it is another name, to its DeepSeek a size that must be the same.
+        if hf["model_type"] != "glm4_moe_lite" and "head_dim" in hf and size != turned:
+            raise ValueError(f"head_dim={size}: want qk_rope_head_dim={turned}, or no head_dim")
+        size = size or turned
     if size is None:
         dim, n_head = hf["hidden_size"], hf["num_attention_heads"]
         if dim % n_head:
@@ -539,7 +614,7 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
     """hf: text_settings()'s."""
     kind, n = hf["model_type"], value_of(hf, "num_hidden_layers", int, most=MOST_LAYERS)
     numbers = range(1, n + 1)
-    full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf))
+    full = LayerConfig(None, rope_from_hf(hf), moe_from_hf(hf), latent=latent_from_hf(hf))
     if kind in GEMMA4_KINDS:
         return gemma4_layers(hf, n)
     if kind == "muse_glimmer_text":
@@ -572,6 +647,14 @@ def layers_from_hf(hf: dict) -> tuple[LayerConfig, ...]:
         return tuple(dense_from_hf(hf, layers) if kind == "qwen3_next" else layers)
     if kind == "qwen3_moe":
         return tuple(dense_from_hf(hf, [full] * n))
+    dense = replace(full, moe=None)
+    if kind == "deepseek_v3":
+        first = value_of(hf, "first_k_dense_replace", int, most=MOST_LAYERS, or_zero=True)
+        return tuple(dense if i <= first else full for i in numbers)
+    if kind == "glm4_moe_lite":
+        every = ["dense"] + ["sparse"] * (n - 1)
+        kinds = values_of(hf, "mlp_layer_types", ("dense", "sparse"), n, every)
+        return tuple(full if of == "sparse" else dense for of in kinds)
     return (full,) * n
 
 
@@ -693,12 +776,70 @@ def delta_from_hf(hf: dict) -> DeltaConfig | None:
     return found
 
 
+def latent_from_hf(hf: dict) -> LatentConfig | None:
+    """hf: text_settings()'s. None for a family without latent attention."""
+    if not has_latents(hf["model_type"]):
+        return None
+    q_dim = 0
+    if hf["q_lora_rank"] is not None:  # null: queries have no latent
+        q_dim = value_of(hf, "q_lora_rank", int)
+    return LatentConfig(
+        dim=value_of(hf, "kv_lora_rank", int),
+        key_dim=value_of(hf, "qk_nope_head_dim", int, most=2**16),
+        value_dim=value_of(hf, "v_head_dim", int, most=2**16),
+        q_dim=q_dim,
+        interleaved=value_of(hf, "rope_interleave", bool, False),  # null is false
+    )
+
+
+def latent_scale(hf: dict) -> float | None:
+    """Of q k^T where the stretch of rope has mscale_all_dim: cos and sin cannot scale the part of a
+    key that does not turn. None: the usual one."""
+    rope = rope_settings(hf)
+    m = value_of(rope, "mscale_all_dim", float, 0.0, or_zero=True)
+    if rope["rope_type"] == "default" or not m:
+        return None
+    size = value_of(hf, "qk_nope_head_dim", int) + head_dim(hf)
+    return size**-0.5 * yarn_temperature(value_of(rope, "factor", float), m) ** 2
+
+
+def sigmoid_moe(hf: dict) -> MoEConfig:
+    """The mixture of experts of families with latent attention. hf: text_settings()'s."""
+    key = "num_local_experts" if hf.get("num_local_experts") is not None else "n_routed_experts"
+    n_expert = value_of(hf, key, int, most=MOST_EXPERTS // hf["num_hidden_layers"])
+    n_group = value_of(hf, "n_group", int, most=n_expert)
+    if n_expert % n_group or n_expert < 2 * n_group:
+        raise ValueError(
+            f"n_group={n_group}: want a number that divides {key}={n_expert}, of two experts or "
+            "more in a group"
+        )
+    n_chosen_group = value_of(hf, "topk_group", int, most=n_group)
+    ffn_dim = value_of(hf, "moe_intermediate_size", int)
+    n_shared = value_of(hf, "n_shared_experts", int, most=2**10, or_zero=True)
+    return MoEConfig(
+        n_expert=n_expert,
+        n_chosen=value_of(
+            hf, "num_experts_per_tok", int, most=n_expert // n_group * n_chosen_group
+        ),
+        ffn_dim=ffn_dim,
+        normalize=value_of(hf, "norm_topk_prob", bool, False),  # null is false
+        shared_dim=n_shared * ffn_dim,
+        shared_gate=False,
+        sigmoid=True,
+        n_group=n_group,
+        n_chosen_group=n_chosen_group,
+        scale=value_of(hf, "routed_scaling_factor", float),
+    )
+
+
 def moe_from_hf(hf: dict) -> MoEConfig | None:
     """hf: text_settings()'s. None for a model without experts."""
     kind = hf["model_type"]
     gemma4 = kind == "gemma4_text"
     if "expert_files" not in FAMILIES[kind] or gemma4 and not hf.get("enable_moe_block"):
         return None
+    if has_latents(kind):
+        return sigmoid_moe(hf)
     named = gemma4 or hf.get("num_experts") is not None
     key = "num_experts" if named else "num_local_experts"
     n_expert = value_of(hf, key, int, most=MOST_EXPERTS // hf["num_hidden_layers"])
@@ -781,7 +922,7 @@ def rope_from_hf(hf: dict, sliding: bool = False, size: int | None = None) -> Ro
     unread = ["default"]
     if hf["model_type"] in GEMMA4_KINDS:  # where whole heads go into the product
         unread = [of for of in STRETCH if of != "proportional"]
-    if rope["rope_type"] in unread and not turns_parts:
+    if (rope["rope_type"] in unread or has_latents(hf["model_type"])) and not turns_parts:
         check_supported(rope, dict(partial_rotary_factor=(1.0,)))  # elsewhere it is not read
     original = value_of(rope, "original_max_position_embeddings", int, context, most=MOST_POSITIONS)
     rope["original_max_position_embeddings"] = original
@@ -834,9 +975,7 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
 
-    def temperature(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-
+    temperature = partial(yarn_temperature, factor)
     scale = value_of(rope, "attention_factor", float, None)
     if scale is None:
         m, m_all = (
@@ -844,6 +983,11 @@ def yarn_rope(plain: Tensor, rope: dict) -> tuple:
         )
         scale = temperature(m) / temperature(m_all) if m and m_all else temperature(1)
     return scale, ramp * plain / factor + (1 - ramp) * plain
+
+
+def yarn_temperature(factor: float, m: float) -> float:
+    """What q and k are each multiplied by, where m is 1: arXiv 2309.00071, section 3.4."""
+    return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def longrope(plain: Tensor, rope: dict) -> tuple:

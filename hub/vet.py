@@ -236,7 +236,9 @@ def check_memory(
             # Scales are not counted.
             size = math.prod(weight.shape) * bits.get(name, 8 * dtype.itemsize) / 8
             weights += size / (share if weight.rows or weight.columns else 1)
-        cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / share
+        # Latents are of all heads: each rank has all of them.
+        latents = config.layers[0].latent is not None
+        cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / (1 if latents else share)
         cache += DeltaCache.bytes_per_row(config, dtype) * batch_size / share
     no_draft = ", or no draft" if len(models) > 1 else ""
     advice = (

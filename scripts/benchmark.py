@@ -310,13 +310,17 @@ def prompt_operations(config: Config, args: Namespace) -> float:
     for weight in hf_weights(config).values():
         is_expert = weight.experts or weight.expert is not None
         used = moe.n_chosen / moe.n_expert if is_expert else 1
-        weights += weight.quantized * math.prod(weight.shape) * used
+        is_matrix = weight.quantized or weight.ours.endswith("attn.wkv.weight")
+        weights += is_matrix * math.prod(weight.shape) * used
     T, attention = args.prompt_length, 0
     for layer in config.layers:
         if not layer.delta:
             H, _, E = config.heads(layer)
+            latent, sizes = layer.latent, 2 * E  # of a head's key and value
+            if latent:
+                sizes = latent.key_dim + E + latent.value_dim
             seen = (min(layer.window or 2**62, args.context + t + 1) for t in range(T))
-            attention += 4 * H * E * sum(seen)
+            attention += 2 * H * sizes * sum(seen)
     return args.batch * (2 * weights * T + attention)
 
 

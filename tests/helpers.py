@@ -31,7 +31,7 @@ from drafts import make_draft, open_draft
 from drafts.dflash import BlockConfig, DFlash, DFlash2, DFlashCheckpoint, Second
 from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
-from drafts.mtp import MtpCheckpoint, MtpHead
+from drafts.mtp import MtpCheckpoint, MtpHead, names_of
 from drafts.policies import make_policy
 from hub.families import config_from_hf
 from generate import Engine, generate
@@ -544,6 +544,23 @@ GEMMA4_E = GEMMA4 | dict(
     vocab_size_per_layer_input=2048,
 )
 MUSE = dict(num_hidden_layers=3, head_dim=16, sliding_window=5)
+# Of a family with latent attention: two heads' values are a group of 32.
+LATENT = dict(
+    num_attention_heads=6,
+    num_key_value_heads=6,
+    q_lora_rank=32,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    moe_intermediate_size=96,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+)
 
 
 def make(directory: Path, kind: str = "llama", **changes) -> dict[str, Tensor]:
@@ -743,13 +760,13 @@ def make_dflash(directory: Path, target: Path) -> None:
 
 
 def add_mtp(directory: Path) -> None:
-    """Random tensors that draft, for a checkpoint of Qwen3.5's kind."""
-    change_tensors(directory, **{"mtp.fc.weight": torch.zeros(1)})
+    """Random tensors that draft, for a checkpoint whose family has such a layer."""
+    names = names_of(Checkpoint(directory).config)
+    prefix = "model." * names.prefix.startswith("layers.") + names.prefix
+    change_tensors(directory, **{f"{prefix}{names.fc}.weight": torch.zeros(1)})
     weights = MtpCheckpoint(Checkpoint(directory)).weights
-    change_tensors(
-        directory,
-        **{f"mtp.{name}": torch.randn(of.shape).bfloat16() / 4 for name, of in weights.items()},
-    )
+    drawn = {f"{prefix}{name}": torch.randn(of.shape) / 4 for name, of in weights.items()}
+    change_tensors(directory, **{name: of.bfloat16() for name, of in drawn.items()})
 
 
 def save_tensors(directory: Path, tensors: dict[str, Tensor], shards: int = 0) -> None:

@@ -9,6 +9,8 @@ Shapes: R / 2 frequencies of a head.
 import json
 from importlib import import_module
 
+import torch
+
 from hub.families import FAMILIES, config_from_hf, text_settings
 
 WINDOWED = "mistral", "phi3", "mixtral", "ministral3"  # in all layers
@@ -16,6 +18,7 @@ GEMMA4 = "gemma4_text", "gemma4_unified_text"
 BY_LAYER = "olmo3", "gemma3_text", *GEMMA4  # rope differs by the kind of layer
 MUSE = "muse_glimmer_text"
 RECURRENT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
+LATENT = "deepseek_v3", "glm4_moe_lite"
 
 
 def by_transformers(hf: dict) -> dict:
@@ -124,7 +127,39 @@ def by_transformers(hf: dict) -> dict:
             text.final_logit_softcapping,
             text.post_norm_eps,
         ]
+    if kind in LATENT:
+        del found["n_kv_head"]  # nobody reads it, but to refuse it
+        with torch.device("meta"):
+            attention = next(of for name, of in made_of(module) if name.endswith("Attention"))
+            scale = attention(text, 0).scaling
+        found["latent"] = [
+            text.kv_lora_rank,
+            text.qk_nope_head_dim,
+            text.v_head_dim,
+            text.q_lora_rank or 0,
+            bool(text.rope_interleave),
+            scale,
+        ]
+        found["experts"] = [
+            text.num_local_experts,
+            text.num_experts_per_tok,
+            text.moe_intermediate_size,
+            text.moe_intermediate_size * text.n_shared_experts,
+            bool(text.norm_topk_prob),
+            text.n_group,
+            text.topk_group,
+            text.routed_scaling_factor,
+        ]
+        sparse = [i >= getattr(text, "first_k_dense_replace", 0) for i in range(n)]
+        if kind == "glm4_moe_lite":
+            sparse = [of == "sparse" for of in text.mlp_layer_types]
+        found["mixtures"] = flags(sparse)
     return found
+
+
+def made_of(module) -> list[tuple[str, type]]:
+    """The classes that a module defines."""
+    return [(name, of) for name, of in vars(module).items() if isinstance(of, type)]
 
 
 def by_us(hf: dict) -> dict:
@@ -169,7 +204,7 @@ def by_us(hf: dict) -> dict:
         found["recurrent"] = flags(layer.delta is not None for layer in config.layers)
         [delta] = {layer.delta for layer in config.layers} - {None}
         found["delta"] = [*vars(delta).values()]
-    if kind == "qwen3_next":
+    if kind == "qwen3_next" or kind in LATENT:
         found["mixtures"] = flags(layer.moe is not None for layer in config.layers)
     if kind == "qwen3_5_moe_text":
         del found["ffn_dim"]
@@ -192,6 +227,14 @@ def by_us(hf: dict) -> dict:
             config.logits_cap,
             config.post_norm_eps,
         ]
+    if kind in LATENT:
+        del found["n_kv_head"]
+        [of] = {layer.latent for layer in config.layers}
+        scale = config.attention_scale or (of.key_dim + config.head_dim) ** -0.5
+        found["latent"] = [of.dim, of.key_dim, of.value_dim, of.q_dim, of.interleaved, scale]
+        [of] = {layer.moe for layer in config.layers} - {None}
+        found["experts"] += [of.ffn_dim, of.shared_dim, of.normalize]
+        found["experts"] += [of.n_group, of.n_chosen_group, of.scale]
     return found
 
 
@@ -272,6 +315,24 @@ SHARED = dict(
     final_logit_softcapping=7.0,
     use_bidirectional_attention="vision",
 )
+LATENTS = dict(
+    num_key_value_heads=GONE,  # as many as heads
+    head_dim=GONE,  # qk_rope_head_dim says it
+    kv_lora_rank=24,
+    q_lora_rank=20,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    rope_interleave=False,
+    n_routed_experts=32,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    n_group=4,
+    topk_group=1,
+    norm_topk_prob=False,
+    routed_scaling_factor=1.5,
+)
 MORE = dict(
     gemma4_text=SHARED
     | dict(
@@ -298,6 +359,8 @@ MORE = dict(
     qwen3_5_text=DELTA,
     qwen3_5_moe_text=DELTA | MIXTURE,
     qwen3_next=DELTA | MIXTURE | dict(mlp_only_layers=[1], decoder_sparse_step=1),
+    deepseek_v3=LATENTS | dict(first_k_dense_replace=1),
+    glm4_moe_lite=LATENTS | dict(mlp_layer_types=["sparse", "dense"] * 2),
 )
 PLAIN = dict(rope_type="default", rope_theta=5e4)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -389,7 +452,28 @@ MUSE_OTHERS = {
     "seven layers": dict(num_hidden_layers=7, layer_types=GONE, layer_rope_theta=GONE),
     "full": dict(layer_types=[F] * 4),
 }
+OTHER_LATENTS = {
+    "by another name": dict(n_routed_experts=GONE, num_local_experts=16),
+    "by both names": dict(num_local_experts=16),
+    "named after DeepSeek": dict(mlp_layer_types=GONE, first_k_dense_replace=1),
+    "head_dim": dict(head_dim=16),
+    "head_dim alone": dict(head_dim=16, qk_rope_head_dim=GONE),
+    "as published": dict(
+        num_key_value_heads=4,
+        partial_rotary_factor=1.0,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        num_nextn_predict_layers=1,
+    ),
+    "all dense but the last": dict(first_k_dense_replace=3),
+    "none dense": dict(first_k_dense_replace=0),
+    "mscale of another stretch": dict(rope_scaling=LINEAR | dict(mscale_all_dim=0.7)),
+    "mscale of no stretch": dict(
+        rope_scaling=dict(rope_type="default", factor=4.0, mscale_all_dim=0.7)
+    ),
+}
 OTHERS_OF = dict.fromkeys(RECURRENT, OTHERS) | dict.fromkeys(GEMMA4, GEMMA4_OTHERS)
+OTHERS_OF |= dict.fromkeys(LATENT, OTHER_LATENTS)
 OTHERS_OF[MUSE] = MUSE_OTHERS
 ZERO = (
     "sliding_window",

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from helpers import ROOT, change_tensors, put
 
-FILE = ROOT / "tests" / "quantized_golden.safetensors"
-with safe_open(FILE, framework="pt") as file:
-    CONFIGS = {setting: json.loads(config) for setting, config in sorted(file.metadata().items())}
+FILES, CONFIGS = {}, {}  # of each setting
+for path in sorted((ROOT / "tests").glob("quantized_golden*.safetensors")):
+    with safe_open(path, framework="pt") as file:
+        for setting, config in sorted(file.metadata().items()):
+            FILES[setting], CONFIGS[setting] = path, json.loads(config)
 
 
 def unfold(
@@ -22,7 +24,7 @@ def unfold(
     settings: other keys of quantization_config; tensors: other tensors, None for one that is to be
     missing."""
     directory.mkdir(exist_ok=True)
-    held, config = load_file(FILE), dict(CONFIGS[setting])
+    held, config = load_file(FILES[setting]), dict(CONFIGS[setting])
     own = {
         name.partition("/")[2]: tensor
         for name, tensor in held.items()

@@ -25,6 +25,7 @@ from helpers import (
     F32,
     FAMILIES,
     GOLDEN,
+    LATENT,
     RECURRENT,
     RECURRENT_MOE,
     ROOT,
@@ -268,14 +269,15 @@ def test_weights_are_moved_to_answer_to_the_inputs_as_they_were(act_order):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe_lite"])
 def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(tmp_path, monkeypatch, kind):
     """In the quantized model each matrix has the inputs whose Hessian its quantization was given,
     and the drift is that from the inputs in the model before. Of experts those of the rows that the
     model before routes to them are meant: they are left out here, and what is behind them is not."""
+    shapes = dict(qwen3_5_text=RECURRENT, qwen3_5_moe_text=RECURRENT_MOE)
+    shapes["glm4_moe_lite"] = LATENT | dict(n_group=1, topk_group=1)
     if kind != "llama":
-        shape = RECURRENT if kind == "qwen3_5_text" else RECURRENT_MOE
-        make(tmp_path, kind, **shape | dict(num_hidden_layers=4))
+        make(tmp_path, kind, **shapes[kind] | dict(num_hidden_layers=4))
     model, seen = tiny(directory=TINY if kind == "llama" else tmp_path), {}
     monkeypatch.setattr("gptq.CHUNK", 64)  # several chunks
 
@@ -299,8 +301,10 @@ def test_each_matrix_was_calibrated_on_the_inputs_that_it_gets(tmp_path, monkeyp
     model.setup(40)
     experts = "ffn.w_gate_up", "ffn.w_down"
     layers = quantize.find_layers(model, head=False)
-    if kind == "qwen3_5_moe_text":
-        layers = [name for name in layers if not name.endswith(experts)]
+    if "moe" in kind:
+        mixed = [i for i, layer in enumerate(model.config.layers) if layer.moe]
+        left_out = {f"layers.{i}.{name}" for i in mixed for name in experts}
+        layers = [name for name in layers if name not in left_out]
     before = inputs(layers)
     gptq_model(model, "int4", 128 if kind == "llama" else 32, False, tokens, True)
     after = inputs(layers)
@@ -405,6 +409,55 @@ def test_gptq_of_recurrent_models_loses_less_than_rounding(tmp_path, name):
     """On other texts than the one that it was calibrated on, with inputs that depend on each
     other."""
     make_recurrent(tmp_path, name)
+    few = torch.randn(64, 8) @ torch.randn(8, 64) / 8
+    change_tensors(tmp_path, **{"model.embed_tokens.weight": few})
+    exact, rounded, ours = (tiny(directory=tmp_path) for _ in range(3))
+    round_model(rounded, "int4", 32, False)
+    gptq_model(ours, "int4", 32, False, torch.randint(64, (32, 40)))
+    text = torch.randint(64, (60,))
+    losses = [error(logits_of(model, text), logits_of(exact, text)) for model in (rounded, ours)]
+    assert losses[1] < 0.8 * losses[0]
+
+
+LATENT_KINDS = {
+    "glm4_moe_lite": dict(n_group=1, topk_group=1, q_lora_rank=64),
+    "deepseek_v3": dict(q_lora_rank=None),
+}
+
+
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+@pytest.mark.parametrize(
+    "bits, group_size, sym, act_order, form",
+    [
+        (4, 32, False, True, "gptq"),
+        (8, -1, True, False, "gptq"),
+        (4, 32, False, False, "compressed-tensors"),
+    ],
+)
+def test_what_is_written_of_latent_attention_loads_bit_for_bit(
+    tmp_path, kind, bits, group_size, sym, act_order, form
+):
+    """What decode multiplies by parts of stays as it was, and so does the router."""
+    theirs = make(tmp_path / "in", kind, **LATENT | LATENT_KINDS[kind])
+    made = write(tmp_path / "in", tmp_path / "out", bits, group_size, sym, act_order, True, form)
+    model = load_checkpoint(tmp_path / "out")
+    torch.testing.assert_close(model.state_dict(), made.state_dict(), rtol=0, atol=0)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(held[of], theirs[of]) for of in held if of in theirs)
+    left = {of for of in theirs if of in held and theirs[of].dim() == 2}
+    wanted = {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in (0, 1)}
+    wanted.add("model.layers.1.mlp.gate.weight")
+    assert left == wanted | {"model.embed_tokens.weight"}
+    config = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    if form == "compressed-tensors":
+        assert {f"{of}.weight" for of in config["ignore"]} == wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+def test_gptq_of_latent_attention_loses_less_than_rounding(tmp_path, kind):
+    """As of recurrent models."""
+    make(tmp_path, kind, **LATENT | LATENT_KINDS[kind])
     few = torch.randn(64, 8) @ torch.randn(8, 64) / 8
     change_tensors(tmp_path, **{"model.embed_tokens.weight": few})
     exact, rounded, ours = (tiny(directory=tmp_path) for _ in range(3))

@@ -33,6 +33,7 @@ from helpers import (
     GEMMA4_E,
     GEMMA4_MOE,
     MUSE,
+    LATENT,
     RECURRENT,
     RECURRENT_MOE,
     ROOT,
@@ -102,6 +103,14 @@ MADE = dict(
     gemma4_all=("gemma4_text", UNEVEN | GEMMA4_E | GEMMA4_MOE | dict(num_kv_shared_layers=1)),
     muse=("muse_glimmer_text", UNEVEN | MUSE),
     gemma4_text=("gemma4_text", UNEVEN | GEMMA4_E | dict(vocab_size=2048)),
+    # Of 3 pairs of heads a rank has 2, the other 1; each has all of the latents.
+    glm=(
+        "glm4_moe_lite",
+        UNEVEN | LATENT | dict(n_group=1, topk_group=1, n_routed_experts=3, head_dim=8),
+    ),
+    deepseek=("deepseek_v3", UNEVEN | LATENT | dict(head_dim=8, n_shared_experts=1)),
+    straight=("deepseek_v3", UNEVEN | LATENT | dict(head_dim=8, q_lora_rank=None)),
+    latent=("glm4_moe_lite", UNEVEN | LATENT | dict(head_dim=8, vocab_size=2048)),
     recurrent=("qwen3_5_text", UNEVEN | RECURRENT | dict(vocab_size=2048)),
     recurrent_moe=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(vocab_size=2048)),
 )
@@ -114,6 +123,9 @@ GPTQ_OF = {
     "gemma4_moe-gptq": ("gemma4_moe", 8, 32, False, False),
     "muse-gptq": ("muse", 4, 32, False, True),
     "qwen3_next-gptq": ("qwen3_next", 4, 32, False, True),
+    "glm-gptq": ("glm", 4, 32, False, True),
+    "deepseek-gptq": ("deepseek", 4, 32, False),
+    "straight-gptq": ("straight", 8, -1, True),
 }
 # What quantize.py writes of them: bits, group size, sym, act_order, head.
 GPTQ = {
@@ -148,6 +160,10 @@ LOGITS_CASES = {
     "gemma4_moe, int4, a row": dict(checkpoint="gemma4_moe", quantize="int4", group_size=-1),
     "gemma4_e, int8": dict(checkpoint="gemma4_e", quantize="int8", quantize_head="int8"),
     "muse, int4": dict(checkpoint="muse", quantize="int4"),
+    "glm, int4": dict(checkpoint="glm", quantize="int4"),
+    "glm, int8": dict(checkpoint="glm", quantize="int8", quantize_head="int8"),
+    "straight, int4": dict(checkpoint="straight", quantize="int4"),
+    "deepseek, fused": dict(checkpoint="deepseek", quantize="int4", fused=True),
     "mxfp4, int8": dict(checkpoint="mxfp4", quantize="int8", quantize_head="int8"),
 }
 # Which the ranks share as they share the target.
@@ -177,7 +193,14 @@ TOKENS_CASES = {
     "recurrent, draft split": dict(
         checkpoint="recurrent", draft="recurrent", policy="3", split_draft=True
     ),
+    "latent, plain": dict(checkpoint="latent"),
+    "latent, int8 cache": dict(checkpoint="latent", cache="int8"),
+    "latent, compiled": dict(checkpoint="latent", mode="fast"),
+    "latent, draft": dict(checkpoint="latent", draft=DRAFT, policy="3"),
+    "latent draft": dict(draft="latent", policy="3", split_draft=True),
     "mtp": dict(checkpoint="recurrent_moe", draft="mtp", policy="3"),
+    "latent, mtp": dict(checkpoint="latent", draft="mtp", policy="3"),
+    "latent, mtp split": dict(checkpoint="latent", draft="mtp", policy="3", split_draft=True),
     "mtp split": dict(checkpoint="recurrent", draft="mtp", policy="3", split_draft=True),
     "dflash": dict(checkpoint="recurrent", draft="dflash", policy="3"),
     "dflash split": dict(checkpoint="recurrent", draft="dflash", policy="3", split_draft=True),
@@ -275,7 +298,7 @@ def pair(directory: Path) -> Callable:
     torch.manual_seed(0)
     for name, (kind, changes) in MADE.items():
         make(directory / name, kind, **changes)
-    for name in ("recurrent", "recurrent_moe"):
+    for name in ("recurrent", "recurrent_moe", "latent"):
         add_mtp(directory / name)
     make_dflash(directory / "dflash", directory / "recurrent")
     for name in ("fused", "gemma4_moe"):
@@ -354,6 +377,9 @@ QWEN3_NEXT_80B = dict(
     **ROWS,
 )
 TEXT = dict(model_type="gemma4_text")
+GLM_47_FLASH = dict(
+    model_type="glm4_moe_lite", num_hidden_layers=2, n_routed_experts=4, intermediate_size=10240
+)
 SHARED = [  # heads, kv heads, other changes, group, ranks
     (6, 3, UNEVEN, 32, 2),
     (6, 3, UNEVEN, -1, 3),
@@ -373,6 +399,11 @@ SHARED = [  # heads, kv heads, other changes, group, ranks
     (6, 6, GEMMA4_MOE | GEMMA4_E | TEXT, 1, 2),
     (6, 3, MUSE | dict(model_type="muse_glimmer_text"), 32, 3),
     (16, 2, QWEN3_NEXT_80B, 128, 4),
+    (6, 6, LATENT | dict(model_type="glm4_moe_lite"), 32, 2),
+    (6, 6, LATENT | dict(model_type="deepseek_v3", q_lora_rank=None), -1, 3),
+    (6, 6, LATENT | dict(model_type="glm4_moe_lite", v_head_dim=32), 32, 2),
+    (20, 20, GLM_47_FLASH, 128, 4),
+    (20, 20, GLM_47_FLASH, 128, 6),
 ]
 
 
@@ -381,16 +412,17 @@ def test_the_ranks_have_every_row_and_column_once(heads, kv_heads, changes, grou
     """But for kv heads, of which each rank has those that its q heads look at, and no others."""
     config = config_of(**dict(changes, num_attention_heads=heads, num_key_value_heads=kv_heads))
     check_shares(config, group, ranks)
-    if config.layers[0].moe:  # in one tensor, too
+    if config.layers[-1].moe:  # in one tensor, too
         check_shares(replace(config, expert_files=config.expert_files[:2]), group, ranks)
 
 
 def check_shares(config: Config, group: int, ranks: int) -> None:
     parts, heads = shards(config, group, ranks), config.n_head
+    latent = config.layers[0].latent
     times = dict.fromkeys(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"), 1)
     times |= dict.fromkeys(
         "in_proj_qkv in_proj_z in_proj_b in_proj_a in_proj_qkvz in_proj_ba conv1d linear_attn "
-        "out_proj experts".split(),
+        "out_proj experts q_b_proj kv_b_proj".split(),
         1,
     )
     for name, weight in hf_weights(config).items():
@@ -409,6 +441,7 @@ def check_shares(config: Config, group: int, ranks: int) -> None:
     for shard in parts:
         for layer, of in zip(config.layers, shard.config.layers):
             (_, kv_heads, E), (n, k, _) = config.heads(layer), shard.config.heads(of)
+            E = latent.value_dim if latent else E
             q, kv = (shard.of_heads(kv_heads, E)[name] for name in ("q", "kv"))
             ffn = shard.ffn_share(layer.ffn_dim or config.ffn_dim)
             looked_at = [h * kv_heads // heads * E for h in range(q.start // E, q.stop // E)]
@@ -417,6 +450,12 @@ def check_shares(config: Config, group: int, ranks: int) -> None:
             # Of o and of down: between groups.
             assert not any(end % unit for end in (q.start, q.stop, ffn.start, ffn.stop))
             assert group == 1 or kv.start % 8 == kv.stop % 8 == 0  # between words
+        if latent:
+            queries = shard.shares["latent q"]
+            assert group == 1 or queries.start % 8 == queries.stop % 8 == 0
+            assert queries.stop * latent.value_dim == shard.shares["latent o"].stop * (
+                latent.key_dim + config.head_dim
+            )
         if shard.delta:
             keys, values = shard.shares["keys"], shard.shares["values"]
             own = next(layer.delta for layer in shard.config.layers if layer.delta)

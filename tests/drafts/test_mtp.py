@@ -43,6 +43,7 @@ from quantize import QuantizedExperts, QuantizedLinear
 MODELS = ROOT / "tests" / "mtp"
 NAMES = sorted(path.name for path in MODELS.iterdir())
 DENSE = MODELS / "qwen3.5"
+BEHIND = "glm4-moe-lite", "deepseek-v3"  # whose layer that drafts is behind the last
 
 
 def opened(directory: Path, **how) -> tuple[Transformer, MtpHead]:
@@ -54,7 +55,8 @@ def opened(directory: Path, **how) -> tuple[Transformer, MtpHead]:
 @torch.no_grad()
 def test_logits_are_those_of_the_modules_of_transformers(name):
     """Behind each token of a text, and of three more drafted tokens. The mixtures' experts are
-    tensors each its own in the target, and one tensor in the draft."""
+    tensors each its own in the target and, of Qwen, one tensor in the draft. There the state that
+    the layer hands on to itself is normed, in DeepSeek's manner it is not."""
     golden = load_file(MODELS / name / "golden.safetensors")
     tokens, expected = golden["tokens"], golden["logits"]
     model, head = opened(MODELS / name)
@@ -68,7 +70,8 @@ def test_logits_are_those_of_the_modules_of_transformers(name):
         logits.append(read(head, pairs[None], inputs=inputs)[0, -1])
         for at in range(n, n + 3):
             token = logits[-1].argmax()[None, None]
-            inputs = head.inputs(token, head.norm(head.features[:, at - 1 : at]))
+            state = head.features[:, at - 1 : at]
+            inputs = head.inputs(token, head.norm(state) if head.norm_output else state)
             logits.append(head(token, torch.tensor([[at]]), inputs=inputs)[0, 0])
         assert error(torch.stack(logits), expected[n - 1]) < 1e-5
 
@@ -97,10 +100,11 @@ def test_each_number_of_accepted_tokens(monkeypatch):
     )
 
 
-def test_a_chats_next_turn_goes_on_from_what_is_there():
-    model, head = opened(DENSE)
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe-lite"])
+def test_a_chats_next_turn_goes_on_from_what_is_there(name):
+    model, head = opened(MODELS / name)
     made = speculator(model, 250, head, "3")
-    engine = Engine(load(Checkpoint(DENSE), CPU, F32), 250, 1, GREEDY)
+    engine = Engine(load(Checkpoint(MODELS / name), CPU, F32), 250, 1, GREEDY)
     text = PROMPTS[0] + run(made, PROMPTS[:1], 50)[0]
     for turn in ([1, 2, 3], list(range(40))):
         start = max(made.oldest(len(text)), len(text) - 9)
@@ -109,28 +113,31 @@ def test_a_chats_next_turn_goes_on_from_what_is_there():
         text = text + turn + found[0]
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe-lite"])
 @traced()
-def test_compiled_texts_are_the_eager_ones():
+def test_compiled_texts_are_the_eager_ones(name):
     """With fast/'s modules: the head is packed once, for both."""
-    plain = run(Engine(load(Checkpoint(DENSE), CPU, F32), 130, 3, GREEDY), PROMPTS, 30)
-    model, head = opened(DENSE)
+    plain = run(Engine(load(Checkpoint(MODELS / name), CPU, F32), 130, 3, GREEDY), PROMPTS, 30)
+    model, head = opened(MODELS / name)
     made = speculator(model, 130, head, "2", 3, mode="fast")
     made.warm_up(3)
     assert run(made, PROMPTS, 30) == plain
     assert made.draft.head.head is made.target.model.head
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe-lite"])
 def test_the_layer_is_rounded_and_fc_is_not(name):
     _, head = opened(MODELS / name, quantize="int8")
-    assert type(head.layers[0].attn.wqkv) is QuantizedLinear and type(head.fc) is torch.nn.Linear
+    first = head.layers[0].attn.w_in if name in BEHIND else head.layers[0].attn.wqkv
+    assert type(first) is QuantizedLinear and type(head.fc) is torch.nn.Linear
     kind = QuantizedExperts if "moe" in name else QuantizedLinear
     assert type(head.layers[0].ffn.w_down) is kind
 
 
-def test_memory_counts_the_layer_and_not_what_it_shares(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe-lite"])
+def test_memory_counts_the_layer_and_not_what_it_shares(name, monkeypatch):
     """To the byte."""
-    draft = open_draft("mtp", (Checkpoint(DENSE), None))
+    draft = open_draft("mtp", (Checkpoint(MODELS / name), None))
     own = sum(p.numel() for p in load(draft, CPU, F32).parameters() if not p.is_meta)
     sizes = [(draft.config, draft.weights, bits_of(draft))], 0, 0, CPU, F32
     monkeypatch.setattr("hub.vet.host_memory", lambda: 4 * own)
@@ -260,6 +267,60 @@ def test_what_cannot_draft_is_one_line(call, model, config, tensors, said):
     change_tensors(model, **tensors)
     rewrite(model / "config.json", **config)
     options = "--device", "cpu", "--checkpoint", model, "--prompt", "a", "--draft", "mtp"
+    assert said in one_line(call("generate.py", generate.main, *options))
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_the_layer_behind_the_last_is_read_past_without_a_draft(name, capsys):
+    """Without a word, as it is no mistake."""
+    model = load(Checkpoint(MODELS / name), CPU, F32)
+    assert len(model.layers) == 3 and not capsys.readouterr().err
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_fp8_blocks_of_the_layer_behind_the_last(tmp_path, all_of_it):
+    """Of the target alone, or of both. eh_proj stays as it is, and kv_b is made plain."""
+    directory = shutil.copytree(MODELS / "deepseek-v3", tmp_path / "model")
+    exact = load(open_draft("mtp", (Checkpoint(directory), None)), CPU, F32)
+    changes = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        behind = name.startswith("model.layers.3.")
+        if "_proj" in name and "eh_proj" not in name and (all_of_it or not behind):
+            codes, scale = e4m3(tensor)
+            changes |= {name: codes, f"{name}_scale_inv": scale}
+    change_tensors(directory, **changes)
+    settings = dict(quant_method="fp8", weight_block_size=[128, 128], fmt="e4m3")
+    rewrite(directory / "config.json", quantization_config=settings)
+    target = Checkpoint(directory)
+    draft = open_draft("mtp", (target, None))
+    head, model = load(draft, CPU, F32), load(target, CPU, F32)
+    attn = head.layers[0].attn
+    assert isinstance(attn.wo, QuantizedLinear) == all_of_it == bool(bits_of(draft))
+    assert isinstance(model.layers[0].attn.wo, QuantizedLinear)
+    assert type(attn.wkv) is type(head.fc) is torch.nn.Linear
+    weight = attn.wo.dequantize(F32) if all_of_it else attn.wo.weight
+    for found, of in ((weight, "wo"), (attn.wkv.weight, "wkv")):
+        assert error(found, getattr(exact.layers[0].attn, of).weight) < 0.05
+
+
+@pytest.mark.parametrize(
+    "config, tensors, said",
+    [
+        ({}, {"model.layers.3.eh_proj.weight": None}, "has no layers.3.eh_proj.weight: want"),
+        (dict(num_nextn_predict_layers=0), {}, "num_nextn_predict_layers=0, "),
+        (dict(num_nextn_predict_layers=2), {}, "num_nextn_predict_layers=2, "),
+        ({}, {"model.layers.3.eh_proj.weight": zeros(32, 63)}, "eh_proj.weight is BF16 [32, 63]"),
+        ({}, {"model.layers.3.shared_head.norm.weight": None}, "shared_head.norm.weight is miss"),
+        ({}, {"model.layers.3.mlp.experts.1.up_proj.weight": None}, "up_proj.weight is missing"),
+    ],
+)
+def test_what_cannot_draft_behind_the_last_layer_is_one_line(call, tmp_path, config, tensors, said):
+    directory = shutil.copytree(MODELS / "glm4-moe-lite", tmp_path / "model")
+    with_letters(directory)
+    change_tensors(directory, **tensors)
+    rewrite(directory / "config.json", **config)
+    options = "--device", "cpu", "--checkpoint", directory, "--prompt", "a", "--draft", "mtp"
     assert said in one_line(call("generate.py", generate.main, *options))
 
 

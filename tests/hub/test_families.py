@@ -22,6 +22,7 @@ from helpers import (
     GEMMA4_MOE,
     GOLDEN,
     MUSE,
+    LATENT,
     TINY,
     change_tensors,
     error,
@@ -43,11 +44,13 @@ from helpers import (
 )
 from judge import GEMMA4 as GEMMA4_TYPES
 from judge import MUSE as MUSE_TYPE
+from judge import LATENT as LATENT_KINDS
 from judge import RECURRENT, by_us, cases, is_same
 from quantize import find_layers, main, round_model
 from scripts.shapes import SHAPES, shape
 
-# parameters as transformers 5.24 counts them in its class of each, without a vision part
+# parameters as transformers 5.24 counts them in its class of each, without a vision part; routers'
+# corrections are buffers there
 RELEASED = {
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
@@ -62,6 +65,7 @@ RELEASED = {
     "muse-glimmer-30b": 27_854_780_928,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "glm-4.7-flash": 29_943_390_976 + 46 * 64,  # corrections
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
@@ -130,7 +134,7 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
                 refused.add(name)
             else:
                 assert is_same(found, expected[name]), (name, found, expected[name])
-    assert len(expected) == 1009
+    assert len(expected) == 1143
     windowed = "mistral", "phi3", "ministral3", "mixtral", "olmo3", "gemma3_text", "gpt_oss"
     windowed += (MUSE_TYPE,)
     names = {f"{kind}: sliding_window 0" for kind in (*windowed, *GEMMA4_TYPES)}
@@ -141,6 +145,13 @@ def test_missing_keys_zeros_nulls_and_both_levels_mean_what_transformers_makes_o
     for kind in ("llama", "mistral", "phi3", "granite", "ministral3", "olmo2", "mixtral"):
         names |= {f"{kind}: rope by layer", f"{kind}: rope by layer, one"}
     names |= {"qwen3_moe: rope by layer", "qwen3_moe: rope by layer, one"}
+    for kind in LATENT_KINDS:
+        names |= {f"{kind}: rope by layer", f"{kind}: rope by layer, one"}
+    # transformers reads these, and fails in the first forward.
+    for of in ("head_dim", "head_dim alone", "head_dim null"):
+        names.add(f"deepseek_v3: {of}")
+    for key in ("num_experts_per_tok", "n_group", "topk_group"):
+        names.add(f"deepseek_v3: {key} null")
     # There null turns whole heads, and a missing key a quarter of them.
     names |= {f"{kind}: partial_rotary_factor null" for kind in RECURRENT}
     names |= {f"{kind}: sees both ways" for kind in GEMMA4_TYPES}
@@ -261,6 +272,24 @@ def test_yarn_stretches_the_frequencies_of_the_paper():
         'qwen3-moe {"norm_topk_prob": 1}': "norm_topk_prob=1: want true or false",
         'qwen3-moe {"scoring_func": "sigmoid"}': "scoring_func='sigmoid' is not supported: want 'softmax'",
         'gpt-oss {"swiglu_limit": 0}': "swiglu_limit=0: want float above 0",
+        'glm4-moe-lite {"topk_method": "greedy"}': "topk_method='greedy' is not supported: want 'noaux_tc'",
+        'deepseek-v3 {"scoring_func": "softmax"}': "scoring_func='softmax' is not supported: want 'sigmoid'",
+        'deepseek-v3 {"moe_layer_freq": 2}': "moe_layer_freq=2 is not supported: want 1",
+        'deepseek-v3 {"n_group": 3}': "n_group=3: want a number that divides n_routed_experts=8",
+        'deepseek-v3 {"n_group": 8}': "n_group=8: want a number that divides n_routed_experts=8, of two",
+        'deepseek-v3 {"topk_group": 5}': "topk_group=5: want int above 0, up to 4",
+        'deepseek-v3 {"num_experts_per_tok": 5}': "num_experts_per_tok=5: want int above 0, up to 4",
+        'deepseek-v3 {"head_dim": 24}': "head_dim=24: want qk_rope_head_dim=8",
+        'deepseek-v3 {"qk_rope_head_dim": 7, "head_dim": 7}': "head_dim=7: want an even number",
+        'deepseek-v3 {"num_key_value_heads": 2}': "num_key_value_heads=2: want num_attention_heads=4",
+        'deepseek-v3 {"attention_bias": true}': "attention_bias=True is not supported: want False",
+        'deepseek-v3 {"model_type": "deepseek_v2"}': "'deepseek_v2' is not supported, as its kind of experts",
+        'deepseek-v3 {"q_lora_rank": 0}': "q_lora_rank=0: want int above 0",
+        'glm4-moe-lite {"kv_lora_rank": null}': "kv_lora_rank=None: want int above 0",
+        'glm4-moe-lite {"mlp_layer_types": ["dense"]}': "mlp_layer_types=['dense']: want 'dense' or 'sparse' for each of 3",
+        'glm4-moe-lite {"routed_scaling_factor": 0}': "routed_scaling_factor=0: want float above 0",
+        'glm4-moe-lite {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "partial_rotary_factor": 0.5}}': "partial_rotary_factor=0.5 is not supported: want 1.0",
+        'glm4-moe-lite {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}': "rope_type='spiral' is not supported",
         'gpt-oss {"attention_bias": false}': "attention_bias=False is not supported: want True",
     }.items(),
 )
@@ -359,6 +388,7 @@ def test_recurrent_models_as_they_are_published(tmp_path, capsys, family, whole,
 EXPERTS = dict(
     num_local_experts=3, num_experts_per_tok=2
 )  # each sees the 128 tokens of FEWEST of 256
+SEEN = dict(n_routed_experts=3, num_experts_per_tok=3, n_group=1, topk_group=1)
 KINDS = dict(
     smollm3={},
     phi3={},
@@ -369,6 +399,8 @@ KINDS = dict(
     qwen3_moe=EXPERTS | dict(moe_intermediate_size=64, decoder_sparse_step=2),
     gemma4_text=GEMMA4,
     muse_glimmer_text=MUSE,
+    glm4_moe_lite=LATENT | SEEN,
+    deepseek_v3=LATENT | SEEN | dict(q_lora_rank=None, norm_topk_prob=False),
 )
 # Of one family with other values.
 GEMMA4_KINDS = {

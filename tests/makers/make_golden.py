@@ -17,9 +17,11 @@ from torch.nn import Module
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -139,6 +141,24 @@ MUSE = COMMON | dict(
     final_logit_softcapping=2.0,
     post_norm_eps=0.1,
 )
+# Sizes differ, so that none can stand for another, and so does eps from that of the latents' norms.
+LATENT = COMMON | dict(
+    rms_norm_eps=1e-3,
+    num_key_value_heads=4,
+    num_hidden_layers=3,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    moe_intermediate_size=16,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+)
+# Of an original context that texts exceed.
+DEEPSEEK_YARN = YARN | dict(
+    original_max_position_embeddings=16, factor=8.0, mscale=1.0, mscale_all_dim=1.0
+)
 THREE = ["linear_attention"] * 3 + ["full_attention"]
 FAMILIES = {
     "llama2": LlamaConfig(**COMMON | dict(num_key_value_heads=4)),
@@ -251,6 +271,28 @@ FAMILIES = {
         layer_rope_theta=[1e4, 0, 1e4, 0],
         rope_parameters=YARN | dict(truncate=False),
     ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT),
+    "glm4-moe-lite-straight": Glm4MoeLiteConfig(
+        **LATENT
+        | TIED
+        | dict(q_lora_rank=None, rope_interleave=False, n_shared_experts=2, norm_topk_prob=False),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **LATENT | dict(n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2),
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek-v3-mscale": DeepseekV3Config(
+        **LATENT | dict(q_lora_rank=None, num_hidden_layers=2),
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7, mscale_all_dim=0.4),
+    ),
 }
 
 
@@ -282,6 +324,9 @@ def randomize(model: Module) -> Module:
     for name, number in model.named_buffers():
         if name.endswith("layer_scalar"):
             number.copy_((1 + 0.3 * torch.randn_like(number)).bfloat16())
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # so that it decides, now and then
+            correction.copy_((0.2 * torch.randn_like(correction)).bfloat16())
     return model
 
 

@@ -12,6 +12,7 @@ wrote what has experts, e2m1 or recurrent layers:
     pip install --no-deps compressed-tensors==0.12.2 && python tests/makers/make_quantized_golden.py act-order
     pip install transformers==5.24 compressed-tensors==0.20 && python tests/makers/make_quantized_golden.py moe
     python tests/makers/make_quantized_golden.py recurrent
+    python tests/makers/make_quantized_golden.py latent  # quantized_golden_latent.safetensors
 
 Tensors are named SETTING/NAME, and those that several settings share SHAPE/NAME. The file's
 metadata has each SETTING's config.json, which says in `shared` what the setting shares. Written
@@ -30,6 +31,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     Qwen2Config,
@@ -74,6 +77,18 @@ MIXTURE = dict(
     moe_intermediate_size=64,
     shared_expert_intermediate_size=64,
 )
+LATENT = {key: value for key, value in COMMON.items() if key != "head_dim"} | dict(
+    num_hidden_layers=2,
+    num_key_value_heads=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=8,
+    v_head_dim=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
 SHAPES = {
     "llama": LlamaConfig(**COMMON),
     "two": LlamaConfig(**COMMON | dict(num_hidden_layers=2)),
@@ -96,8 +111,18 @@ SHAPES = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**RECURRENT | MIXTURE),
     "qwen3_5_moe fused": Qwen3_5MoeTextConfig(**RECURRENT | MIXTURE),
     "qwen3_next": Qwen3NextConfig(**RECURRENT | MIXTURE, norm_topk_prob=True),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**LATENT),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT | dict(q_lora_rank=None), n_group=2, topk_group=1, first_k_dense_replace=1
+    ),
 }
-SEPARATE = "qwen3_moe", "qwen3_5_moe", "qwen3_next"  # whose files have each expert by itself
+LATENTS = "glm4_moe_lite", "deepseek_v3"
+SEPARATE = (
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    *LATENTS,
+)  # whose files have each expert by itself
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -570,6 +595,15 @@ RECURRENT_SETTINGS = {
     "w4a16 by key head": packed("qwen3_next", INT4 | G32 | ASYMMETRIC, ignore=[*SMALL, GATES]),
     "fp8 blocks by key head": of("qwen3_next", fp8, 8, 32, left_out=["lm_head"]),
 }
+# kv_b has codes, or has none, in one file as in the next.
+LATENT_SETTINGS = {
+    "w4a16 of latents": packed("glm4_moe_lite", INT4 | G32 | ASYMMETRIC),
+    "nvfp4-pack of latents": packed("glm4_moe_lite", NVFP4, ignore=["lm_head", "re:.*kv_b_proj"]),
+    "fp8 blocks of latents": of("deepseek_v3", fp8, 8, 32, left_out=["lm_head"]),
+    "fp8 a channel of q": packed(
+        "glm4_moe_lite", FP8 | CHANNEL, DYNAMIC | FP8, ignore=["lm_head", "re:.*kv_a_proj_with_mqa"]
+    ),
+}
 ACT_ORDER = {"w4a16 act-order": of("llama", act_order, 32)}
 
 ADDED = {"act-order": ACT_ORDER, "moe": MOE, "recurrent": RECURRENT_SETTINGS}
@@ -577,8 +611,10 @@ ADDED = {"act-order": ACT_ORDER, "moe": MOE, "recurrent": RECURRENT_SETTINGS}
 
 @torch.no_grad()
 def main() -> None:
-    wanted, golden, configs = SETTINGS, {}, {}
-    if sys.argv[1:]:  # added to what is there
+    wanted, golden, configs, out = SETTINGS, {}, {}, OUT
+    if sys.argv[1:] == ["latent"]:
+        wanted, out = LATENT_SETTINGS, OUT.with_stem(f"{OUT.stem}_latent")
+    elif sys.argv[1:]:  # added to what is there
         wanted, golden = ADDED[sys.argv[1]], load_file(OUT)
         with safe_open(OUT, framework="pt") as file:
             configs = file.metadata()
@@ -610,8 +646,8 @@ def main() -> None:
         tokens, logits = greedy(base, PROMPT, NEW_TOKENS)
         golden |= {f"{setting}/golden tokens": tokens, f"{setting}/golden logits": logits}
         print(f"{setting}: {tokens[PROMPT:].tolist()}")
-    save_file(golden, OUT, metadata=configs)
-    OUT.chmod(0o644)  # safetensors lets its owner alone read it
+    save_file(golden, out, metadata=configs)
+    out.chmod(0o644)  # safetensors lets its owner alone read it
 
 
 if __name__ == "__main__":
