@@ -31,8 +31,9 @@ def test_a_block_by_kernels_is_the_drafts_own(case, device):
     block has left behind the text."""
     T, G, E, windows, causal, cache = case
     layers = tuple(LayerConfig(window, rope_of(E)) for window in windows)
-    config = Config(64, layers, 2 * G, 2, E, 96, 200, 999, qk_norm="head")
-    plain = DFlash(config, BlockConfig((1, 2), 64, 16, 0, causal, cap=3.0)).to(device)
+    sizes = 64, layers, 2 * G, 2, E, 96, 200, 999
+    config = Config(*sizes, qk_norm="head", logits_cap=3.0)
+    plain = DFlash(config, BlockConfig((1, 2), 64, 16, 0, causal)).to(device)
     for name, weight in plain.named_parameters():
         weight.requires_grad_(False).normal_(std=1 / weight.shape[-1] ** 0.5)
         if "norm" in name:
