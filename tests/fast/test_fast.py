@@ -321,7 +321,8 @@ LEFT = [family for family in FAMILIES if family.startswith(("gemma4", "muse"))]
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
     """Over a dirty cache. All of it has kernels, but for latent attention and its families' routers,
-    and for a mixture whose shared expert has another size. What keeps hidden states, of prefill and of decode, is the same code on a GPU."""
+    and for a mixture whose shared expert has another size. What keeps hidden states, of prefill and
+    of decode, is the same code on a GPU."""
     plain, fast, tolerance = load_twice(
         device, 64, 3, directory=GOLDEN / family, features=(2, 0, 1)
     )
@@ -332,6 +333,11 @@ def test_fast_decoder_equals_the_model(family, device):
     for layer in [*plain.layers, *fast.layers]:
         for n, part in enumerate(layer.attn.cache.buffers()):
             part.fill_(3 - 5 * n)
+        if layer.config.moe and layer.config.moe.sigmoid and device == "cuda":
+            # Of these routers, which stay plain, an expert changes here and there where fp16 rounds
+            # in two ways, and logits by up to 0.13: all experts take part.
+            moe = layer.ffn.moe
+            layer.ffn.moe = replace(moe, n_chosen=moe.n_expert, n_chosen_group=moe.n_group)
     compare(plain, fast, install_kernels(fast), tolerance)
     assert device == "cuda" or error(fast.features, plain.features) < tolerance
 
