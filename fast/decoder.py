@@ -88,8 +88,9 @@ def unknown_fields(model: Transformer) -> list[str]:
     parts = [part for layer in layers for part in (layer.rope, layer.moe) if part]
     described = dict.fromkeys([model.config, *layers, *parts])
     found = [*dict.fromkeys(value for values in described for value in unknown_values(values))]
-    if model.config.residual_scale == 0:  # by which FusedDecoder divides
-        found.append("Config.residual_scale=0")
+    scale = model.config.residual_scale
+    if scale == 0 or scale != 1 and model.ple is not None:  # FusedDecoder divides by it
+        found.append(f"Config.residual_scale={scale}")
     return found
 
 
@@ -116,12 +117,15 @@ def why_plain_attention(block: Block) -> str | None:
         return f"{type(attn).__name__} in the place of Attention"
     if attn.gated and isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) > attn.head_dim:
         return "gates of heads and a norm of all heads"
+    if attn.gate_apart or len(attn.sizes) < 3:
+        return "gates apart from their heads, or no keys or values of the layer's own"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
         return "q, k and v are quantized apart, or in codes or scales that no kernel knows"
-    if unknown_norm(block.attn_norm, block.attn_post_norm, attn.q_norm, attn.k_norm):
-        return "a norm that is no RMSNorm"
+    norms = block.attn_norm, block.attn_post_norm, attn.q_norm, attn.k_norm
+    if unknown_norm(*norms) or not isinstance(attn.v_norm, nn.Identity):
+        return "a norm that is no RMSNorm, or one of values"
     return None
 
 
@@ -413,11 +417,19 @@ class FusedBlock(nn.Module):
         super().__init__()
         half = FirstHalf if isinstance(block, FirstBlock) else AttentionHalf
         self.attention, self.feed_forward = half(block, table), FeedForwardHalf(block)
+        self.block = block
 
-    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-        """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        own: Tensor | None = None,
+    ) -> Tensor:
+        """x [M, D], positions [B, T], slots [any], rows [B, 1], own [M, P] or None -> [M, D]"""
         x = self.attention(x, positions, slots, rows)
-        return self.feed_forward(x, positions.shape[1])
+        return self.block.end(self.feed_forward(x, positions.shape[1]), own)
 
 
 class FusedDecoder(nn.Module):
@@ -453,11 +465,12 @@ class FusedDecoder(nn.Module):
         model, rows = self.model, self.model.rows[: len(tokens)]
         slots = model.slots if slots is None else slots
         x = (model.embedded(tokens) if inputs is None else inputs).flatten(0, 1)  # [M, D]
+        own = None if model.ple is None else model.ple(tokens.flatten(), x)  # [M, n_layer, P]
         if self.scale != 1:
             x = x / self.scale
         for i, layer in enumerate(self.layers):
             self.keep(i, x, tokens.shape, rows, positions)
-            x = layer(x, positions, slots, rows)
+            x = layer(x, positions, slots, rows, None if own is None else own[:, i])
         self.keep(len(self.layers), x, tokens.shape, rows, positions)
         if self.head is not None:
             x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale**2)
@@ -465,7 +478,7 @@ class FusedDecoder(nn.Module):
             # forward() would take a prompt's kernels.
             head = model.head.fused if isinstance(model.head, PackedLinear) else model.head
             x = head(model.norm(x * self.scale) * model.config.logits_scale)
-        return x.unflatten(0, tokens.shape)
+        return model.capped(x).unflatten(0, tokens.shape)
 
     def keep(
         self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor

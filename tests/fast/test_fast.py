@@ -44,7 +44,7 @@ from helpers import (
     speculator,
     tiny,
 )
-from model import Config, FeedForward, KVCache, LayerConfig, MoEConfig, Transformer
+from model import Config, FeedForward, KVCache, LayerConfig, MoE, MoEConfig, Transformer
 from quantize import NVFP4, QuantizedExperts
 from generate import Sampling, choose
 
@@ -312,44 +312,34 @@ def load_twice(
     return plain, fast, tolerance
 
 
-# Whose fields fast/ does not know: model.py decodes them.
-LEFT = [family for family in FAMILIES if family.startswith(("gemma4", "muse"))]
-
-
 @on_each_device
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LEFT])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fast_decoder_equals_the_model(family, device):
-    """Over a dirty cache. All of it has kernels, but for latent attention and its families' routers,
-    and for a mixture whose shared expert has another size. What keeps hidden states, of prefill and
+    """Over a dirty cache. All of it has kernels, but for latent attention, for that of Gemma 4 and
+    Muse Glimmer, for their routers, and for a mixture whose shared expert has another size. What keeps hidden states, of prefill and
     of decode, is the same code on a GPU."""
     plain, fast, tolerance = load_twice(
         device, 64, 3, directory=GOLDEN / family, features=(2, 0, 1)
     )
     mixtures = [layer.moe for layer in plain.config.layers if layer.moe]
     other_size = any(moe.shared_dim not in (0, moe.ffn_dim) for moe in mixtures)
-    latent = any(layer.latent for layer in plain.config.layers)
-    assert bool(plain_halves(fast)) == (other_size or latent) and not unknown_fields(fast)
+    plain_attention = family.startswith(("glm4", "deepseek", "gemma4", "muse"))
+    assert bool(plain_halves(fast)) == (other_size or plain_attention)
+    assert not unknown_fields(fast)
     for layer in [*plain.layers, *fast.layers]:
         for n, part in enumerate(layer.attn.cache.buffers()):
             part.fill_(3 - 5 * n)
-        if layer.config.moe and layer.config.moe.sigmoid and device == "cuda":
-            # Of these routers, which stay plain, an expert changes here and there where fp16 rounds
-            # in two ways, and logits by up to 0.13: all experts take part.
-            moe = layer.ffn.moe
-            layer.ffn.moe = replace(moe, n_chosen=moe.n_expert, n_chosen_group=moe.n_group)
+        for part in layer.ffn.modules():
+            if type(part) is MoE and plain_attention and device == "cuda":
+                # Of these routers, which stay plain, an expert changes here and there where fp16
+                # rounds in two ways, and logits by up to 0.13: all experts take part.
+                n = dict(n_chosen=part.moe.n_expert, n_chosen_group=part.moe.n_group)
+                part.moe = replace(part.moe, **n)
+    if family.startswith("gemma4") and device == "cuda":
+        tolerance *= 2  # scores times 1 make more of a rounding: fp16 is up to 1e-2 from fp32
     compare(plain, fast, install_kernels(fast), tolerance)
     assert device == "cuda" or error(fast.features, plain.features) < tolerance
-
-
-@pytest.mark.parametrize("family", LEFT)
-def test_families_that_kernels_do_not_know_are_left_to_the_model(family, capsys):
-    model = tiny(directory=GOLDEN / family)
-    model.setup(64, 3)
-    assert use_kernels(model) is None
-    told = capsys.readouterr().err
-    assert told.startswith("plain PyTorch decodes: fast/ does not know ")
-    assert told.count("\n") == 1 and len(set(told.split(", "))) == len(told.split(", "))
 
 
 @on_each_device
