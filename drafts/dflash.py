@@ -17,6 +17,9 @@ DFlash 2 has a convolution over the block's tokens around each attention and fee
 draws the tokens one after the other: of each mask's likeliest candidates, by the mask's logits and
 how well a candidate goes with the token before it.
 
+Muse Glimmer's draft (muse_glimmer_assistant) is one whose files have other names and keys: see
+muse_settings().
+
 Contents: the drafts, their files, the Drafter. Shapes: as in model.py and speculative.py; n features.
 """
 
@@ -33,6 +36,7 @@ from torch import Tensor
 from generate import Engine
 from hub.checkpoint import (
     Checkpoint,
+    Place,
     Weight,
     borrowing_weights,
     open_shard,
@@ -40,7 +44,14 @@ from hub.checkpoint import (
     reading,
 )
 from hub.formats import unpack_quantized
-from hub.families import numbers_of, text_settings, value_of, values_of
+from hub.families import (
+    MUSE_DRAFT,
+    check_known,
+    numbers_of,
+    text_settings,
+    value_of,
+    values_of,
+)
 from model import Block, Config, LayerConfig, RMSNorm, Transformer
 from quantize import QuantizedLinear
 from speculative import DraftModel, choose_draft
@@ -59,6 +70,35 @@ KNOWN = (  # keys of dflash_config
     "selector_top_k",
     "target_layer_ids",
 )
+MUSE = dict(  # what a missing key of Muse Glimmer's draft stands for
+    hidden_size=6656,
+    intermediate_size=19968,
+    num_hidden_layers=5,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    sliding_window=2048,
+    block_size=16,
+    mask_token_id=201818,
+    target_layer_ids=[1, 13, 25, 37, 49],
+)
+MUSE_MORE = (  # its other keys
+    "attention_bias",
+    "attention_dropout",
+    "hidden_act",
+    "layer_types",
+    "num_target_layers",
+    "rope_parameters",
+    "rope_scaling",
+    "vocab_size",
+)
+MUSE_NAMES = {  # of tensors that z-lab's files call otherwise
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -213,6 +253,34 @@ def default_layers(n_target: int, n_layer: int) -> list[int]:
     return [round(1 + i * (n_target - 4) / (n_layer - 1)) for i in range(n_layer)]
 
 
+def muse_settings(hf: dict) -> dict:
+    """config.json of Muse Glimmer's draft, as z-lab's files would say it.
+
+    Its layers have windows, unless layer_types say otherwise, and masks see what stands behind them
+    there, too. A window counts the tokens on one side, where others count the token itself as well.
+    The logits are the output head's as they are, without the target's scale and cap. As in every
+    draft here the embeddings are the table's, without the norm that the target puts behind them."""
+    check_known(hf, (*MUSE, *MUSE_MORE))
+    if hf.get("architectures") not in (None, ["MuseGlimmerAssistantModel"]):
+        raise ValueError(
+            f"architectures={hf['architectures']!r:.60}: want MuseGlimmerAssistantModel of a "
+            f"{MUSE_DRAFT}"
+        )
+    hf = MUSE | {key: value for key, value in hf.items() if value is not None}
+    n = value_of(hf, "num_hidden_layers", int, most=10**4)
+    window = value_of(hf, "sliding_window", int, most=10**9 - 1)
+    return (
+        dict(layer_types=["sliding_attention"] * n)
+        | hf
+        | dict(
+            model_type="qwen3",
+            architectures=["DFlashDraftModel"],
+            sliding_window=window + 1,
+            is_causal=False,
+        )
+    )
+
+
 class DFlashCheckpoint(Checkpoint):
     """A draft's directory. target: its target's Checkpoint. ValueError for a draft of another
     target."""
@@ -221,6 +289,8 @@ class DFlashCheckpoint(Checkpoint):
 
     @staticmethod
     def settings(hf: dict) -> dict:
+        if hf.get("model_type") == MUSE_DRAFT:
+            hf = muse_settings(hf)
         kinds = hf.get("architectures")
         if kinds not in (["DFlashDraftModel"], ["DFlash2DraftModel"]):
             raise ValueError(
@@ -308,16 +378,22 @@ class DFlashCheckpoint(Checkpoint):
             )
         self.check_sizes(whole)
 
+    def files(self) -> dict[str, Place]:
+        """By z-lab's names."""
+        return {MUSE_NAMES.get(name, name): place for name, place in super().files().items()}
+
     def check_sizes(self, target: Config) -> None:
         files, want = self.files(), [self.config.dim, len(self.places) * target.dim]
         if "fc.weight" not in files:
-            raise ValueError(f"{self.directory}: fc.weight is missing: want a DFlash draft")
+            raise ValueError(
+                f"{self.directory}: fc.weight, or encoder.fc.weight, is missing: want a DFlash draft"
+            )
         path, name = files["fc.weight"]
         with reading(path):
             found = open_shard(path).get_slice(name).get_shape()
         if found != want or self.config.dim != target.dim:
             raise ValueError(
-                f"{self.directory}: fc.weight is {found}, want {want} for {len(self.places)} layers "
+                f"{self.directory}: {name} is {found}, want {want} for {len(self.places)} layers "
                 f"and the checkpoint's {target.dim} dimensions: the draft is of another model"
             )
 

@@ -368,6 +368,30 @@ LACKING = {  # model_type -> what it has that is not here
         ("qwen2_moe", "granitemoe", "phimoe", "olmoe", "llama4", "deepseek_v2"), "kind of experts"
     ),
 }
+MUSE_DRAFT = "muse_glimmer_assistant"  # model_type of Muse Glimmer's DFlash draft
+# Keys that any config.json may have, and that change nothing of what is computed here.
+OF_ANY = (
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "quantization_config",  # hub/formats.py reads it
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 # They make vectors of a text or a picture, and write no text.
 ENCODERS = (
     "albert",
@@ -455,8 +479,22 @@ def check_supported(settings: dict, supported: dict) -> None:
             )
 
 
+def check_known(hf: dict, known: tuple) -> None:
+    """ValueError for a key that is neither known nor of OF_ANY: a draft that does not do what its
+    file says would be accepted less, and nobody would see why."""
+    unknown = {key for key, value in hf.items() if value is not None}.difference(known, OF_ANY)
+    if unknown:
+        key = min(unknown)
+        raise ValueError(
+            f"{key}={hf[key]!r:.60} is not known of a {hf.get('model_type')}: want a draft whose "
+            "keys are those that transformers 5.24 has"
+        )
+
+
 def is_dflash(hf: dict) -> bool:
     """Whether config.json is a DFlash draft's, and not a whole model's."""
+    if hf.get("model_type") == MUSE_DRAFT:
+        return True
     return "dflash" in str(hf.get("architectures", "")).lower() or "dflash_config" in hf
 
 

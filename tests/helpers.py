@@ -338,15 +338,16 @@ def random_mtp(seed: int, target: Transformer) -> MtpHead:
 
 
 def random_dflash(seed: int, target: Transformer, kind: str = "first") -> DFlash:
-    """A block of 8 tokens for a target, in two layers, of which the second has a window; of DFlash
-    2, too."""
+    """A block of 8 tokens for a target, in two layers, of which the second has a window, which is
+    causal but for the kind "muse"; of DFlash 2, too."""
     config, random = target.config, torch.Generator().manual_seed(seed)
     whole = LayerConfig(rope=Rope(tuple(10000.0 ** (-i / 4) for i in range(4))))
     config = Config(
         config.dim, (whole, replace(whole, window=9)), 2, 1, 8, 24, config.vocab_size, 999
     )
     second = Second(2, 4, 5, 6) if kind == "second" else None
-    block = BlockConfig((1, target.config.n_layer), config.dim, 8, 6, second=second)
+    causal = False if kind == "muse" else None
+    block = BlockConfig((1, target.config.n_layer), config.dim, 8, 6, causal, second)
     draft = (DFlash2 if second else DFlash)(replace(config, qk_norm="head"), block)
     for p in draft.parameters():
         p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)

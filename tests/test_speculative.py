@@ -58,6 +58,7 @@ def draft_of(
         "head": lambda: random_head(5, random_model(1), [1, 2, 3, 5, 7], dim=16),
         "mtp": lambda: random_mtp(5, random_model(1)),
         "dflash": lambda: random_dflash(5, random_model(1)),
+        "dflash, muse": lambda: random_dflash(5, random_model(1), "muse"),
         "dflash 2": lambda: random_dflash(5, random_model(1), "second"),
         "tiny-draft": lambda: tiny(directory=DRAFT),
         "tiny-eagle": tiny_head,
@@ -98,6 +99,7 @@ def exact(sampling: Sampling) -> Tensor:
         (CUT, "mtp"),
         (PLAIN, "dflash"),
         (CUT, "dflash 2"),
+        (CUT, "dflash, muse"),
     ],
 )
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):

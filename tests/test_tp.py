@@ -32,6 +32,7 @@ from helpers import (
     GEMMA4,
     GEMMA4_E,
     GEMMA4_MOE,
+    GOLDEN,
     MUSE,
     LATENT,
     RECURRENT,
@@ -169,6 +170,13 @@ LOGITS_CASES = {
 # Which the ranks share as they share the target.
 SELF = dict(draft=TINY, policy="3", split_draft=True)
 HEAD = dict(draft=EAGLE, policy="3")  # which is always shared
+
+
+def assistant(name: str) -> str:
+    """A draft for one of GOLDEN."""
+    return str(ROOT / "tests" / "assistants" / name)
+
+
 TOKENS_CASES = {
     "plain": {},
     "plain, int8": dict(quantize="int8", cache="int8"),
@@ -206,6 +214,7 @@ TOKENS_CASES = {
     "dflash split": dict(checkpoint="recurrent", draft="dflash", policy="3", split_draft=True),
     "dflash, compiled": dict(checkpoint="recurrent", draft="dflash", policy="3", mode="fast"),
     "mtp, compiled": dict(checkpoint="recurrent", draft="mtp", policy="2", mode="fast"),
+    "muse's draft": dict(checkpoint=str(GOLDEN / "muse"), draft=assistant("muse"), policy="3"),
 }
 CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
     name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()

@@ -85,13 +85,14 @@ def tokens(
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
         smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
-    elif draft and (draft == "mtp" or "dflash" in draft):
+    elif draft and (draft == "mtp" or "dflash" in draft or "assistants" in draft):
         source = open_draft(draft, (Checkpoint(Path(checkpoint)), None))
         split = splitter(team) if split_draft else None
         smaller = formats.load(source, device, model.embed.weight.dtype, split=split)
     elif draft and draft != "prompt-lookup":
         smaller = load(team if split_draft else Team(), device, draft, how.get("dtype", "float32"))
-    rows, sampling = len(prompts()), Sampling(temperature)
+    texts = [[token % model.config.vocab_size for token in text] for text in prompts()]
+    rows, sampling = len(texts), Sampling(temperature)
     if draft:
         runner = speculator(
             model, 17 + new, smaller, policy, rows, sampling, mode, team.agree, cache
@@ -103,7 +104,7 @@ def tokens(
         runner.warm_up(rows, team.ranks == 1)
     torch.manual_seed(5)
     return dict(
-        rows=run(runner, prompts(), new),
+        rows=run(runner, texts, new),
         counts=dict(runner.counts) if draft else {},
         kernels=getattr(engine, "kernels", False),
     )
