@@ -6,6 +6,7 @@ say how many.
     mtp.py        the layer that drafts in the checkpoint's own files
     heads.py      what these two share
     dflash.py     DFlash, which proposes a block at once
+    shared_kv.py  Gemma 4's assistants, which read the target's keys and values
     policies.py   how many tokens to draft
 
 A draft of your own is a subclass of speculative.Drafter in a file here, and its name in NAMED. One
@@ -42,10 +43,11 @@ from drafts.dflash import DFlash, DFlashCheckpoint, make_dflash
 from drafts.eagle import HeadCheckpoint
 from drafts.heads import DraftHead, HeadDraft
 from drafts.mtp import MtpCheckpoint
+from drafts.shared_kv import SharedKV, SharedKVCheckpoint, make_shared_kv
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
-from hub.families import is_dflash, is_head
+from hub.families import KV_DRAFTS, is_dflash, is_head
 from hub.tokenizer import Tokenizer
 from model import Transformer
 from speculative import Drafter, DraftModel, PromptLookup
@@ -56,8 +58,8 @@ NAMED = {
 
 
 def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:
-    """A smaller model's checkpoint, an EAGLE head's, a DFlash draft's or, of the target's own, what
-    drafts; None where the draft has no weights. ValueError if it is not for the target."""
+    """A smaller model's checkpoint, an EAGLE head's, a DFlash draft's, a Gemma 4 assistant's or, of
+    the target's own, what drafts; None where the draft has no weights. ValueError if it is not for the target."""
     if name is None or name in NAMED:
         return None
     if name == "mtp":
@@ -72,6 +74,8 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
         return DFlashCheckpoint(directory, target[0])
     if is_head(hf):
         return HeadCheckpoint(directory, target[0])
+    if hf.get("model_type") in KV_DRAFTS:
+        return SharedKVCheckpoint(directory, target[0])
     draft, tokenizer = vet.open_checkpoint(directory)
     vet.check_draft(name, tokenizer, target[1])
     smaller, larger = count_parameters(draft.config), count_parameters(target[0].config)
@@ -95,6 +99,8 @@ def make_draft(
         return NAMED[name](vocab_size, slots)
     if isinstance(model, DFlash):
         return make_dflash(model, target, spare)
+    if isinstance(model, SharedKV):
+        return make_shared_kv(model, target)
     if isinstance(model, DraftHead):
         model.share(target.model)
         # It reads its own last hidden state: see HeadDraft.

@@ -369,6 +369,11 @@ LACKING = {  # model_type -> what it has that is not here
     ),
 }
 MUSE_DRAFT = "muse_glimmer_assistant"  # model_type of Muse Glimmer's DFlash draft
+# model_type of a draft that reads its target's keys -> of a whole that has such a text part.
+KV_DRAFTS = {
+    "gemma4_assistant": "gemma4",
+    "gemma4_unified_assistant": "gemma4_unified",
+}
 # Keys that any config.json may have, and that change nothing of what is computed here.
 OF_ANY = (
     "_name_or_path",
@@ -502,6 +507,15 @@ def is_head(hf: dict) -> bool:
     """Whether config.json is an EAGLE head's, and not a whole model's."""
     named = "eagle" in str(hf.get("architectures", "")).lower()
     return named or "draft_vocab_size" in hf or "speculators_model_type" in hf
+
+
+def draft_kind(hf: dict) -> str | None:
+    """What kind of draft config.json is of, where it is no whole model's."""
+    if is_head(hf):
+        return "an EAGLE head"
+    if is_dflash(hf):
+        return "a DFlash draft"
+    return "a Gemma 4 assistant" if hf.get("model_type") in KV_DRAFTS else None
 
 
 def text_settings(hf: dict) -> dict:

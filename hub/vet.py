@@ -28,7 +28,7 @@ from hub.checkpoint import (
     read_json,
     what_is,
 )
-from hub.families import is_dflash, is_head
+from hub.families import draft_kind
 from hub.generation import read_sampling
 from hub.tokenizer import Tokenizer
 from model import DeltaCache, Config, KVCache
@@ -63,10 +63,9 @@ def open_checkpoint(
     if not path.exists():
         raise ValueError(f"{path}: no such file; {instead_of(directory)}")
     hf = read_json(path)
-    if is_head(hf) or is_dflash(hf):
-        kind = "an EAGLE head's" if is_head(hf) else "a DFlash draft's"
+    if kind := draft_kind(hf):
         raise ValueError(
-            f"{path}: {kind}, which drafts for a checkpoint: give its directory as draft"
+            f"{path}: {kind}'s, which drafts for a checkpoint: give its directory as draft"
         )
     checkpoint = Checkpoint(directory)
     if not checkpoint.paths:  # a file of weights that is not there, or not whole, raises

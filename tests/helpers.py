@@ -33,6 +33,7 @@ from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
 from drafts.mtp import MtpCheckpoint, MtpHead, names_of
 from drafts.policies import make_policy
+from drafts.shared_kv import SharedKV
 from hub.families import config_from_hf
 from generate import Engine, generate
 from llm import find_engine
@@ -275,7 +276,7 @@ def speculator(
     cache: str = "16-bit",
 ) -> Speculator:
     """For texts of `length` tokens. draft: a model, an EAGLE head or, None, prompt lookup."""
-    places = draft.target_places if isinstance(draft, DraftHead) else ()
+    places = draft.target_places if isinstance(draft, DraftHead | SharedKV) else ()
     if isinstance(draft, DFlash):
         places = draft.block.places
     engine = partial(ENGINES[mode], batch_size=rows, sampling=sampling, cache=cache)

@@ -1,8 +1,10 @@
 """Drafts that transformers calls assistants: their logits are those that it has while it generates
 with them, texts stay the target's, and what is refused."""
 
+import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,19 +27,29 @@ from helpers import (
     load_checkpoint,
     one_line,
     read,
+    read_json,
     refusal,
     rewrite,
     run,
     speculator,
+    traced,
     with_letters,
 )
 from hub.checkpoint import Checkpoint
 from hub.formats import load
 from llm import LLM
-from model import Transformer
+from model import KVCache, Transformer
+from speculative import Policy
 
 DRAFTS = ROOT / "tests" / "assistants"
-TARGETS = {"muse": "muse", "muse-full": "muse-tied"}  # as tests/makers has them
+BLOCKS = {"muse": "muse", "muse-full": "muse-tied"}  # and their targets
+QUERIES = {  # drafts that have no keys of their own, and their targets
+    "gemma4": "gemma4",
+    "gemma4-clusters": "gemma4-e",
+    "gemma4-scaled": "gemma4-all",
+    "gemma4-unified": "gemma4-unified",
+}
+TARGETS = BLOCKS | QUERIES
 of_each = pytest.mark.parametrize("name", TARGETS)
 PROMPTS = [list(range(2, 72)), [5], list(range(40, 73))]
 
@@ -55,7 +67,7 @@ def steps_of(name: str) -> tuple[Tensor, dict[int, Tensor]]:
     return held.pop("tokens"), {int(key.split(".")[1]): logits for key, logits in held.items()}
 
 
-@pytest.mark.parametrize("name", ["muse", "muse-full"])
+@pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
 def test_blocks_are_those_of_transformers(name):
     """At each length of a text that its target goes on with; windows are shorter than the text, and
@@ -77,16 +89,84 @@ def test_blocks_are_those_of_transformers(name):
         assert len(expected) == draft.block.size - 1 and error(found[0], expected) < 1e-5, length
 
 
+@pytest.mark.parametrize("name", QUERIES)
+@torch.no_grad()
+def test_drafts_without_keys_are_those_of_transformers(name):
+    """Of four tokens behind each prefix of a text. Behind it the target's caches hold something
+    else, as rejected tokens leave it there; windows are shorter than the text."""
+    target, draft = both(name)
+    text, steps = steps_of(name)
+    assert len(steps) > 30 and max(steps) > 30
+    for length, expected in steps.items():
+        target.setup(64, 1, draft.target_places)
+        read(target, torch.cat((text[: length - 1], torch.arange(64 - length)))[None])
+        draft.attach(target, 64)
+        at, token = torch.tensor([[length - 1]]), text[None, length - 1 : length]
+        state = target.norm(target.features[:, length - 2 : length - 1])
+        for slots in (target.slots, target.slots[:length]):
+            embedded, states = target.embedded(token), state
+            for logits in expected:
+                found, states = draft(embedded, states, at, slots)
+                assert error(found[0, 0], logits) < 1e-5, length
+                embedded = target.embedded(logits.argmax()[None, None])
+
+
+@pytest.mark.parametrize("name", QUERIES)
+@torch.no_grad()
+def test_what_is_proposed_goes_by_the_text_alone(name):
+    """Of each row of a ragged batch and in each step: greedily what transformers drafts, whatever
+    was rejected before, after pauses and in a chat's next turn, too."""
+    target, draft = both(name)
+    text, steps = steps_of(name)
+    text, seen = text.tolist(), []
+    made = speculator(target, 64, draft, "4", 3)
+    propose = made.draft.propose
+
+    def watched(tokens: Tensor, last: Tensor, k: int, n_slots: int) -> tuple[Tensor, ...]:
+        drafted, q, proposed = propose(tokens, last, k, n_slots)
+        for row, end, own in zip(tokens.tolist(), last.tolist(), drafted):
+            if row[: end + 1] == text[: end + 1] and end + 1 in steps:
+                seen.append((end + 1, k))
+                assert own.equal(steps[end + 1].argmax(-1)[:k]), end
+        return drafted, q, proposed
+
+    made.draft.propose = watched
+    n = len(text) - 24
+    starts = [text[:n], text[: n + 9], text[: n + 4]]
+    assert run(made, starts, 8) == [text[len(of) : len(of) + 8] for of in starts]
+    assert len(seen) >= 12
+    alone = speculator(target, 64, draft, "4", 1)
+    alone.draft.propose, propose = watched, alone.draft.propose
+    alone.policy, plan = Policy(0), [0, 0, 3, 4, 0, 2]
+    alone.policy.update = lambda *_: setattr(alone.policy, "k", plan.pop(0) if plan else 3)
+    alone.step_of |= {k: partial(alone.speculate, k) for k in (0, 2, 3)}
+    assert run(alone, [text[:n]], 12) == [text[n : n + 12]]
+    seen.clear()
+    assert run(alone, [text[n + 2 : n + 5]], 12, start=n + 2) == [text[n + 5 : n + 17]]
+    assert len(seen) > 4 and {k for _, k in seen} <= {2, 3, 4}
+
+
+@pytest.mark.parametrize("cache", ["16-bit", "int8"])
 @pytest.mark.parametrize("policy", ["1", "4", "auto", "hf", "bass"])
 @of_each
-def test_texts_are_greedy_decoding(policy, name):
+def test_texts_are_greedy_decoding(policy, name, cache):
     """Of a ragged batch and of its rows alone, to the last slot of the cache."""
     target, draft = both(name)
-    plain = run(Engine(target, 130, 3, GREEDY), PROMPTS, 60)
-    made = speculator(target, 130, draft, policy, 3)
+    plain = run(Engine(target, 130, 3, GREEDY, cache=cache), PROMPTS, 60)
+    made = speculator(target, 130, draft, policy, 3, cache=cache)
     assert run(made, PROMPTS, 60) == plain and made.counts["drafted"]
     for prompt, row in zip(PROMPTS, plain):
         assert run(made, [prompt], 60) == [row]
+
+
+@of_each
+@traced()
+def test_compiled_texts_are_the_eager_ones(name):
+    target, draft = both(name)
+    plain = run(Engine(load_checkpoint(GOLDEN / TARGETS[name]), 130, 3, GREEDY), PROMPTS, 30)
+    made = speculator(target, 130, draft, "2", 3, mode="fast")
+    made.warm_up(3)
+    assert run(made, PROMPTS, 30) == plain
 
 
 @of_each
@@ -111,6 +191,18 @@ def test_by_name_in_python_and_on_the_command_line(call, tmp_path, name):
     assert "give its directory as draft" in one_line(call("generate.py", generate.main, *alone))
 
 
+ORDER = "masked_embedding.token_ordering"
+
+
+def text(**changes) -> dict:
+    """Changes of text_config."""
+    return dict(text_config=changes)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
 REFUSED = {
     "muse": [
         (dict(markov_rank=4), {}, "markov_rank=4 is not known of a muse_glimmer_assistant"),
@@ -129,6 +221,28 @@ REFUSED = {
         ({}, {"encoder.fc.weight": None}, "encoder.fc.weight is missing"),
         ({}, {"encoder.output_norm_enc.weight": None}, "hidden_norm.weight is missing"),
     ],
+    "gemma4": [
+        (dict(markov_rank=4), {}, "markov_rank=4 is not known of a gemma4_assistant"),
+        (dict(backbone_hidden_size=48), {}, "backbone_hidden_size=48 32 another model"),
+        (dict(backbone_hidden_size=None), {}, "backbone_hidden_size=None: want int"),
+        (dict(text_config=None), {}, "text_config=None: want an object"),
+        (text(vocab_size=50), {}, "vocab_size=50 96 another model"),
+        (text(num_kv_shared_layers=2), {}, "num_kv_shared_layers=2 num_hidden_layers=3"),
+        (text(hidden_size_per_layer_input=8), {}, "hidden_size_per_layer_input=8 supported"),
+        (text(enable_moe_block=True), {}, "enable_moe_block=True is not supported"),
+        (text(use_double_wide_mlp=True), {}, "use_double_wide_mlp=True is not supported"),
+        (text(num_key_value_heads=4), {}, "layer 0 4 key/value heads of 8 layer 2 2 another model"),
+        (text(per_layer_config={}), {}, "layer 1 2 key/value heads of 8 layer 3 1 of 16 another"),
+        (text(model_type="llama"), {}, "model_type='llama' gemma4_text"),
+        ({}, {"pre_projection.weight": None}, "pre_projection.weight is missing"),
+        ({}, {"post_projection.weight": zeros(24, 24)}, "post_projection.weight [24, 24] [32, 64]"),
+    ],
+    "gemma4-clusters": [
+        (dict(num_centroids=7), {}, "num_centroids=7 96 tokens"),
+        (dict(centroid_intermediate_top_k=17), {}, "centroid_intermediate_top_k=17 up to 16"),
+        ({}, {ORDER: None}, "token_ordering is missing"),
+        ({}, {ORDER: torch.arange(1, 97)}, "token_ordering: want each of 96 tokens once"),
+    ],
 }
 
 
@@ -138,7 +252,10 @@ REFUSED = {
 )
 def test_what_cannot_draft_is_refused(tmp_path, name, config, tensors, words):
     directory = shutil.copytree(DRAFTS / name, tmp_path / "draft")
-    rewrite(directory / "config.json", **config)
+    path = directory / "config.json"
+    if config.get("text_config"):
+        config = text(**read_json(path)["text_config"] | config["text_config"])
+    rewrite(path, **config)
     change_tensors(directory, **tensors)
     said = refusal(both, name, directory)
     assert all(re.search(rf"(^|\W){re.escape(word)}", said) for word in words.split(" ")), said
@@ -151,3 +268,18 @@ def test_keys_that_are_missing_stand_for_what_transformers_takes(tmp_path):
     _, draft = both("muse", directory)
     assert [layer.window for layer in draft.config.layers] == [2049] * 3
     assert not draft.is_causal(2049)
+
+
+def test_a_target_without_such_layers_is_refused():
+    said = refusal(open_draft, str(DRAFTS / "gemma4"), (Checkpoint(GOLDEN / "qwen3"), None))
+    assert "layer 0 is of sliding_attention" in said and "of another model" in said
+
+
+def test_it_has_no_cache_and_its_own_head():
+    """What memory it takes: its files, and nothing for a token."""
+    for name, target in QUERIES.items():
+        checkpoint = open_draft(str(DRAFTS / name), (Checkpoint(GOLDEN / target), None))
+        assert KVCache.bytes_per_token(checkpoint.config, F32) == 0
+        tensors = load_file(DRAFTS / name / "model.safetensors")
+        held = sum(of.numel() for key, of in tensors.items() if key != ORDER)
+        assert held == sum(math.prod(of.shape) for of in checkpoint.weights.values())
