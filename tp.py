@@ -311,7 +311,10 @@ def draft_splitter(team: "Team", config: Config):
     config: Checkpoint.counted(). A split saves reading weights and costs two sums a layer: at 4.6
     TB/s and 5 us a sum (H200) they break even at 46 million bf16 parameters a layer, on two ranks;
     the logits cost as much as a sum. So 60 million are asked for. It must be divisible in groups of
-    128, quantized or not."""
+    128, quantized or not. A draft that reads its target's keys, of which each rank has a part, is
+    always split."""
+    if config.layers[0].kv_of is not None:  # it has no layer before
+        return splitter(team)
     with torch.device("meta"):  # a draft that borrows its head has no rows, of which PyTorch warns
         model = Transformer(replace(config, vocab_size=config.vocab_size or 1))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -10,6 +10,8 @@ the logits of the next token, and a state of the target's width. To draft more t
 draft runs again, on that token and this state, and stays where it is: its queries have the position
 of the text's last token, and see the slots before it, which hold all that the target has read.
 
+With several ranks each has the queries of its own key/value heads, as of the target.
+
 The draft's output head is its own. Of the E models' it is in clusters: centroids say which of them
 count, and only their tokens have logits of their own. The rest stand below the least of these by 1.
 
@@ -88,9 +90,8 @@ class SharedKV(Transformer):
             cache, K = target.layers[source].attn.cache, config.heads(layer.config)[1]
             if cache.k.shape[1] != K:
                 raise ValueError(
-                    f"of the {K} key/value heads of the checkpoint's layer {source} this rank has "
-                    f"{cache.k.shape[1]}, and the draft reads all of them: want one rank, or another "
-                    "draft"
+                    f"this rank has {cache.k.shape[1]} key/value heads of the checkpoint's layer "
+                    f"{source}, and queries of the draft for {K}: want fewer ranks, or another draft"
                 )
             layer.attn.cache = cache
         if self.order is not None:
@@ -117,7 +118,7 @@ class SharedKV(Transformer):
             return self.head(x)
         best = self.centroids(x).topk(self.options.chosen).indices  # [B, T, chosen]
         tokens = self.order.unflatten(0, (self.options.clusters, -1))[best].flatten(-2)
-        scores = (self.head.weight[tokens] @ x[..., None]).squeeze(-1)  # [B, T, chosen V / C]
+        scores = (self.embed.weight[tokens] @ x[..., None]).squeeze(-1)  # [B, T, chosen V / C]
         rest = scores.amin(-1, keepdim=True) - 1
         return rest.repeat(1, 1, self.config.vocab_size).scatter(-1, tokens, scores)
 
@@ -180,6 +181,11 @@ class SharedKVCheckpoint(Checkpoint):
                     raise ValueError(f"num_centroids={C} does not divide {whole.vocab_size} tokens")
                 chosen = value_of(hf, "centroid_intermediate_top_k", int, 32, most=C)
                 clusters = dict(clusters=C, chosen=chosen)
+                if not self.config.tied:  # ranks have the embedding whole, and a part of the head
+                    raise ValueError(
+                        "use_ordered_embeddings=True: want an output head that is the embedding, "
+                        "which tie_word_embeddings and the file do not say"
+                    )
             self.options = SharedKVConfig(width, self.places, **clusters)
         self.order = self.read_order() if clusters else None
 

@@ -33,7 +33,7 @@ from drafts.eagle import Head, HeadConfig
 from drafts.heads import DraftHead
 from drafts.mtp import MtpCheckpoint, MtpHead, names_of
 from drafts.policies import make_policy
-from drafts.shared_kv import SharedKV
+from drafts.shared_kv import SharedKV, SharedKVConfig
 from hub.families import config_from_hf
 from generate import Engine, generate
 from llm import find_engine
@@ -350,6 +350,24 @@ def random_dflash(seed: int, target: Transformer, kind: str = "first") -> DFlash
     causal = False if kind == "muse" else None
     block = BlockConfig((1, target.config.n_layer), config.dim, 8, 6, causal, second)
     draft = (DFlash2 if second else DFlash)(replace(config, qk_norm="head"), block)
+    for p in draft.parameters():
+        p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
+        p.data += p.dim() == 1
+    return draft.requires_grad_(False)
+
+
+def random_shared_kv(seed: int, target: Transformer, clusters: bool = False) -> SharedKV:
+    """Two layers of queries for a random_model(), of whose last two layers they read the keys."""
+    config, random = target.config, torch.Generator().manual_seed(seed)
+    n = config.n_layer
+    layers = tuple(replace(config.layers[i], kv_of=i) for i in (n - 2, n - 1))
+    options = SharedKVConfig(config.dim, (n,), *((4, 2) if clusters else ()))
+    order = torch.randperm(config.vocab_size, generator=random)
+    draft = SharedKV(
+        replace(config, dim=12, layers=layers, ffn_dim=24, tied=True),
+        options,
+        order if clusters else None,
+    )
     for p in draft.parameters():
         p.data = torch.randn(p.shape, generator=random) * (2 / p.shape[-1] ** 0.5)
         p.data += p.dim() == 1

@@ -28,6 +28,7 @@ from helpers import (
     random_mtp,
     random_dflash,
     random_model,
+    random_shared_kv,
     read,
     run,
     same_but_for_ties,
@@ -59,6 +60,8 @@ def draft_of(
         "mtp": lambda: random_mtp(5, random_model(1)),
         "dflash": lambda: random_dflash(5, random_model(1)),
         "dflash, muse": lambda: random_dflash(5, random_model(1), "muse"),
+        "shared keys": lambda: random_shared_kv(5, random_model(1)),
+        "shared keys, clusters": lambda: random_shared_kv(5, random_model(1), True),
         "dflash 2": lambda: random_dflash(5, random_model(1), "second"),
         "tiny-draft": lambda: tiny(directory=DRAFT),
         "tiny-eagle": tiny_head,
@@ -100,6 +103,8 @@ def exact(sampling: Sampling) -> Tensor:
         (PLAIN, "dflash"),
         (CUT, "dflash 2"),
         (CUT, "dflash, muse"),
+        (PLAIN, "shared keys"),
+        (CUT, "shared keys, clusters"),
     ],
 )
 def test_speculation_draws_from_the_targets_own_distribution(sampling, name, device):

@@ -215,6 +215,19 @@ TOKENS_CASES = {
     "dflash, compiled": dict(checkpoint="recurrent", draft="dflash", policy="3", mode="fast"),
     "mtp, compiled": dict(checkpoint="recurrent", draft="mtp", policy="2", mode="fast"),
     "muse's draft": dict(checkpoint=str(GOLDEN / "muse"), draft=assistant("muse"), policy="3"),
+    "gemma4's draft": dict(
+        checkpoint=str(GOLDEN / "gemma4"),
+        draft=assistant("gemma4"),
+        policy="3",
+        split_draft=True,
+    ),
+    "gemma4's draft, clusters": dict(
+        checkpoint=str(GOLDEN / "gemma4-e"),
+        draft=assistant("gemma4-clusters"),
+        policy="3",
+        split_draft=True,
+        cache="int8",
+    ),
 }
 CASES = {name: ("logits", case) for name, case in LOGITS_CASES.items()} | {
     name: ("tokens", dict(checkpoint=TINY) | case) for name, case in TOKENS_CASES.items()

@@ -35,11 +35,12 @@ from helpers import (
     traced,
     with_letters,
 )
-from hub.checkpoint import Checkpoint
+from hub.checkpoint import HEAD, Checkpoint
 from hub.formats import load
 from llm import LLM
 from model import KVCache, Transformer
 from speculative import Policy
+from tp import Team, draft_splitter
 
 DRAFTS = ROOT / "tests" / "assistants"
 BLOCKS = {"muse": "muse", "muse-full": "muse-tied"}  # and their targets
@@ -240,6 +241,11 @@ REFUSED = {
     "gemma4-clusters": [
         (dict(num_centroids=7), {}, "num_centroids=7 96 tokens"),
         (dict(centroid_intermediate_top_k=17), {}, "centroid_intermediate_top_k=17 up to 16"),
+        (
+            dict(tie_word_embeddings=False),
+            {HEAD: zeros(96, 64)},
+            "use_ordered_embeddings=True want",
+        ),
         ({}, {ORDER: None}, "token_ordering is missing"),
         ({}, {ORDER: torch.arange(1, 97)}, "token_ordering: want each of 96 tokens once"),
     ],
@@ -273,6 +279,20 @@ def test_keys_that_are_missing_stand_for_what_transformers_takes(tmp_path):
 def test_a_target_without_such_layers_is_refused():
     said = refusal(open_draft, str(DRAFTS / "gemma4"), (Checkpoint(GOLDEN / "qwen3"), None))
     assert "layer 0 is of sliding_attention" in said and "of another model" in said
+
+
+def test_ranks_share_it_as_they_share_the_target():
+    """However small it is, as each has the keys of some heads alone."""
+    target, draft = both("gemma4")
+    assert draft_splitter(Team(0, 2), draft.config) and not draft_splitter(
+        Team(0, 2), target.config
+    )
+    target.setup(20, 1, draft.target_places)
+    draft.attach(target, 20)
+    halved = target.layers[2].attn.cache
+    halved.k = halved.k[:, :1]
+    said = refusal(draft.attach, target, 20)
+    assert "1 key/value heads of the checkpoint's layer 2, and queries of the draft for 2" in said
 
 
 def test_it_has_no_cache_and_its_own_head():
