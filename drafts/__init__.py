@@ -59,7 +59,8 @@ NAMED = {
 
 def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkpoint | None:
     """A smaller model's checkpoint, an EAGLE head's, a DFlash draft's, a Gemma 4 assistant's or, of
-    the target's own, what drafts; None where the draft has no weights. ValueError if it is not for the target."""
+    the target's own, what drafts; None where the draft has no weights. ValueError if it is not for
+    the target."""
     if name is None or name in NAMED:
         return None
     if name == "mtp":

@@ -356,6 +356,8 @@ def test_two_ranks_give_the_tokens_of_one(pair, name):
     expected = alone((function, args | dict(mode="eager")))
     assert first["rows"] == expected["rows"]
     assert name == "draft auto" or first["counts"] == expected["counts"]
+    if "mode" not in args and name != "draft auto":  # tiny random drafts are not accepted
+        assert first["drafts"] == expected["drafts"]
 
 
 def config_of(**changes) -> Config:

@@ -32,6 +32,7 @@ from helpers import (
 )
 from model import Transformer
 from generate import Sampling
+from speculative import Speculator
 from tp import Team, all_gather, all_reduce, join, logits_per_rank, splitter
 
 REPLAYS = 50
@@ -68,6 +69,19 @@ def logits(team: Team, device: torch.device, checkpoint: str, fused: bool = Fals
     return torch.cat([read, decoder(tokens[:, 8:], positions[:, 8:])], dim=1)
 
 
+def watch(runner: Speculator) -> list[list[list[int]]]:
+    """What is drafted in each step."""
+    propose, drafts = runner.draft.propose, []
+
+    def watched(*step):
+        drafted, *more = propose(*step)
+        drafts.append(drafted.tolist())
+        return drafted, *more
+
+    runner.draft.propose = watched
+    return drafts
+
+
 def tokens(
     team: Team,
     device: torch.device,
@@ -81,7 +95,8 @@ def tokens(
     cache: str = "16-bit",
     **how,
 ) -> dict:
-    """New tokens of a ragged batch; a speculator's counts; whether kernels decode."""
+    """New tokens of a ragged batch; a speculator's counts; what was drafted, eagerly; whether
+    kernels decode."""
     model, smaller = load(team, device, checkpoint, **how), None
     if draft == str(EAGLE):
         smaller = tiny_head(split=splitter(team)).to(device, model.embed.weight.dtype)
@@ -102,10 +117,12 @@ def tokens(
         runner = engine = ENGINES[mode](model, 17 + new, rows, sampling, cache=cache)
     if mode != "eager":
         runner.warm_up(rows, team.ranks == 1)
+    drafts = watch(runner) if draft and mode == "eager" else []
     torch.manual_seed(5)
     return dict(
         rows=run(runner, texts, new),
         counts=dict(runner.counts) if draft else {},
+        drafts=drafts,
         kernels=getattr(engine, "kernels", False),
     )
 

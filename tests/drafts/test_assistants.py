@@ -137,7 +137,7 @@ def test_what_is_proposed_goes_by_the_text_alone(name):
     assert run(made, starts, 8) == [text[len(of) : len(of) + 8] for of in starts]
     assert len(seen) >= 12
     alone = speculator(target, 64, draft, "4", 1)
-    alone.draft.propose, propose = watched, alone.draft.propose
+    propose, alone.draft.propose = alone.draft.propose, watched
     alone.policy, plan = Policy(0), [0, 0, 3, 4, 0, 2]
     alone.policy.update = lambda *_: setattr(alone.policy, "k", plan.pop(0) if plan else 3)
     alone.step_of |= {k: partial(alone.speculate, k) for k in (0, 2, 3)}
@@ -155,7 +155,8 @@ def test_texts_are_greedy_decoding(policy, name, cache):
     target, draft = both(name)
     plain = run(Engine(target, 130, 3, GREEDY, cache=cache), PROMPTS, 60)
     made = speculator(target, 130, draft, policy, 3, cache=cache)
-    assert run(made, PROMPTS, 60) == plain and made.counts["drafted"]
+    assert run(made, PROMPTS, 60) == plain
+    assert made.counts["drafted"] or policy == "auto"  # which goes by the time, too
     for prompt, row in zip(PROMPTS, plain):
         assert run(made, [prompt], 60) == [row]
 
