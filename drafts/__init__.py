@@ -47,7 +47,7 @@ from drafts.shared_kv import SharedKV, SharedKVCheckpoint, make_shared_kv
 from generate import Engine
 from hub import vet
 from hub.checkpoint import Checkpoint, count_parameters
-from hub.families import KV_DRAFTS, is_dflash, is_head
+from hub.families import is_dflash, is_head, is_shared_kv
 from hub.tokenizer import Tokenizer
 from model import Transformer
 from speculative import Drafter, DraftModel, PromptLookup
@@ -75,7 +75,7 @@ def open_draft(name: str | None, target: tuple[Checkpoint, Tokenizer]) -> Checkp
         return DFlashCheckpoint(directory, target[0])
     if is_head(hf):
         return HeadCheckpoint(directory, target[0])
-    if hf.get("model_type") in KV_DRAFTS:
+    if is_shared_kv(hf):
         return SharedKVCheckpoint(directory, target[0])
     draft, tokenizer = vet.open_checkpoint(directory)
     vet.check_draft(name, tokenizer, target[1])

@@ -148,7 +148,7 @@ class SharedKVCheckpoint(Checkpoint):
         whole = KV_DRAFTS[hf["model_type"]]
         text = {key: values[0] for key, values in SUPPORTED.items()} | text
         check_supported(text, SUPPORTED | dict(model_type=(None, f"{whole}_text")))
-        n = text.get("num_hidden_layers")
+        n = value_of(text, "num_hidden_layers", int, most=10**4)
         if text.get("num_kv_shared_layers") not in (None, 0, n):
             raise ValueError(
                 f"num_kv_shared_layers={text['num_kv_shared_layers']!r:.60}: want "

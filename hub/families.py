@@ -509,13 +509,18 @@ def is_head(hf: dict) -> bool:
     return named or "draft_vocab_size" in hf or "speculators_model_type" in hf
 
 
+def is_shared_kv(hf: dict) -> bool:
+    """Whether config.json is of a draft that reads its target's keys and values."""
+    return str(hf.get("model_type")) in KV_DRAFTS
+
+
 def draft_kind(hf: dict) -> str | None:
     """What kind of draft config.json is of, where it is no whole model's."""
     if is_head(hf):
         return "an EAGLE head"
     if is_dflash(hf):
         return "a DFlash draft"
-    return "a Gemma 4 assistant" if hf.get("model_type") in KV_DRAFTS else None
+    return "a Gemma 4 assistant" if is_shared_kv(hf) else None
 
 
 def text_settings(hf: dict) -> dict:

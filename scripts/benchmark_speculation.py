@@ -26,6 +26,7 @@ from drafts.dflash import DFlashDraft
 from drafts.eagle import Head, HeadCheckpoint, head_weights
 from drafts.heads import HeadDraft
 from drafts.policies import make_policy
+from drafts.shared_kv import SharedKVDraft
 from generate import Engine, generate
 from hub.checkpoint import Checkpoint, hf_weights, part_of, take
 from hub.formats import load
@@ -247,6 +248,9 @@ def forwards_ms(speculator: Speculator, k: int, rows: int) -> tuple[float, float
     if isinstance(draft, DFlashDraft):
         block, context = dflash_ms(draft, k, rows)
         return forward_ms(target, rows, k + 1), block + context, block
+    if isinstance(draft, SharedKVDraft):
+        one = shared_kv_ms(draft, rows)
+        return forward_ms(target, rows, k + 1), k * one, one
     is_head = isinstance(draft, HeadDraft)
     first, other = (forward_ms(draft.engine, rows, T, draft) for T in (k + 1 if is_head else 2, 1))
     if is_head:
@@ -282,10 +286,24 @@ def dflash_ms(draft: DFlashDraft, k: int, rows: int) -> tuple[float, float]:
     return 1e3 * block, 1e3 * graph_seconds(lambda: draft.read_features(at))
 
 
-def read_bytes(draft: DraftModel) -> int:
-    """Of the draft's weights, what a forward of one token reads: its layers and its output."""
-    model = draft.engine.model
-    parts = model.layers, model.norm, model.head
+@torch.no_grad()
+def shared_kv_ms(draft: SharedKVDraft, rows: int) -> float:
+    """Of one drafted token a row."""
+    model = draft.draft
+    weight = model.before.weight
+    x = weight.new_zeros(rows, 1, model.options.target_dim)
+    at = torch.full((rows, 1), 100, device=weight.device)
+    return 1e3 * graph_seconds(lambda: model(x, x, at, draft.target.slots(200)))
+
+
+def read_bytes(draft: DraftModel | SharedKVDraft) -> int:
+    """Of the draft's weights, what a forward of one token reads: its layers and its output. An
+    output head in clusters counts whole."""
+    if isinstance(draft, SharedKVDraft):
+        model, more = draft.draft, (draft.draft.before, draft.draft.behind)
+    else:
+        model, more = draft.engine.model, ()
+    parts = model.layers, model.norm, model.head, *more
     return sum(weight.nbytes for part in parts for weight in part.parameters())
 
 

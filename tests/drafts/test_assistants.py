@@ -230,6 +230,7 @@ REFUSED = {
         (dict(text_config=None), {}, "text_config=None: want an object"),
         (text(vocab_size=50), {}, "vocab_size=50 96 another model"),
         (text(num_kv_shared_layers=2), {}, "num_kv_shared_layers=2 num_hidden_layers=3"),
+        (text(num_hidden_layers=None), {}, "num_hidden_layers=None: want int"),
         (text(hidden_size_per_layer_input=8), {}, "hidden_size_per_layer_input=8 supported"),
         (text(enable_moe_block=True), {}, "enable_moe_block=True is not supported"),
         (text(use_double_wide_mlp=True), {}, "use_double_wide_mlp=True is not supported"),
