@@ -715,10 +715,14 @@ class KVCache(nn.Module):
         )
 
     @staticmethod
-    def bytes_per_token(config: Config, dtype: torch.dtype, kind: str = "16-bit") -> int:
-        """Of all layers that have keys and values of their own. kind: of CACHES."""
+    def bytes_per_token(
+        config: Config, dtype: torch.dtype, kind: str = "16-bit", ranks: int = 1
+    ) -> int:
+        """Of all layers that have keys and values of their own, on the rank with the most heads, of
+        which each has one at least. kind: of CACHES."""
         own = [of for of in config.layers if of.delta is None and of.kv_of is None]
         shapes = [cache_shape(config, layer) for layer in own]
+        shapes = [(B, -(-K // ranks), *rest) for B, K, *rest in shapes]
         caches = [CACHES[kind](shape, torch.device("meta"), dtype) for shape in shapes]
         return sum(part.nbytes for cache in caches for part in cache.buffers())
 

@@ -223,8 +223,8 @@ def check_memory(
     """What to say if memory runs out later. ValueError if weights and KV caches alone do not fit.
 
     models: their configs, tables of weights and, of quantized checkpoints, formats.bits_of(). The
-    ranks' GPUs share both. loaded: the weights have their memory already. kind: the caches', of model.CACHES.
-    features: numbers that are kept of each token for an EAGLE head."""
+    ranks' GPUs share both. loaded: the weights have their memory already. kind: the caches', of
+    model.CACHES. features: numbers that are kept of each token for an EAGLE head."""
     share, there = 1, host_memory()
     if device.type == "cuda":
         share, there = ranks, free_memory(device)
@@ -235,9 +235,7 @@ def check_memory(
             # Scales are not counted.
             size = math.prod(weight.shape) * bits.get(name, 8 * dtype.itemsize) / 8
             weights += size / (share if weight.rows or weight.columns else 1)
-        # Latents are of all heads: each rank has all of them.
-        latents = config.layers[0].latent is not None
-        cache += KVCache.bytes_per_token(config, dtype, kind) * tokens / (1 if latents else share)
+        cache += KVCache.bytes_per_token(config, dtype, kind, share) * tokens
         cache += DeltaCache.bytes_per_row(config, dtype) * batch_size / share
     no_draft = ", or no draft" if len(models) > 1 else ""
     advice = (

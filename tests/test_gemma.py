@@ -50,6 +50,7 @@ from quantize import (
     plain_layer,
     replace_layers,
 )
+from tp import Shard
 
 NEW = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith(("gemma4", "muse")))
 of_each = pytest.mark.parametrize("family", NEW)
@@ -74,6 +75,15 @@ def test_a_layer_has_a_cache_of_its_own_heads_or_an_earlier_layers():
     assert 3 * 40 * KVCache.bytes_per_token(model.config, F32) == held
     int8 = KVCache.bytes_per_token(model.config, F32, "int8")
     assert int8 == 2 * (2 * (8 + 4) + (16 + 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@of_each
+def test_keys_are_counted_as_a_rank_has_them(model, ranks):
+    """More ranks than kv heads of a layer have some of these in common."""
+    config = model.config
+    own = [KVCache.bytes_per_token(Shard(config, 1, i, ranks).config, F32) for i in range(ranks)]
+    assert KVCache.bytes_per_token(config, F32, ranks=ranks) == max(own)
 
 
 @of_each
