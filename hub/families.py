@@ -583,9 +583,10 @@ def config_from_hf(hf: dict) -> Config:
         scales = dict(embedding_scale=dim**0.5, logits_cap=cap, ple_dim=ple_dim)
         if ple_dim:
             rows = value_of(hf, "vocab_size_per_layer_input", int, most=2**24)
-            if rows < hf["vocab_size"]:
+            vocab_size = value_of(hf, "vocab_size", int, most=2**24)
+            if rows < vocab_size:
                 raise ValueError(
-                    f"vocab_size_per_layer_input={rows}: want vocab_size={hf['vocab_size']} at least"
+                    f"vocab_size_per_layer_input={rows}: want vocab_size={vocab_size} at least"
                 )
             scales |= dict(ple_vocab_size=rows)
     elif kind == "muse_glimmer_text":
@@ -769,9 +770,13 @@ def gemma4_heads(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
         if value_of(hf, "attention_k_eq_v", bool, False):
             whole |= dict(num_key_value_heads=hf.get("num_global_key_value_heads"))
         by_layer = {str(i): whole for i, of in enumerate(kinds) if of == "full_attention"}
-    found = []
-    for i in range(len(kinds)):
-        own = value_of(by_layer, str(i), dict, {})
+    found, n = [], len(kinds)
+    if strange := sorted(by_layer.keys() - {str(i) for i in range(n)}):
+        raise ValueError(f"per_layer_config: {strange[0]!r:.60}: want numbers of layers, below {n}")
+    for i in range(n):
+        own = by_layer.get(str(i), {})
+        if not isinstance(own, dict):
+            raise ValueError(f"per_layer_config: {i}={own!r:.60}: want an object")
         if others := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
             raise ValueError(
                 f"per_layer_config: {others[0]}={own[others[0]]!r:.60} is not supported for a layer "

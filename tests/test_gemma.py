@@ -340,6 +340,12 @@ def test_quantized_models_are_their_dequantized_twins(tmp_path, kind, how):
             dict(per_layer_config={"1": dict(sliding_window=7)}),
             "per_layer_config: sliding_window=7 is not supported for a layer of its own",
         ),
+        ("gemma4", dict(per_layer_config={"1": 3}), "per_layer_config: 1=3: want an object"),
+        (
+            "gemma4",
+            dict(per_layer_config={"4": dict(head_dim=16)}),
+            "per_layer_config: '4': want numbers of layers, below 4",
+        ),
         (
             "gemma4",
             dict(per_layer_config={"1": dict(head_dim=15)}),
@@ -358,6 +364,7 @@ def test_quantized_models_are_their_dequantized_twins(tmp_path, kind, how):
             "layer 4 reads the keys of layer 1, and their heads differ in size",
         ),
         ("gemma4-e", dict(vocab_size_per_layer_input=95), "want vocab_size=96 at least"),
+        ("gemma4-e", dict(vocab_size="96"), "vocab_size='96': want int above 0"),
         ("gemma4-moe", dict(top_k_experts=7), "top_k_experts=7: want int above 0, up to 6"),
         ("gemma4-moe", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported"),
         ("gemma4-unified", dict(enable_moe_block=True), "enable_moe_block=True is not supported"),
