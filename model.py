@@ -69,11 +69,12 @@ class MoEConfig:
     # The ffn dim of one more expert that every token takes: Qwen3-Next. 0: there is none. Several
     # of them, as DeepSeek-V3 may have, are one whose ffn dim is the sum of theirs.
     shared_dim: int = 0
+    # Each token weighs the shared expert by a sigmoid of its own; False, by 1: DeepSeek-V3
+    shared_gate: bool = True
     # The layer has a dense feed-forward part, too, and the two are summed: see DenseAndMoE. Gemma 4
     beside_dense: bool = False
     # The router reads its rows normed, and an expert's weight is times a number of its own: Gemma 4
     scaled_router: bool = False
-    shared_gate: bool = True  # each token takes it by a weight of its own: not DeepSeek-V3
     # In the place of the softmax each expert's weight is a sigmoid, which normalize divides by the
     # sum of a token's. To it a correction is added for the choice alone. All of it is in fp32:
     # DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
@@ -798,8 +799,9 @@ class DeltaNet(nn.Module):
 
         S <- decay S;  S <- S + k (beta (v - S^T k))^T;  y = S^T q         S [E, V], k, q [E], v [V]
 
-    where decay is between 0 and 1; below, the name is for its logarithm. Here that is computed for BLOCK tokens at once, see delta_rule(). DeltaCache says what is kept
-    between two forwards, and why a rejected draft spoils nothing.
+    where decay is between 0 and 1; below, the name is for its logarithm. Here that is computed for
+    BLOCK tokens at once, see delta_rule(). DeltaCache says what is kept between two forwards, and
+    why a rejected draft spoils nothing.
 
     w_in makes q and k of all key heads, v and z of all value heads, w_gates b and a of each value
     head. A depthwise convolution over the last tokens goes over q, k and v."""
