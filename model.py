@@ -13,7 +13,8 @@ ffn dim, V vocabulary. In a recurrent layer: G key heads of E elements, H value 
 C channels of the convolution. In latent attention: C elements of the latent that keys and values
 come from, R elements of a head that turn, N that do not, V of a value. In a mixture of experts: X
 experts, n of which a token takes; M rows, which are tokens or, n times as many, tokens at an expert
-of theirs; matrices [N, K], of N outputs and K inputs. P elements of a per-layer embedding.
+of theirs; matrices [N, K], of N outputs and K inputs. P elements of a per-layer embedding. Where a
+letter has several meanings, it has that of the module it stands in.
 
 What a new family of models brings is a field of Config or, where its layers differ, of LayerConfig.
 hub/families.py reads it, and hub/checkpoint.py names the weights. fast/ leaves a
@@ -71,13 +72,13 @@ class MoEConfig:
     shared_dim: int = 0
     # Each token weighs the shared expert by a sigmoid of its own; False, by 1: DeepSeek-V3
     shared_gate: bool = True
-    # The layer has a dense feed-forward part, too, and the two are summed: see DenseAndMoE. Gemma 4
+    # The mixture stands beside a dense part, and the two are summed: DenseAndMoE. Gemma 4
     beside_dense: bool = False
     # The router reads its rows normed, and an expert's weight is times a number of its own: Gemma 4
     scaled_router: bool = False
-    # In the place of the softmax each expert's weight is a sigmoid, which normalize divides by the
-    # sum of a token's. To it a correction is added for the choice alone. All of it is in fp32:
-    # DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
+    # An expert's weight is the sigmoid of its logit, and no softmax's share; with normalize, divided
+    # by the sum over the token's experts. A correction is added to choose the experts, and is not in
+    # the weights. All in fp32: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
     sigmoid: bool = False
     # Experts stand in so many groups, and a token takes its own from the n_chosen_group best. A
     # group is as good as its best two experts together.
@@ -605,9 +606,9 @@ class LatentAttention(nn.Module):
         outputs = self.n_head * (latent.key_dim + latent.value_dim)
         self.wkv = nn.Linear(latent.dim, outputs, bias=False)
         self.wo = nn.Linear(self.n_head * latent.value_dim, config.dim, bias=False)
-        # So many tokens are few: those for which the absorbed form has fewer products.
+        # The tokens for which the absorbed form has no more products.
         opened = latent.key_dim + latent.value_dim  # numbers of a slot and head
-        self.few = latent.dim * opened // max(1, 2 * latent.dim - opened)
+        self.most_absorbed = latent.dim * opened // max(1, 2 * latent.dim - opened)
         self.cache = None  # a KVCache, made by Transformer.setup()
 
     def forward(self, x, *where):
@@ -625,7 +626,7 @@ class LatentAttention(nn.Module):
         else:
             self.cache.write(r, c, rows, positions)
             r, c = self.cache.read(rows, mask.shape[-1])  # [B, 1, L, R], [B, 1, L, C]
-        few = always(made.shape[1] <= self.few)
+        few = always(made.shape[1] <= self.most_absorbed)
         y = (self.absorbed if few else self.opened)(q, q_turned, c, r, mask)  # [B, T, H, V]
         return y.flatten(2)
 

@@ -105,10 +105,13 @@ class MtpCheckpoint(Checkpoint):
                 f"draft=mtp: {self.directory}: {names.n_layers}={n}, "
                 f"mtp_use_dedicated_embeddings={own}: want 1 and false"
             )
-        layer = next((layer for layer in reversed(config.layers) if not layer.delta), None)
+        has_experts = any(".experts." in name for name in files)
+        layers = [layer for layer in reversed(config.layers) if not layer.delta]
+        layer = next((layer for layer in layers if bool(layer.moe) == has_experts), None)
         if not layer:
+            kind = "attention layer with experts" if has_experts else "dense attention layer"
             raise ValueError(
-                f"draft=mtp: {self.directory} has no attention layer, and its draft is one"
+                f"draft=mtp: {self.directory} has no {kind}, and its draft is one: want another draft"
             )
         experts = config.expert_files
         if experts:  # in one tensor or each its own, as the target's or not

@@ -52,7 +52,7 @@ def mixture(model: Transformer) -> MoE:
 def in_form(model: Transformer, form: str) -> Transformer:
     """Whose attention takes this form alone."""
     for layer in model.layers:
-        layer.attn.few = 10**9 if form == "absorbed" else 0
+        layer.attn.most_absorbed = 10**9 if form == "absorbed" else 0
     return model
 
 
@@ -108,7 +108,7 @@ def test_few_tokens_are_absorbed_and_many_opened(monkeypatch):
             return plain(self, *args)
 
         monkeypatch.setattr(LatentAttention, form, spied)
-    few = model.layers[0].attn.few
+    few = model.layers[0].attn.most_absorbed
     assert few == 24 * 22 // (48 - 22)
     model.setup(64, 1)
     for T, form in ((1, "absorbed"), (few, "absorbed"), (few + 1, "opened"), (40, "opened")):

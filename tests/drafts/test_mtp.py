@@ -277,6 +277,19 @@ def test_the_layer_behind_the_last_is_read_past_without_a_draft(name, capsys):
     assert len(model.layers) == 3 and not capsys.readouterr().err
 
 
+def test_its_layer_is_of_the_kind_that_its_tensors_say(tmp_path):
+    """The model's last layer may be dense, and its draft have experts; or there is no such layer."""
+    shutil.copytree(MODELS / "glm4-moe-lite", tmp_path / "model")
+    for kinds in (["dense", "sparse", "dense"], ["dense"] * 3):
+        rewrite(tmp_path / "model" / "config.json", mlp_layer_types=kinds)
+        target = Checkpoint(tmp_path / "model")
+        if "sparse" in kinds:
+            assert open_draft("mtp", (target, None)).config.layers[0].moe
+        else:
+            with pytest.raises(ValueError, match="no attention layer with experts"):
+                open_draft("mtp", (target, None))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("all_of_it", [False, True])
 def test_fp8_blocks_of_the_layer_behind_the_last(tmp_path, all_of_it):
