@@ -105,20 +105,20 @@ class MtpCheckpoint(Checkpoint):
                 f"draft=mtp: {self.directory}: {names.n_layers}={n}, "
                 f"mtp_use_dedicated_embeddings={own}: want 1 and false"
             )
-        has_experts = any(".experts." in name for name in files)
         layers = [layer for layer in reversed(config.layers) if not layer.delta]
-        layer = next((layer for layer in layers if bool(layer.moe) == has_experts), None)
-        if not layer:
-            kind = "attention layer with experts" if has_experts else "dense attention layer"
+        if any(".experts." in name for name in files):  # while the last layers may be dense
+            layers = [layer for layer in layers if layer.moe]
+        if not layers:
             raise ValueError(
-                f"draft=mtp: {self.directory} has no {kind}, and its draft is one: want another draft"
+                f"draft=mtp: {self.directory} has no layer of the kind that its draft is, attention "
+                "with or without experts: want another draft"
             )
         experts = config.expert_files
         if experts:  # in one tensor or each its own, as the target's or not
             in_one = any(name.endswith(".gate_up_proj") for name in files)
             experts = EXPERTS[: 2 if in_one else None]
         self.n_layer, self.places = config.n_layer, (config.n_layer,)
-        self.config = replace(config, layers=(layer,), tied=False, expert_files=experts)
+        self.config = replace(config, layers=(layers[0],), tied=False, expert_files=experts)
 
     def files(self) -> dict[str, Place]:
         places = {

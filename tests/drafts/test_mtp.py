@@ -286,7 +286,7 @@ def test_its_layer_is_of_the_kind_that_its_tensors_say(tmp_path):
         if "sparse" in kinds:
             assert open_draft("mtp", (target, None)).config.layers[0].moe
         else:
-            with pytest.raises(ValueError, match="no attention layer with experts"):
+            with pytest.raises(ValueError, match="has no layer of the kind that its draft is"):
                 open_draft("mtp", (target, None))
 
 
