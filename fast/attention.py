@@ -1006,9 +1006,9 @@ def update_and_attend(
     all sequences, of which those of one sequence follow one another; k_cache, v_cache [>= B, K, L,
     E], whose first B rows are used, and k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
-    slots up to its own position, or if not causal, without a window, to that of the last of the T, of
-    these the last `window` unless that is 0. The kernel finds the
-    slots in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
+    slots up to its own position, of these the last `window` unless that is 0. Where it is not
+    causal, which wants no window, each of the T tokens sees all of them. The kernel finds the slots
+    in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
     for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
     growth, original: model.Rope's q_growth and original. gated: qkv is [B, T, 2H + 2K, E], behind
     each query head its gate; norms are then of a head. sinks [H]: one more score of each head,
