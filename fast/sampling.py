@@ -110,7 +110,9 @@ def count_kernel(logits, counts, V, BV: constexpr, PDL: constexpr):
         gdc_launch_dependents()
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-    key = sortable_key(x)
+    # A NaN of either sign is the largest: else a negative one would go unnoticed.
+    exact = x.to(tl.float32)
+    key = tl.where(exact == exact, sortable_key(x), 0xFFFF)
     counts += row.to(tl.int64) * (65536 + 256)
     counted = x != float("-inf")  # the others' probability is 0, and they may be many
     tl.atomic_add(counts + key, 1, mask=counted, sem="relaxed")

@@ -219,3 +219,14 @@ def test_one_graph_serves_all_settings():
         assert chosen.equal((exact_probabilities(logits, sampling) / noise.double()).argmax(-1)), (
             sampling
         )
+
+
+@on_each_device
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8), Sampling(0.8, 5, 0.9)], ids=str)
+@pytest.mark.parametrize("bits", [0x7FC0, -0x40], ids=["positive", "negative"])
+def test_a_nan_among_the_logits_is_told(bits, sampling, device):
+    """By the token's log-probability, which llm.Completion looks at."""
+    logits = torch.randn(2, 1500, device=device).bfloat16()
+    logits.view(torch.int16)[1, 700] = bits
+    _, logprobs = fast_choose(logits, make_settings(sampling, logits.device))
+    assert logprobs.isnan().tolist() == [False, True]
