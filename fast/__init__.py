@@ -61,6 +61,8 @@ class Fast:
     # device, and a step can be captured as a CUDA graph by hand, without torch.compile. False: all
     # that follows is None.
     kernels: bool = False
+    # True where those in the model, for prompts, find the slots, too.
+    finds_slots: bool = False
     # Sampling -> a tensor; None for a value that the kernels do not know.
     settings: Callable | None = None
     # As generate.choose(), speculative.choose_draft() and accept(), but with settings()'s tensor
@@ -129,6 +131,7 @@ def use_kernels(model: nn.Module) -> Fast | None:
     return Fast(
         found,
         True,
+        found.finds_slots,
         settings,
         sampling.fast_choose,
         sampling.fast_choose_draft,

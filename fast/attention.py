@@ -60,9 +60,8 @@ def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PA
     norm: [E], the same for each head; or [heads x E], with the mean square of all heads' elements
     [rows], and head [rows] says which one a row is. swapped: x with the elements of each pair
     exchanged. It is loaded, since a thread cannot read what another has in its registers. cos, sin
-    [rows, E]."""
+    [rows, E]. With PAIRS = 0 there is no rope, and these three may be None."""
     x = x.to(tl.float32)
-    swapped = swapped.to(tl.float32)
     if norm is not None:
         if mean_square is None:
             scale = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
@@ -72,9 +71,13 @@ def rope(x, swapped, e, cos, sin, norm, head, mean_square, eps, E: constexpr, PA
             weights = norm + head[:, None] * E
         inside = (e < E)[None, :]
         x *= scale * tl.load(weights + e[None, :], mask=inside, other=0).to(tl.float32)
-        partner = partner_of(e, PAIRS)[None, :]
-        swapped *= scale * tl.load(weights + partner, mask=inside, other=0).to(tl.float32)
-    return x * cos + tl.where(e < PAIRS, -swapped, swapped) * sin
+    if PAIRS > 0:
+        swapped = swapped.to(tl.float32)
+        if norm is not None:
+            partner = partner_of(e, PAIRS)[None, :]
+            swapped *= scale * tl.load(weights + partner, mask=inside, other=0).to(tl.float32)
+        x = x * cos + tl.where(e < PAIRS, -swapped, swapped) * sin
+    return x
 
 
 @jit
@@ -101,6 +104,13 @@ def load_rope(cos, sin, position, e, mask, E: constexpr):
     """The rows of cos, sin [L, E] at positions [rows]."""
     at = position[:, None] * E + e[None, :]
     return tl.load(cos + at, mask=mask, other=0), tl.load(sin + at, mask=mask, other=0)
+
+
+@jit
+def bare_norm(x, eps, E: constexpr):
+    """model.BareNorm of heads x [rows, E]."""
+    y = x.to(tl.float32)
+    return (y * tl.rsqrt(tl.sum(y * y, 1) / E + eps)[:, None]).to(x.dtype)
 
 
 @jit
@@ -303,15 +313,24 @@ def store_new(
 
 @jit
 def store_heads(
-    y, out, gates, pair, end, HEADS: constexpr, H: constexpr, G: constexpr, E: constexpr
+    y,
+    out,
+    gates,
+    pair,
+    end,
+    HEADS: constexpr,
+    STEP: constexpr,
+    H: constexpr,
+    G: constexpr,
+    E: constexpr,
 ):
     """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's
-    first token. gates: None, or this head's gate, which q has behind each query head; a token has
-    HEADS heads there."""
+    first token. gates: None, or this head's gate in q; the next query head's is STEP heads on, and a
+    token has HEADS heads there."""
     e = tl.arange(0, y.shape[1])
     mask = (pair < end)[:, None] & (e < E)[None, :]
     if gates is not None:
-        of_gates = gates + (pair // G * HEADS + pair % G * 2)[:, None] * E
+        of_gates = gates + (pair // G * HEADS + pair % G * STEP)[:, None] * E
         gate = tl.load(of_gates + e[None, :], mask=mask, other=0).to(tl.float32)
         # As PyTorch rounds it.
         y = y.to(out.dtype.element_ty).to(tl.float32) / (1 + tl.exp(-gate))
@@ -345,6 +364,7 @@ def combine_parts(
     gates,
     pairs,
     HEADS: constexpr,
+    STEP: constexpr,
     BR: constexpr,
     H: constexpr,
     G: constexpr,
@@ -372,7 +392,7 @@ def combine_parts(
         shares = tl.exp2(lses - tl.max(lses, 1)[:, None])
         shares /= tl.sum(shares, 1)[:, None]
         y = tl.sum(accs * shares[:, :, None], 1)
-        store_heads(y, out, gates, pair, pairs, HEADS, H, G, E)
+        store_heads(y, out, gates, pair, pairs, HEADS, STEP, H, G, E)
 
 
 @jit
@@ -413,6 +433,7 @@ def store_result(
     splits,
     pairs,
     HEADS: constexpr,
+    STEP: constexpr,
     H: constexpr,
     G: constexpr,
     E: constexpr,
@@ -426,7 +447,7 @@ def store_result(
     to come combines these."""
     if splits == 1:
         pair = tl.arange(0, BM)
-        store_heads(acc / row_sum[:, None], out, gates, pair, pairs, HEADS, H, G, E)
+        store_heads(acc / row_sum[:, None], out, gates, pair, pairs, HEADS, STEP, H, G, E)
     if SPLITS > 1:
         if splits > 1:
             first = group * SPLITS
@@ -442,6 +463,7 @@ def store_result(
                         gates,
                         pairs,
                         HEADS,
+                        STEP,
                         BR,
                         H,
                         G,
@@ -459,6 +481,7 @@ def store_result(
                         gates,
                         pairs,
                         HEADS,
+                        STEP,
                         BR,
                         H,
                         G,
@@ -471,6 +494,7 @@ def store_result(
 @jit
 def attention_kernel(
     q,
+    qkv,
     positions,
     cos,
     sin,
@@ -498,6 +522,9 @@ def attention_kernel(
     PAIRS: constexpr,
     GROWS: constexpr,
     GATED: constexpr,
+    KV: constexpr,
+    STORED: constexpr,
+    NORM_VALUES: constexpr,
     BE: constexpr,
     WINDOW: constexpr,
     CAUSAL: constexpr,
@@ -516,9 +543,12 @@ def attention_kernel(
 ):
     """Program (b * K + kv head, split).
 
-    q is [B, T, H + 2K, E] fresh from the product, and the cache lacks its keys and values. GATED: 1,
-    and q has H heads more, behind each query head its gate, or 0. BH: 0,
-    or q_norm and k_norm are of all heads together, and this is H E, rounded up to a power of two.
+    q and qkv are [B, T, H + KV K, E] fresh from the product, and the cache lacks its keys and values.
+    KV: 2, or 1, and the key as it is there is the value, too, or 0. GATED: 1 or 2, and qkv has H
+    heads more, behind each query head its gate or all gates last. STORED: the cache has keys and
+    values, and q may be what turn_kernel made. NORM_VALUES: values are normed, without a weight.
+    BH: 0, or q_norm and k_norm are of all heads together, and this is H E, rounded up to a power of
+    two.
     tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as many, or fewer.
     It is longer than a screen because the first pass of the loop must hold all that waits for the
     kernel before: there the compiler puts the first tiles' loads ahead of the wait."""
@@ -529,8 +559,8 @@ def attention_kernel(
     if PDL:
         gdc_launch_dependents()
     H: constexpr = K * G
-    EACH: constexpr = 1 + GATED  # a query head, and its gate
-    HEADS: constexpr = EACH * H + 2 * K  # of a token in q
+    EACH: constexpr = 2 if GATED == 1 else 1  # a query head, and its gate
+    HEADS: constexpr = (2 if GATED else 1) * H + KV * K  # of a token in q
     e = tl.arange(0, BE)
     partner = partner_of(e, PAIRS)
     pair = tl.arange(0, ROWS)
@@ -553,10 +583,11 @@ def attention_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
-    splits = active_splits(begin, end, SPLITS, SPLIT_SLOTS)
+    stored = end + T if STORED else end
+    splits = active_splits(begin, stored, SPLITS, SPLIT_SLOTS)
     if split >= splits:
         return
-    start, stop = split_slots(begin, end, split, splits, BL)
+    start, stop = split_slots(begin, stored, split, splits, BL)
 
     dtype: constexpr = out.dtype.element_ty
     queries = tl.zeros((BM, BE), dtype)
@@ -570,17 +601,23 @@ def attention_kernel(
         v = load_tile(v_cache, v_scale, group, l0, stop, L, E, BE, BL, True, False)
         if l0 == start:
             # Here, as before the loop they would take 64 registers in all of it.
-            cos_q, sin_q = load_rope(cos, sin, position, e, pair_mask, E)
-            cos_k, sin_k = load_rope(cos, sin, new_position, e, new_mask, E)
+            cos_q, sin_q, cos_k, sin_k, swapped, swapped_k = None, None, None, None, None, None
+            if PAIRS > 0:
+                cos_q, sin_q = load_rope(cos, sin, position, e, pair_mask, E)
+                if not STORED:
+                    cos_k, sin_k = load_rope(cos, sin, new_position, e, new_mask, E)
             if PDL:
                 gdc_wait()
             new_q = tl.load(q_rows + e[None, :], mask=pair_mask, other=0)
-            has_new = split == splits - 1  # the last split's program attends to the new tokens, too
-            load_new = new_mask & has_new
-            swapped = tl.load(q_rows + partner[None, :], mask=pair_mask, other=0)
-            new_k = tl.load(new_rows + e[None, :], mask=load_new, other=0)
-            swapped_k = tl.load(new_rows + partner[None, :], mask=load_new, other=0)
-            new_v = tl.load(new_rows + K * E + e[None, :], mask=load_new, other=0)
+            if PAIRS > 0:
+                swapped = tl.load(q_rows + partner[None, :], mask=pair_mask, other=0)
+            if not STORED:
+                has_new = split == splits - 1  # this one attends to the new tokens, too
+                load_new = new_mask & has_new
+                new_k = tl.load(new_rows + e[None, :], mask=load_new, other=0)
+                if PAIRS > 0:
+                    swapped_k = tl.load(new_rows + partner[None, :], mask=load_new, other=0)
+                new_v = tl.load(new_rows + (KV - 1) * K * E + e[None, :], mask=load_new, other=0)
             q_square = None
             if BH > 0:
                 q_square = mean_squares(q + b * T * HEADS * E, HEADS * E, t, T, H * E, BH)
@@ -591,7 +628,7 @@ def attention_kernel(
                 new_q *= (1 + growth * tl.log(1.0 + position // original))[:, None]
             new_q = repeat(new_q.to(dtype), BM)
             queries = new_q if k_scale is None else halves(new_q)
-            if has_new:
+            if not STORED and has_new:
                 k_square = None
                 if BH > 0:
                     k_square = mean_squares(q + (b * T * HEADS + H) * E, HEADS * E, n, T, K * E, BH)
@@ -601,6 +638,8 @@ def attention_kernel(
                 keys = store_new(
                     keys.to(dtype), k_cache, k_scale, group, L, n, T, new_position, E, BE, BT
                 )
+                if NORM_VALUES:
+                    new_v = bare_norm(new_v, eps, E)
                 values = store_new(new_v, v_cache, v_scale, group, L, n, T, new_position, E, BE, BT)
                 at = tl.arange(0, BT)
                 seen = (at < T)[None, :] & visible(end + at, row_position, WINDOW)
@@ -625,8 +664,10 @@ def attention_kernel(
     acc = joined(acc, v_scale)
     out += (b * T * H + kv * G) * E
     gates = None
-    if GATED:
-        gates = q + (b * T * HEADS + kv * G * 2 + 1) * E
+    if GATED == 1:
+        gates = qkv + (b * T * HEADS + kv * G * 2 + 1) * E
+    elif GATED == 2:
+        gates = qkv + (b * T * HEADS + H + KV * K + kv * G) * E
     store_result(
         row_max,
         row_sum,
@@ -641,6 +682,7 @@ def attention_kernel(
         splits,
         T * G,
         HEADS,
+        EACH,
         H,
         G,
         E,
@@ -650,6 +692,75 @@ def attention_kernel(
         BS,
         SPLITS,
     )
+
+
+@jit
+def turn_kernel(
+    qkv,
+    positions,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    q,
+    T,
+    L,
+    position_stride,
+    growth,
+    original,
+    eps,
+    H: constexpr,
+    K: constexpr,
+    E: constexpr,
+    PAIRS: constexpr,
+    GROWS: constexpr,
+    GATED: constexpr,
+    KV: constexpr,
+    NORM_VALUES: constexpr,
+    BE: constexpr,
+    PDL: constexpr,
+):
+    """Program (token, query head or, behind these, key head): what attention_kernel() does with new
+    queries, keys and values, for heads of so many elements that there it would lack registers. q: as
+    qkv, of which it has the queries alone."""
+    b, t = tl.program_id(0) // T, tl.program_id(0) % T
+    head = tl.program_id(1)
+    EACH: constexpr = 2 if GATED == 1 else 1
+    HEADS: constexpr = (2 if GATED else 1) * H + KV * K
+    e, none = tl.arange(0, BE), tl.arange(0, 1)
+    n = t + none  # [1]: what follows is made for several rows
+    mask = (e < E)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    position = tl.load(positions + b * position_stride + n).to(tl.int32)
+    cos_x, sin_x, swapped = None, None, None
+    if PAIRS > 0:
+        cos_x, sin_x = load_rope(cos, sin, position, e, mask, E)
+    if PDL:
+        gdc_wait()
+    token = tl.program_id(0) * HEADS
+    at = token + (head * EACH if head < H else EACH * H + head - H)
+    rows = (at * E + none)[:, None]
+    x = tl.load(qkv + rows + e[None, :], mask=mask, other=0)
+    if PAIRS > 0:
+        swapped = tl.load(qkv + rows + partner_of(e, PAIRS)[None, :], mask=mask, other=0)
+    if head < H:
+        y = rope(x, swapped, e, cos_x, sin_x, q_norm, none, None, eps, E, PAIRS)
+        if GROWS:
+            y *= (1 + growth * tl.log(1.0 + position // original))[:, None]
+        tl.store(q + rows + e[None, :], y.to(x.dtype), mask=mask)
+    else:
+        group = b * K + head - H
+        keys = rope(x, swapped, e, cos_x, sin_x, k_norm, none, None, eps, E, PAIRS).to(x.dtype)
+        store_new(keys, k_cache, k_scale, group, L, n, T, position, E, BE, 1)
+        value = tl.load(qkv + rows + (KV - 1) * K * E + e[None, :], mask=mask, other=0)
+        if NORM_VALUES:
+            value = bare_norm(value, eps, E)
+        store_new(value, v_cache, v_scale, group, L, n, T, position, E, BE, 1)
 
 
 @jit
@@ -848,6 +959,9 @@ def prefill_sizes(E: int, memory: int) -> dict:
     Of 8B's 4,096 tokens after as many, tiles of 128 slots by TMA take 0.75 ms, of 64 without it
     0.90, and with masks everywhere they took 1.17; cuDNN takes 1.78 (H200)."""
     hopper = memory >= 230_400
+    if E > 256:
+        sizes = dict(BM=64, BL=32, num_warps=8) if hopper else dict(BM=32, BL=16, num_warps=4)
+        return dict(STAGES=2, TMA=False) | sizes
     if E > 128:
         sizes = dict(BM=128, BL=64, num_warps=8) if hopper else dict(BM=64, BL=32, num_warps=4)
         return dict(STAGES=2, TMA=False) | sizes
@@ -889,7 +1003,10 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         STAGES=2,
         num_warps=4,
     )
-    if E > 128 or BR > 32:
+    if E > 256:
+        narrow = BR > 32 or memory < 160_000
+        sizes |= dict(BL=16 if narrow else 32, num_warps=8 if BR > 16 else 4)
+    elif E > 128 or BR > 32:
         # Large tiles want many registers; the largest, of 64 slots, 112 KB of shared memory.
         sizes |= dict(BL=32 if E > 128 and BR > 32 and memory < 120_000 else 64)
     elif int8 and BR <= 16:
@@ -903,7 +1020,8 @@ def decode_sizes(E: int, BR: int, BN: int, int8: bool, groups: int, L: int, of) 
         sizes |= dict(SPLIT_SLOTS=64, BL=64, STAGES=3)
     elif memory >= 160_000 and groups * triton.cdiv(L, 128) <= processors:
         sizes |= dict(STAGES=3)
-    splits = max(1, min(64, programs * processors // groups))
+    # As many parts are combined at once as registers hold.
+    splits = max(1, min(64 if E <= 256 else 32, programs * processors // groups))
     if splits > 32:
         # Combining 33, which 132 multiprocessors give 8 groups, takes twice the registers of 32.
         splits -= splits % 8
@@ -996,13 +1114,17 @@ def update_and_attend(
     pairs: int = 0,
     growth: float = 0.0,
     original: int = 1,
-    gated: bool = False,
+    gated: int = 0,
     causal: bool = True,
+    kv: int = 2,
+    norm_values: bool = False,
 ) -> Tensor:
     """Norms (if there are norms) and turns queries and keys, stores keys and values in the cache,
     and attends.
 
-    qkv [B, T, H + 2K, E], fresh from the product, of few_pairs(); positions [B, T], or [1, T] for
+    qkv [B, T, H + kv K, E], fresh from the product, of few_pairs(); kv is 2, or 1 where the key
+    before its norm and rope is the value, too, or 0 where the tokens' keys and values are in the
+    cache already; norm_values: values are normed, without a weight; positions [B, T], or [1, T] for
     all sequences, of which those of one sequence follow one another; k_cache, v_cache [>= B, K, L,
     E], whose first B rows are used, and k_scale, v_scale fp32 [>= B, K, L] of those that are int8;
     q_norm, k_norm [E], or [H E] and [K E] of all heads together -> [B, T, H, E]. A token sees the
@@ -1010,12 +1132,12 @@ def update_and_attend(
     causal, which wants no window, each of the T tokens sees all of them. The kernel finds the slots
     in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
     for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
-    growth, original: model.Rope's q_growth and original. gated: qkv is [B, T, 2H + 2K, E], behind
-    each query head its gate; norms are then of a head. sinks [H]: one more score of each head,
+    growth, original: model.Rope's q_growth and original. gated: qkv has H heads more, behind each
+    query head its gate (1) or all gates last (2); norms are then of a head. sinks [H]: one more score of each head,
     whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
-    H = (heads - 2 * K) // (1 + gated)
+    H = (heads - kv * K) // (1 + (gated > 0))
     BE, BR, BN = head_tile(E), triton.next_power_of_2(T * H // K), triton.next_power_of_2(T)
     int8 = k_scale is not None and v_scale is not None
     sizes = decode_sizes(E, BR, BN, int8, B * K, L, gpu(qkv.device))
@@ -1027,18 +1149,33 @@ def update_and_attend(
     out = qkv.new_empty(B, T, H, E)
     whole_norm = q_norm is not None and len(q_norm) > E
     pdl = pdl_options(qkv.device)
+    q = qkv = qkv.contiguous()
+    caches = as_words(k_cache), as_words(v_cache), k_scale, v_scale
+    how = dict(K=K, E=E, GATED=gated, KV=kv, NORM_VALUES=norm_values, BE=BE, PDL=bool(pdl))
+    how |= pdl
+    of_rope = dict(PAIRS=pairs, GROWS=growth != 0)
+    if E > 256:  # a launch of its own turns queries and keys
+        if whole_norm:
+            raise ValueError(f"heads of {E} elements and a norm of all heads together")
+        q = torch.empty_like(qkv)
+        turn_kernel[(B * T, H + (K if kv else 0))](
+            *(qkv, positions, cos, sin, q_norm, k_norm, *caches, q, T, L, row_stride(positions)),
+            *(growth, original, eps, H),
+            **of_rope,
+            **how,
+        )
+        q_norm = k_norm = None
+        of_rope = dict(PAIRS=0, GROWS=False)
     attention_kernel[(B * K, splits)](
-        qkv.contiguous(),
+        q,
+        qkv,
         positions,
         cos,
         sin,
         q_norm,
         k_norm,
         sinks,
-        as_words(k_cache),
-        as_words(v_cache),
-        k_scale,
-        v_scale,
+        *caches,
         out,
         part_lses,
         part_accs,
@@ -1051,18 +1188,13 @@ def update_and_attend(
         original,
         eps,
         G=H // K,
-        K=K,
-        E=E,
-        PAIRS=pairs,
-        GROWS=growth != 0,
-        GATED=int(gated),
-        BE=BE,
+        STORED=E > 256 or not kv,
         WINDOW=window,
         CAUSAL=causal,
         BH=triton.next_power_of_2(H * E) if whole_norm else 0,
-        PDL=bool(pdl),
+        **of_rope,
+        **how,
         **sizes,
-        **pdl,
     )
     return out
 
@@ -1087,10 +1219,12 @@ def _(
     pairs=0,
     growth=0.0,
     original=1,
-    gated=False,
+    gated=0,
     causal=True,
+    kv=2,
+    norm_values=False,
 ):
-    heads = (qkv.shape[2] - 2 * k_cache.shape[1]) // (1 + gated)
+    heads = (qkv.shape[2] - kv * k_cache.shape[1]) // (1 + (gated > 0))
     return qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])
 
 

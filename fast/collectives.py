@@ -17,8 +17,8 @@ all-reduce): -0.0 marks a number that is not written yet.
       place 1 = -0.0               place 0 = -0.0          4. reset what was read, for the next
                                                               time
 
-A rank has three buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
-logits. Two exchanges in a row never share a buffer. So a buffer is always ready: a rank that has
+A rank has four buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
+logits, 3 for a mixture beside a dense part. Two exchanges in a row never share a buffer. So a buffer is always ready: a rank that has
 finished the second exchange has everyone's numbers of it, and everyone put -0.0 back into the
 buffer of the first before sending them.
 
@@ -40,8 +40,9 @@ from fast.common import constexpr, gdc_launch_dependents, gdc_wait, jit, pdl_opt
 # 512 KiB, PyTorch's two shots 9.8, NCCL 17.4; for 1 MiB 13.0 and 12.6. Eight took, with a residual,
 # 17.1 us and 28.3, by NCCL 23.0 and 29.4.
 CAPACITY = 2**19
-BUFFERS = 3
+BUFFERS = 4
 LOGITS = 2  # fused_all_gather()'s buffer
+MIXTURE = 3
 NOT_WRITTEN = -32768  # the bits of -0.0 in bf16 and in fp16, as an int16
 
 
@@ -170,7 +171,7 @@ def fused_all_reduce(x: Tensor, residual: Tensor | None, buffer: int) -> Tensor:
     """The sum of all ranks' x [M, D], plus the residual [M, D] if there is one; the same bits on
     all ranks.
 
-    buffer: 0 and 1 in turn."""
+    buffer: 0, 1 and MIXTURE; two sums in a row want different ones."""
     if x.is_cuda and (out := one_shot(x, residual, x.shape[-1], buffer)) is not None:
         return out
     total = tp.all_reduce(x)

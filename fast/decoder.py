@@ -17,6 +17,7 @@ quantized feed-forward layers swapped.
 
 A mixture of experts takes three launches in the place of the last two: see experts.py. A recurrent
 layer takes five in the place of the first three: norm and w_gates, w_in, two of delta.py, wo.
+Latent attention takes six: w_in, wq, three of latent.py, wo.
 
 A layer's two halves, attention and feed-forward part, are replaced each for itself. A half of
 another kind, such as experts in codes that no kernel knows, stays model.py's, and the other half
@@ -38,20 +39,26 @@ from drafts.dflash import DFlash
 from drafts.eagle import FirstBlock
 from drafts.heads import DraftHead
 from fast.attention import attend, few_pairs, store, update_and_attend
-from fast.collectives import communication_buffers, fused_all_gather, fused_all_reduce
+from fast.collectives import MIXTURE, communication_buffers, fused_all_gather, fused_all_reduce
 from fast.delta import FusedDelta
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.known import unknown_values
-from fast.linear import FusedGate, add_norm, gate_number, linear, norm_linear
+from fast.latent import FusedLatent
+from fast.linear import FusedGate, add_norm, capped, gate_number, linear, norm_linear
 from fast.packed_linear import PackedLinear, packs
 from model import (
+    ACTIVATIONS,
     Attention,
+    BareNorm,
     Block,
     DeltaCache,
     DeltaNet,
+    DenseAndMoE,
     FeedForward,
     KVCache,
+    LatentAttention,
     MoE,
+    PerLayerGate,
     RMSNorm,
     RopeTable,
     Transformer,
@@ -64,10 +71,12 @@ OPERATORS = (
     "linear",
     "packed_product",
     "add_norm",
+    "capped",
     "norm_linear",
     "gate",
     "attend",
     "update_and_attend",
+    "latent_attend",
     "store",
     "gated_delta",
     "delta_rule",
@@ -113,19 +122,30 @@ def why_plain_attention(block: Block) -> str | None:
             return "a recurrent layer's matrices are quantized apart, or in unknown codes or scales"
         is_known = type(block.attn_norm) is RMSNorm and not unknown_norm(block.attn_post_norm)
         return None if is_known else "a norm that is no RMSNorm"
-    if type(attn) is not Attention:
+    if type(attn) not in (Attention, LatentAttention):
         return f"{type(attn).__name__} in the place of Attention"
-    if attn.gated and isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) > attn.head_dim:
-        return "gates of heads and a norm of all heads"
-    if attn.gate_apart or len(attn.sizes) < 3:
-        return "gates apart from their heads, or no keys or values of the layer's own"
     if type(attn.cache) is not KVCache:
         return f"{type(attn.cache).__name__} in the place of KVCache"
+    norms = block.attn_norm, block.attn_post_norm, attn.q_norm
+    if type(attn) is LatentAttention:
+        products = attn.w_in, *([attn.wq] if attn.latent.q_dim else []), attn.wo
+        if type(attn.wkv) is not nn.Linear or not all(map(fusible, products)):
+            return "latent attention's matrices are quantized apart, or in unknown codes or scales"
+        is_known = type(block.attn_norm) is RMSNorm and not unknown_norm(*norms, attn.kv_norm)
+        return None if is_known else "a norm that is no RMSNorm"
     if not (fusible(attn.wqkv) and fusible(attn.wo)):
         return "q, k and v are quantized apart, or in codes or scales that no kernel knows"
-    norms = block.attn_norm, block.attn_post_norm, attn.q_norm, attn.k_norm
-    if unknown_norm(*norms) or not isinstance(attn.v_norm, nn.Identity):
-        return "a norm that is no RMSNorm, or one of values"
+    whole = isinstance(attn.q_norm, RMSNorm) and len(attn.q_norm.weight) > attn.head_dim
+    if whole and (
+        attn.gated
+        or len(attn.sizes) < 3
+        or isinstance(attn.v_norm, BareNorm)
+        or attn.head_dim > 256
+    ):
+        return "a norm of all heads and gates, values of another kind, or heads of above 256"
+    of_heads = attn.q_norm, attn.k_norm, attn.v_norm
+    if unknown_norm(*norms[:2], *(norm for norm in of_heads if type(norm) is not BareNorm)):
+        return "a norm that is no RMSNorm"
     return None
 
 
@@ -134,8 +154,18 @@ def why_plain_ffn(block: Block) -> str | None:
     ffn = block.ffn
     if unknown_norm(block.ffn_norm, block.ffn_post_norm):
         return "a norm that is no RMSNorm"
+    if type(ffn) is DenseAndMoE:
+        norms = ffn.dense_norm, ffn.dense_post_norm, ffn.moe_norm, ffn.moe_post_norm
+        if not all(type(norm) is RMSNorm for norm in norms):
+            return "a norm that is no RMSNorm"
+        return why_plain_dense(ffn.dense) or why_plain_experts(ffn.moe)
     if type(ffn) in (MoE, ParallelExperts):
         return why_plain_experts(ffn)
+    return why_plain_dense(ffn)
+
+
+def why_plain_dense(ffn: nn.Module) -> str | None:
+    """why_plain_ffn() of what may be a FeedForward."""
     if type(ffn) is not FeedForward:
         return f"{type(ffn).__name__} in the place of FeedForward"
     if not gate_number(ffn.gate):
@@ -153,7 +183,7 @@ def plain_halves(model: Transformer) -> Counter[str]:
     """Why halves of layers stay model.py's, and how many do for each reason.
 
     Raises ValueError for a model that has its kernels already."""
-    fused = FusedAttention | FusedDelta | FusedFeedForward | FusedMoE
+    fused = FusedAttention | FusedDelta | FusedLatent | FusedFeedForward | FusedMoE
     if any(isinstance(half, fused) for block in model.layers for half in (block.attn, block.ffn)):
         raise ValueError("this model has its kernels already: load it again")
     reasons = Counter(
@@ -201,11 +231,19 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.attn, self.cache, self.table, self.window = attn, attn.cache, table, window
         self.causal = causal
-        self.norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
-        self.eps = getattr(attn.q_norm, "eps", 0.0)
-        self.G = attn.sizes[0] // attn.sizes[1]
-        self.kernel = attn.cache.k.is_cuda
         B, K = attn.cache.k.shape[:2]
+        # A BareNorm has no weight, and the kernel's has 1.
+        ones = torch.ones(attn.head_dim, device=attn.cache.k.device)
+        self.register_buffer("ones", ones, persistent=False)
+        self.norms = [
+            self.ones if isinstance(norm, BareNorm) else getattr(norm, "weight", None)
+            for norm in (attn.q_norm, attn.k_norm)
+        ]
+        self.norm_values = isinstance(attn.v_norm, BareNorm)
+        self.eps = getattr(attn.q_norm, "eps", getattr(attn.v_norm, "eps", 0.0))
+        self.G = attn.sizes[0] // attn.head_dim // K
+        self.gated = 0 if not attn.gated else 2 if attn.gate_apart else 1
+        self.kernel = attn.cache.k.is_cuda
         semaphore = torch.zeros(B * K, dtype=torch.int32, device=attn.cache.k.device)
         self.register_buffer("semaphore", semaphore, persistent=False)
 
@@ -242,8 +280,10 @@ class FusedAttention(nn.Module):
             len(rope.frequencies),
             rope.q_growth,
             rope.original,
-            attn.gated,
+            self.gated,
             self.causal,
+            len(attn.sizes) - 1,
+            self.norm_values,
         )
         return y.flatten(0, 1).flatten(1)
 
@@ -255,7 +295,8 @@ class FusedAttention(nn.Module):
         if attn.gated:
             qkv, gate = attn.split_gates(qkv)
         q, k, v = attn.rotate(qkv, positions, cos, sin)
-        self.cache.write(k, v, rows, positions)
+        if k is not None:
+            self.cache.write(k, v, rows, positions)
         caches = self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale
         y = attend(q, positions, *caches, self.window or 0, attn.scale, attn.sinks).flatten(2)
         return y if gate is None else y * torch.sigmoid(gate)
@@ -315,6 +356,7 @@ class Half(nn.Module):
     def __init__(self, norm: nn.Module, post_norm: nn.Module, scale: float):
         super().__init__()
         self.norm, self.post_norm, self.scale = norm, post_norm, scale
+        self.layer_scale = None  # [1]: all of the stream, times this
         self.before = (
             dict(norm=norm.weight, eps=norm.eps / scale**2) if isinstance(norm, RMSNorm) else {}
         )
@@ -325,20 +367,22 @@ class Half(nn.Module):
     def add(self, x: Tensor, out: Callable, y: Tensor) -> Tensor:
         """The stream x with what the half's last product makes of y."""
         if isinstance(self.post_norm, nn.Identity):
-            return out(y, residual=x)
-        return add_norm(out(y), self.post_norm.weight, self.post_norm.eps, x)
+            x = out(y, residual=x)
+            return x if self.layer_scale is None else x * self.layer_scale
+        return add_norm(out(y), self.post_norm.weight, self.post_norm.eps, x, self.layer_scale)
 
 
 class AttentionHalf(Half):
     """The first half of a Block for decode: norm, attention, residual. Three launches, if it is
-    fused; five, if it is a recurrent layer."""
+    fused; five, if it is a recurrent layer; six of latent attention."""
 
     def __init__(self, block: Block, table: RopeTable):
         super().__init__(block.attn_norm, block.attn_post_norm, block.scale)
         self.attn, self.table, self.window = block.attn, table, block.config.window
         self.fused = isinstance(block.attn, FusedAttention)
         self.recurrent = isinstance(block.attn, FusedDelta)
-        self.kernel = self.fused or self.recurrent
+        self.latent = isinstance(block.attn, FusedLatent)
+        self.kernel = self.fused or self.recurrent or self.latent
         if self.fused:
             self.qkv = fused_linear(block.attn.attn.wqkv)
             self.out = fused_linear(block.attn.attn.wo, buffer=0)
@@ -346,11 +390,22 @@ class AttentionHalf(Half):
             mixer = block.attn.mixer
             self.qkvz, self.gates = fused_linear(mixer.w_in), mixer.w_gates
             self.out = fused_linear(mixer.wo, buffer=0)
+        if self.latent:
+            attn = block.attn.attn
+            self.made, self.q_norm, self.q_dim = fused_linear(attn.w_in), attn.q_norm, attn.sizes[0]
+            self.queries = fused_linear(attn.wq) if attn.latent.q_dim else None
+            self.out = fused_linear(attn.wo, buffer=0)
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """x [M, D], positions [B, T], slots [any], rows [B, 1] -> [M, D]"""
         if self.fused:
             return self.add(x, self.out, self.attn.attend(self.qkv(x, **self.before), positions))
+        if self.latent:
+            made = self.made(x, **self.before)  # [M, any]
+            q = made[:, : self.q_dim]
+            if self.queries is not None:
+                q = self.queries(q, self.q_norm.weight, eps=self.q_norm.eps)
+            return self.add(x, self.out, self.attn.attend(q, made, positions))
         if self.recurrent:
             y, gates = norm_linear(x, self.norm.weight, self.before["eps"], self.gates.weight)
             made = self.qkvz(y), gates
@@ -390,24 +445,59 @@ class FirstHalf(AttentionHalf):
 
 class FeedForwardHalf(Half):
     """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it
-    is fused; three, if it is a mixture of experts."""
+    is fused; three, if it is a mixture of experts; eight of a dense part and a mixture."""
 
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        self.fused = isinstance(block.ffn, FusedFeedForward)
-        self.experts = isinstance(block.ffn, FusedMoE)
+        if block.ple is None:  # else a PerLayerGate comes before it
+            self.layer_scale = block.layer_scale
+        dense = block.ffn
+        self.both = isinstance(dense, DenseAndMoE) and isinstance(dense.moe, FusedMoE)
+        if self.both:
+            dense.moe.buffer = MIXTURE
+            dense = dense.dense
+        self.experts = isinstance(dense, FusedMoE)
+        self.fused = isinstance(dense, FusedFeedForward)
         if self.fused:
-            self.gate_up = fused_linear(block.ffn.ffn.w_gate_up)
-            self.down = fused_linear(block.ffn.ffn.w_down, buffer=1)
+            self.gate_up = partial(fused_linear(dense.ffn.w_gate_up), gated=dense.number)
+            self.down = fused_linear(dense.ffn.w_down, buffer=1)
 
     def forward(self, x: Tensor, T: int) -> Tensor:
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
-        if self.fused:
-            return self.add(x, self.down, self.gate_up(x, gated=self.ffn.number, **self.before))
+        if self.both and len(x) <= MOST_ROWS:
+            return self.add(x, self.side_by_side, x)
+        if self.fused and not self.both:
+            return self.add(x, self.down, self.gate_up(x, **self.before))
         if self.experts and len(x) <= MOST_ROWS:
             return self.add(x, partial(self.ffn.decode, **self.before), x)
-        return x + self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)
+        y = self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)
+        return x + y if self.layer_scale is None else (x + y) * self.layer_scale
+
+    def side_by_side(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """DenseAndMoE of x [M, D], plus the residual."""
+        ffn, scale = self.ffn, self.scale
+        norm, behind = ffn.dense_norm, ffn.dense_post_norm
+        y = self.down(self.gate_up(x, norm.weight, eps=norm.eps / scale**2))
+        y = add_norm(y, behind.weight, behind.eps, residual)
+        norm, behind = ffn.moe_norm, ffn.moe_post_norm
+        mixture = ffn.moe.decode(x, norm.weight, norm.eps / scale**2)
+        return add_norm(mixture, behind.weight, behind.eps, y)
+
+
+class FusedPerLayerGate(nn.Module):
+    """PerLayerGate of model.py for decode, and the layer's scale."""
+
+    def __init__(self, ple: PerLayerGate, layer_scale: Tensor | None):
+        super().__init__()
+        self.ple, self.layer_scale = ple, layer_scale
+        self.gate, self.up = fused_linear(ple.gate), fused_linear(ple.up)
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        """x [M, D], own [M, P] -> [M, D]"""
+        norm = self.ple.norm
+        y = self.up(ACTIVATIONS[self.ple.activation](self.gate(x)) * own)
+        return add_norm(y, norm.weight, norm.eps, x, self.layer_scale)
 
 
 class FusedBlock(nn.Module):
@@ -417,7 +507,9 @@ class FusedBlock(nn.Module):
         super().__init__()
         half = FirstHalf if isinstance(block, FirstBlock) else AttentionHalf
         self.attention, self.feed_forward = half(block, table), FeedForwardHalf(block)
-        self.block = block
+        self.ple = None
+        if block.ple is not None:
+            self.ple = FusedPerLayerGate(block.ple, block.layer_scale)
 
     def forward(
         self,
@@ -429,15 +521,16 @@ class FusedBlock(nn.Module):
     ) -> Tensor:
         """x [M, D], positions [B, T], slots [any], rows [B, 1], own [M, P] or None -> [M, D]"""
         x = self.attention(x, positions, slots, rows)
-        return self.block.end(self.feed_forward(x, positions.shape[1]), own)
+        x = self.feed_forward(x, positions.shape[1])
+        return x if self.ple is None else self.ple(x, own)
 
 
 class FusedDecoder(nn.Module):
     """A Transformer's forward for decode and verification. The positions of one sequence follow one
     another.
 
-    kernels: all layers' attention has its kernel, which finds the slots in use by itself. The
-    residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
+    kernels: all layers' attention has its kernel, which finds the slots in use by itself;
+    finds_slots: for prompts, too. The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
     take it out. A Config field that changes model.py's forward must be handled here before known.py
     may have it."""
 
@@ -448,10 +541,12 @@ class FusedDecoder(nn.Module):
             FusedBlock(block, rope_table(model, block)) for block in model.layers
         )
         self.kernels = all(layer.attention.kernel for layer in self.layers)
+        self.finds_slots = self.kernels and not any(layer.attention.latent for layer in self.layers)
         self.scale = model.config.residual_scale
         self.head = None
-        if fusible(model.head) and type(model.norm) is RMSNorm and model.config.logits_scale == 1:
+        if fusible(model.head) and type(model.norm) is RMSNorm:
             self.head = fused_linear(model.head)
+            self.register_buffer("last_norm", last_norm(model), persistent=False)
 
     def forward(
         self,
@@ -473,12 +568,14 @@ class FusedDecoder(nn.Module):
             x = layer(x, positions, slots, rows, None if own is None else own[:, i])
         self.keep(len(self.layers), x, tokens.shape, rows, positions)
         if self.head is not None:
-            x = self.head(x, model.norm.weight, eps=model.norm.eps / self.scale**2)
+            x = self.head(x, self.last_norm, eps=model.norm.eps / self.scale**2)
         else:
             # forward() would take a prompt's kernels.
             head = model.head.fused if isinstance(model.head, PackedLinear) else model.head
             x = head(model.norm(x * self.scale) * model.config.logits_scale)
-        return model.capped(x).unflatten(0, tokens.shape)
+        if cap := model.config.logits_cap:
+            x = capped(x, cap)
+        return x.unflatten(0, tokens.shape)
 
     def keep(
         self, place: int, x: Tensor, shape: torch.Size, rows: Tensor, positions: Tensor
@@ -597,8 +694,9 @@ class BlockDecoder(nn.Module):
         )
         self.fc = fused_linear(model.fc) if fusible(model.fc) else model.fc
         self.head = None
-        if fusible(model.head) and model.config.logits_scale == 1:
+        if fusible(model.head):
             self.head = fused_linear(model.head)
+            self.register_buffer("last_norm", last_norm(model), persistent=False)
 
     def read(self, features: Tensor, positions: Tensor) -> None:
         """features [B, T, n target_dim] at positions [B, T]"""
@@ -624,7 +722,7 @@ class BlockDecoder(nn.Module):
         model = self.model
         if self.head is None:
             return model.logits(model.norm(states))
-        logits = self.head(states.flatten(0, 1), model.norm.weight, eps=model.norm.eps)
+        logits = self.head(states.flatten(0, 1), self.last_norm, eps=model.norm.eps)
         return model.capped(logits).unflatten(0, states.shape[:2])
 
 
@@ -660,11 +758,10 @@ def install_kernels(model: Transformer) -> FusedDecoder:
             if isinstance(block.attn, DeltaNet):
                 block.attn = FusedDelta(block.attn)
             else:
-                table = rope_table(model, block)
-                block.attn = FusedAttention(block.attn, table, block.config.window)
+                kind = FusedLatent if isinstance(block.attn, LatentAttention) else FusedAttention
+                block.attn = kind(block.attn, rope_table(model, block), block.config.window)
         if not why_plain_ffn(block):
-            kind = FusedFeedForward if isinstance(block.ffn, FeedForward) else FusedMoE
-            block.ffn = kind(block.ffn)
+            block.ffn = fused_ffn(block.ffn)
     pack_linears(model)
     decoder = FusedDecoder(model)
     if isinstance(model, DraftHead):
@@ -672,6 +769,19 @@ def install_kernels(model: Transformer) -> FusedDecoder:
             if type(norm) is RMSNorm:
                 setattr(model, name, FusedNorm(norm))
     return decoder
+
+
+def fused_ffn(ffn: nn.Module) -> nn.Module:
+    if isinstance(ffn, DenseAndMoE):
+        ffn.dense, ffn.moe = fused_ffn(ffn.dense), fused_ffn(ffn.moe)
+        return ffn
+    return (FusedFeedForward if isinstance(ffn, FeedForward) else FusedMoE)(ffn)
+
+
+def last_norm(model: nn.Module) -> Tensor:
+    """The final norm's weight [D], times what logits are multiplied by."""
+    weight, scale = model.norm.weight.detach(), model.config.logits_scale
+    return weight if scale == 1 else weight.float() * scale
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -67,9 +67,10 @@ class FastEngine(Engine):
         return found.clamp(-65504, 65504).half() if self.captures else found
 
     def slots(self, n: int) -> Tensor:
-        """Empty with kernels: they find the slots in use by themselves, also those that are in the
-        model for prefill."""
-        return self.model.slots[:0] if self.kernels else super().slots(n)
+        """Empty where kernels find the slots in use by themselves, also those that are in the model
+        for prefill."""
+        finds = self.fast and self.fast.finds_slots
+        return self.model.slots[:0] if finds else super().slots(n)
 
     def decode(self) -> tuple[Tensor, Tensor]:
         """The first captured step runs as it is, which compiles the kernels.

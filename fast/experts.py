@@ -26,6 +26,7 @@ F ffn dim of an expert, N outputs and K inputs of a matrix; packed weights as la
 the experts' one behind the other.
 """
 
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -72,6 +73,9 @@ def choose_experts(
     m,
     M,
     X,
+    correction,
+    expert_scale,
+    scale,
     N_CHOSEN: constexpr,
     NORMALIZE: constexpr,
     SHARED: constexpr,
@@ -79,25 +83,37 @@ def choose_experts(
 ):
     """The n experts with the largest logits [M, X] of rows m [any]; of equals the one with the
     lower number. Stores weights [M, X], 0 for the others -> chosen [BX], with those of these
-    rows. SHARED: the last expert is everybody's, by the sigmoid of its logit."""
+    rows. The others are as route() has them."""
     x = tl.arange(0, BX)
     inside = (m < M)[:, None] & (x < X)[None, :]
     at = m[:, None] * X + x[None, :]
     scores = tl.load(logits + at, mask=inside, other=float("-inf"))
-    gate = 1 / (1 + tl.exp(-scores))
+    sigmoid = 1 / (1 + tl.exp(-scores))
     if SHARED:
         scores = tl.where((x < X - 1)[None, :], scores, float("-inf"))
     rest, mine = scores, inside & (x < 0)[None, :]  # none
+    if correction is not None:
+        of_choice = sigmoid + tl.load(correction + x, mask=x < X, other=0)[None, :]
+        rest = tl.where(scores > float("-inf"), of_choice, float("-inf"))
     for _ in tl.static_range(N_CHOSEN):
         best = x[None, :] == tl.argmax(rest, 1)[:, None]
         mine = mine | best
         rest = tl.where(best, float("-inf"), rest)
-    among = tl.where(mine, scores, float("-inf")) if NORMALIZE else scores
-    largest = tl.max(scores, 1)[:, None]
-    total = tl.sum(tl.exp(among - largest), 1)[:, None]
-    share = tl.where(mine, tl.exp(scores - largest) / total, 0.0)
+    if correction is not None:
+        share = tl.where(mine, sigmoid, 0.0)
+        if NORMALIZE:
+            share /= tl.sum(share, 1)[:, None] + 1e-20
+    else:
+        among = tl.where(mine, scores, float("-inf")) if NORMALIZE else scores
+        largest = tl.max(scores, 1)[:, None]
+        total = tl.sum(tl.exp(among - largest), 1)[:, None]
+        share = tl.where(mine, tl.exp(scores - largest) / total, 0.0)
+    share *= scale
+    if expert_scale is not None:
+        share *= tl.load(expert_scale + x, mask=x < X, other=0).to(tl.float32)[None, :]
     if SHARED:
-        share = tl.where((x == X - 1)[None, :], gate, share)
+        of_shared = sigmoid if SHARED == 1 else sigmoid * 0 + 1
+        share = tl.where((x == X - 1)[None, :], of_shared, share)
         mine = mine | (x == X - 1)[None, :]
     tl.store(weights + at, share, mask=inside)
     return chosen | tl.max((mine & inside).to(tl.int32), 0)
@@ -109,6 +125,9 @@ def route_kernel(
     norm,
     router,
     bias,
+    router_norm,
+    correction,
+    expert_scale,
     normed,
     logits,
     weights,
@@ -118,6 +137,7 @@ def route_kernel(
     K,
     X,
     eps,
+    scale,
     N_CHOSEN: constexpr,
     NORMALIZE: constexpr,
     SHARED: constexpr,
@@ -141,11 +161,14 @@ def route_kernel(
     if PDL:
         gdc_wait()
     xs = tl.load(x + m * K + k, mask=k < K, other=0)
+    ys = xs.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(ys * ys, 0) / K + eps)
     if norm is not None:
-        ys = xs.to(tl.float32)
-        xs = (ys * tl.rsqrt(tl.sum(ys * ys, 0) / K + eps) * norm_weight).to(xs.dtype)
+        xs = (ys * rms * norm_weight).to(xs.dtype)
         if tl.program_id(0) == 0:
             tl.store(normed + m * K + k, xs, mask=k < K)
+    if router_norm is not None:
+        xs = (ys * rms * tl.load(router_norm + k, mask=k < K, other=0)).to(xs.dtype)
     y = tl.sum(w.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
     if bias is not None:
         y += tl.load(bias + e, mask=e < X, other=0).to(tl.float32)
@@ -155,56 +178,58 @@ def route_kernel(
         for m0 in range(0, M, BM):
             of_rows = m0 + tl.arange(0, BM)
             chosen = choose_experts(
-                logits, weights, chosen, of_rows, M, X, N_CHOSEN, NORMALIZE, SHARED, BX
+                *(logits, weights, chosen, of_rows, M, X, correction, expert_scale, scale),
+                *(N_CHOSEN, NORMALIZE, SHARED, BX),
             )
         tl.store(active + tl.cumsum(chosen, 0), tl.arange(0, BX), mask=chosen > 0)
         tl.store(active, tl.sum(chosen, 0))
 
 
+class Router(NamedTuple):
+    """What decides about experts: model.MoE.route(), without groups of experts.
+
+    weight [X, D]; bias [X] or None; n experts a row, normalize, scale: see MoEConfig. shared: the
+    last of the X is one more expert, which each row takes, with the sigmoid of its logit (1) or as
+    it is (2), and not 0. correction [X] fp32 or None: with it the experts' weights are sigmoids,
+    and it is added to them for the choice alone. norm [D] fp32: the router reads x after RMSNorm
+    with this weight, and not what the experts read. expert_scale [X] or None: times the weights."""
+
+    weight: Tensor
+    bias: Tensor | None
+    n: int
+    normalize: bool
+    shared: int = 0
+    scale: float = 1.0
+    correction: Tensor | None = None
+    norm: Tensor | None = None
+    expert_scale: Tensor | None = None
+
+
 def route(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    router: Tensor,
-    bias: Tensor | None,
-    n: int,
-    normalize: bool,
-    semaphore: Tensor,
-    shared: bool = False,
+    x: Tensor, norm: Tensor | None, eps: float, router: Router, semaphore: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, D], norm [D] or None, router [X, D], its bias [X] or None; n experts a row, normalize:
-    see MoEConfig. semaphore: an int32 0, which is 0 again afterwards. shared: the last of the X is
-    one more expert, which each row takes with the sigmoid of its logit.
+    """x [M, D], norm [D] or None. semaphore: an int32 0, which is 0 again afterwards.
 
     -> x after RMSNorm [M, D]; each row's weights of all experts, fp32 [M, X], 0 for those that it
     does not take; and int32 [1 + A]: how many experts some row takes, and their numbers."""
     if not x.is_cuda:
-        return plain_route(x, norm, eps, router, bias, n, normalize, shared)
-    (M, K), X = x.shape, len(router)
+        return plain_route(x, norm, eps, router)
+    (M, K), X = x.shape, len(router.weight)
     x = x.contiguous()
     normed = x.clone() if norm is None else torch.empty_like(x)
     logits, weights = (torch.empty(M, X, device=x.device) for _ in range(2))
-    most = min(M * n, X - shared) + shared
+    shared = min(1, router.shared)
+    most = min(M * router.n, X - shared) + shared
     active = torch.empty(1 + most, dtype=torch.int32, device=x.device)
     BN, BK, BX = 4, triton.next_power_of_2(K), max(16, triton.next_power_of_2(X))
     pdl = pdl_options(x.device)
     route_kernel[(triton.cdiv(X, BN), M)](
-        x,
-        norm,
-        router,
-        bias,
-        normed,
-        logits,
-        weights,
-        active,
-        semaphore,
-        M,
-        K,
-        X,
-        eps,
-        n,
-        normalize,
-        shared,
+        *(x, norm, router.weight, router.bias, router.norm, router.correction),
+        *(router.expert_scale, normed, logits, weights, active, semaphore, M, K, X, eps),
+        router.scale,
+        router.n,
+        router.normalize,
+        router.shared,
         BN,
         BK,
         BX,
@@ -480,21 +505,36 @@ class FusedMoE(nn.Module):
         moe = self.moe = ffn.linear if self.parallel else ffn
         self.number = gate_number(moe.gate)
         moe.gate = FusedGate(moe.gate)
-        self.shared = moe.shared is not None
         self.router = moe.router.weight  # and of the shared expert, too
-        if self.shared:
-            router = torch.cat((moe.router.weight, moe.shared_gate.weight))
+        self.correction, shared = moe.correction, 0
+        if moe.shared is not None:
+            shared = 2 if moe.shared_gate is None else 1
+            last = torch.zeros_like(self.router[:1])
+            if moe.shared_gate is not None:
+                last = moe.shared_gate.weight
+            router = torch.cat((moe.router.weight, last))
             self.router = nn.Parameter(router, requires_grad=False)
             moe.router.weight = nn.Parameter(self.router[:-1], requires_grad=False)
+            if self.correction is not None:
+                more = torch.cat((self.correction, self.correction[:1]))
+                self.correction = nn.Parameter(more, requires_grad=False)
+                moe.correction = nn.Parameter(more[:-1], requires_grad=False)
             for name in ("w_gate_up", "w_down"):
                 with_one_more(getattr(moe, name), getattr(moe.shared, name))
+        of, norm = moe.moe, None
+        if moe.router_norm is not None:
+            norm = moe.router_norm.weight.float() * moe.router_norm.weight.numel() ** -0.5
+        self.how = Router(
+            *(self.router, moe.router.bias, of.n_chosen, of.normalize, shared, of.scale),
+            *(self.correction, norm, moe.expert_scale),
+        )
         for name, gate in (("w_gate_up", self.number), ("w_down", 0)):
             if isinstance(getattr(moe, name), QuantizedExperts):
                 setattr(moe, name, PackedExperts(getattr(moe, name), gate))
                 # K = 2,880 is filled up to 2,944: no later layer would fit into what this one
                 # leaves in PyTorch's pool, and gpt-oss-120b took 80 GB of an H100.
                 torch.cuda.empty_cache()
-        weight = self.router
+        weight, self.buffer = self.router, 1  # of fused_all_reduce()
         MIXTURES[weight.data_ptr()] = self
         for name, size in (("semaphore", 1), ("semaphores", MOST_ROWS // ROWS * weight.shape[1])):
             zeros = torch.zeros(size, dtype=torch.int32, device=weight.device)
@@ -508,12 +548,13 @@ class FusedMoE(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor:
         """residual [M, D] + MoE of RMSNorm of x [M, D], at most MOST_ROWS; norm [D] and residual
-        may be None."""
+        may be None. A router with a norm of its own reads x."""
         router = self.router
         if not self.parallel:
             return few_rows_mixture(x, router, norm, eps, residual)
         y = few_rows_mixture(x, router, norm, eps, None)
-        return fused_all_reduce(y, torch.zeros_like(y) if residual is None else residual, 1)
+        residual = torch.zeros_like(y) if residual is None else residual
+        return fused_all_reduce(y, residual, self.buffer)
 
     def partial(
         self,
@@ -522,13 +563,15 @@ class FusedMoE(nn.Module):
         eps: float,
         residual: Tensor | None,
         prompt: bool = False,
+        routed: Tensor | None = None,
     ) -> Tensor:
-        """decode() of this rank's part of the experts."""
-        moe, of = self.moe, self.moe.moe
-        router = self.router, moe.router.bias
-        how = of.n_chosen, of.normalize, self.semaphore, self.shared
-        x, weights, active = route(x, norm, eps, *router, *how)
-        experts = Experts(active, weights, *map(float, of.clamp or (0, 0)))
+        """decode() of this rank's part of the experts. routed: as MoE.forward() has it; then there
+        is no norm but the router's."""
+        moe = self.moe
+        read = x if routed is None else routed
+        normed, weights, active = route(read, norm, eps, self.how, self.semaphore)
+        x = normed if routed is None else x
+        experts = Experts(active, weights, *map(float, moe.moe.clamp or (0, 0)))
         up, down = self.weight(moe.w_gate_up, self.number), self.weight(moe.w_down, 0)
         y = expert_linear(x, experts, up, self.semaphores, moe.w_gate_up.bias, None, prompt)
         return expert_linear(y, experts, down, self.semaphores, moe.w_down.bias, residual, prompt)
@@ -538,16 +581,20 @@ class FusedMoE(nn.Module):
             return experts.packed
         return Plain(experts.weight, gate)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Prefill: x [B, T, D] -> [B, T, D]"""
-        y = mixture(x, self.router)
+    def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Prefill, as MoE.forward(): x [B, T, D] -> [B, T, D]"""
+        y = mixture(x, self.router, routed)
         return all_reduce(y) if self.parallel else y
 
-    def prefill(self, x: Tensor) -> Tensor:
+    def prefill(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """forward() of this rank's part of the experts. Short prompts read their experts alone."""
         if x.shape[:-1].numel() > ROWS:
-            return self.moe(x)
-        return self.partial(x.flatten(0, -2), None, 0.0, None, prompt=True).view_as(x)
+            return self.moe(x, routed)
+        norm = self.moe.router_norm
+        eps = 0.0 if norm is None else norm.eps
+        routed = None if routed is None else routed.flatten(0, -2)
+        y = self.partial(x.flatten(0, -2), None, eps, None, prompt=True, routed=routed)
+        return y.view_as(x)
 
     def try_prompts(self, most: int, dtype: torch.dtype) -> None:
         """As PackedLinear's."""
@@ -564,12 +611,12 @@ MIXTURES = WeakValueDictionary()  # FusedMoE by the address of the router's weig
 
 
 @library.custom_op("llama_fast::mixture", mutates_args=())
-def mixture(x: Tensor, router: Tensor) -> Tensor:
-    return MIXTURES[router.data_ptr()].prefill(x)
+def mixture(x: Tensor, router: Tensor, routed: Tensor | None = None) -> Tensor:
+    return MIXTURES[router.data_ptr()].prefill(x, routed)
 
 
 @mixture.register_fake
-def _(x, router):
+def _(x, router, routed=None):
     return torch.empty_like(x)
 
 
@@ -590,8 +637,10 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
     moe = ffn.linear if isinstance(ffn, ParallelExperts) else ffn
     if not gate_number(moe.gate):
         return f"{moe.gate.activation} as the gate's function"
-    if moe.moe.sigmoid or moe.moe.scale != 1 or not moe.moe.shared_gate:
-        return "a router that no kernel knows"
+    if moe.moe.n_chosen_group != moe.moe.n_group:
+        return "a router that chooses groups of experts"
+    if moe.shared is not None and moe.expert_scale is not None:
+        return "a scale for each expert and a shared expert"
     device = moe.router.weight.device
     matrices = moe.w_gate_up, moe.w_down
     quantized = [experts for experts in matrices if isinstance(experts, QuantizedExperts)]

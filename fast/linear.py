@@ -117,9 +117,9 @@ def gemm_kernel(
 
 
 @jit
-def norm_kernel(x, weight, residual, out, K, eps, BK: constexpr, PDL: constexpr):
-    """residual + RMSNorm (arXiv 1910.07467) of x, both [M, K], residual may be None; each program
-    has one row."""
+def norm_kernel(x, weight, residual, scale, out, K, eps, BK: constexpr, PDL: constexpr):
+    """scale * (residual + RMSNorm (arXiv 1910.07467) of x), both [M, K], residual and scale [1] may
+    be None; each program has one row."""
     k = tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
@@ -131,35 +131,78 @@ def norm_kernel(x, weight, residual, out, K, eps, BK: constexpr, PDL: constexpr)
     y = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * norm_weight
     if residual is not None:
         y += tl.load(residual + at, mask=k < K, other=0)
+    if scale is not None:
+        y *= tl.load(scale).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=k < K)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x [M, K], weight [K], residual [M, K], on a GPU -> residual + the norm of x [M, K], in one
-    launch."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """x [M, K], weight [K], residual [M, K], scale [1], on a GPU -> scale times the sum of residual
+    and the norm of x [M, K], in one launch."""
     M, K = x.shape
     out = torch.empty_like(x)
-    pdl = pdl_options(x.device)
-    norm_kernel[(M,)](
-        x, weight, residual, out, K, eps, triton.next_power_of_2(K), bool(pdl), num_warps=8, **pdl
-    )
+    BK, pdl = triton.next_power_of_2(K), pdl_options(x.device)
+    norm_kernel[(M,)](x, weight, residual, scale, out, K, eps, BK, bool(pdl), num_warps=8, **pdl)
     return out
 
 
 @library.custom_op("llama_fast::add_norm", mutates_args=(), device_types="cuda")
-def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """rms_norm() for torch.compile: residual + the norm of x [M, K]."""
-    return rms_norm(
-        x.contiguous(), weight, eps, None if residual is None else residual.contiguous()
-    )
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """rms_norm() for torch.compile: scale * (residual + the norm of x [M, K])."""
+    residual = None if residual is None else residual.contiguous()
+    return rms_norm(x.contiguous(), weight, eps, residual, scale)
 
 
 add_norm.register_kernel("cpu")(plain_add_norm)
 
 
 @add_norm.register_fake
-def _(x, weight, eps, residual=None):
+def _(x, weight, eps, residual=None, scale=None):
     return torch.empty_like(x)
+
+
+@jit
+def cap_kernel(x, out, n, cap, BLOCK: constexpr, PDL: constexpr):
+    """out [n]: cap * tanh(x / cap)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.load(x + i, mask=i < n, other=0).to(tl.float32) / cap
+    small = tl.exp(-2 * tl.abs(y))
+    y = tl.where(y < 0, -cap, cap) * ((1 - small) / (1 + small))
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=i < n)
+
+
+@library.custom_op("llama_fast::capped", mutates_args=(), device_types="cuda")
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Transformer.capped() of logits of any shape, in one launch."""
+    x = x.contiguous()
+    out, n, pdl = torch.empty_like(x), x.numel(), pdl_options(x.device)
+    cap_kernel[(triton.cdiv(n, 2048),)](x, out, n, cap, 2048, bool(pdl), num_warps=4, **pdl)
+    return out
+
+
+@capped.register_kernel("cpu")
+def _(x, cap):
+    return cap * torch.tanh(x / cap)
+
+
+@capped.register_fake
+def _(x, cap):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @jit

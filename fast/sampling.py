@@ -301,6 +301,7 @@ def draw_kernel(
 
 
 BLOCK = 1024  # logits of a program: a row of 32,000 takes less time than in blocks of 4,096 (H200)
+MOST_ROWS = 512  # at once, as their counts take 135 MB
 
 
 def launch_draw(
@@ -312,6 +313,12 @@ def launch_draw(
     tokens: Tensor,
 ) -> None:
     R, V = logits.shape
+    if R > MOST_ROWS:
+        for i in range(0, R, MOST_ROWS):
+            at = slice(i, i + MOST_ROWS)
+            noise_at, probs_at = (x if x is None else x[at] for x in (noise, probs))
+            launch_draw(logits[at], noise_at, settings, probs_at, totals[at], tokens[at])
+        return
     blocks = triton.cdiv(V, BLOCK)
     zeros = torch.zeros(R * (65536 + 256 + 1), dtype=torch.int32, device=logits.device)
     semaphore, counts = zeros[:R], zeros[R:]
@@ -319,7 +326,7 @@ def launch_draw(
     grid, pdl = (R, blocks), pdl_options(logits.device)
     PDL = bool(pdl)
     count_kernel[grid](logits, counts, V, BV=BLOCK, PDL=PDL, num_warps=4)
-    cut_kernel[(R,)](logits, settings, counts, cuts, V, ROWS=16, PDL=PDL, num_warps=8, **pdl)
+    cut_kernel[(R,)](logits, settings, counts, cuts, V, ROWS=8, PDL=PDL, num_warps=8, **pdl)
     draw_kernel[grid](
         *(logits, noise, settings, cuts, semaphore, bests, probs, tokens, totals, V),
         PROBS=probs is not None,

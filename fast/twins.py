@@ -22,10 +22,17 @@ from quantize import CODES
 # linear.py
 
 
-def plain_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def plain_add_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """The plain twin of add_norm()."""
     y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
-    return (y if residual is None else residual + y).type_as(x)
+    y = y if residual is None else residual + y
+    return (y if scale is None else y * scale).type_as(x)
 
 
 def plain_gate(x: Tensor, number: int, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
@@ -81,29 +88,41 @@ def plain_packed_linear(
 
 
 def plain_route(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    router: Tensor,
-    bias: Tensor | None,
-    n: int,
-    normalize: bool,
-    shared: bool = False,
+    x: Tensor, norm: Tensor | None, eps: float, router: "Router"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of route()."""
-    if norm is not None:
-        x = F.rms_norm(x.float(), x.shape[-1:], norm.float(), eps).type_as(x)
-    logits = plain_linear(x.float(), router.float(), None, None if bias is None else bias.float())
-    logits, gate = logits.split([len(router) - shared, int(shared)], dim=1)
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(n).indices, True)
-    among = logits.masked_fill(~chosen, float("-inf")) if normalize else logits
-    weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
-    weights = torch.cat((weights, gate.sigmoid()), dim=1)
+
+    def normed(weight: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).type_as(x)
+
+    for_experts = x.clone() if norm is None else normed(norm)
+    read = for_experts if router.norm is None else normed(router.norm)
+    bias = None if router.bias is None else router.bias.float()
+    logits = F.linear(read.float(), router.weight.float(), bias)
+    shared = min(1, router.shared)
+    X = logits.shape[1] - shared
+    logits, gate = logits.split([X, shared], dim=1)
+    scores = logits
+    if router.correction is not None:
+        scores = logits.sigmoid() + router.correction[:X]
+    experts = scores.topk(router.n).indices
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+    if router.correction is not None:
+        weights = logits.sigmoid() * chosen
+        if router.normalize:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    else:
+        among = logits.masked_fill(~chosen, float("-inf")) if router.normalize else logits
+        weights = (logits - among.logsumexp(1, keepdim=True)).exp() * chosen
+    weights = weights * router.scale
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale.float()
+    weights = torch.cat((weights, gate.sigmoid() if router.shared == 1 else gate * 0 + 1), dim=1)
     chosen = torch.cat((chosen, gate == gate), dim=1)
     found = chosen.any(0).nonzero()[:, 0].int()
-    active = found.new_zeros(1 + min(len(x) * n, logits.shape[1]) + shared)
+    active = found.new_zeros(1 + min(len(x) * router.n, X) + shared)
     active[0], active[1 : 1 + len(found)] = len(found), found
-    return x.clone(), weights, active
+    return for_experts, weights, active
 
 
 def plain_expert_linear(

@@ -1,6 +1,7 @@
 """Kernels of 16-bit types and their plain twins, each judged by float64 alone: neither loosens the
 other's bound."""
 
+import copy
 import subprocess
 import sys
 
@@ -11,10 +12,22 @@ from torch import Tensor, nn
 
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
-from fast.linear import add_norm, linear, norm_linear
+from fast.latent import FusedLatent
+from fast.linear import add_norm, capped, linear, norm_linear
 from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
-from model import CACHES, Attention, Config, LayerConfig, RopeTable
+from model import (
+    CACHES,
+    Attention,
+    Config,
+    KVCache,
+    LatentAttention,
+    LatentConfig,
+    LayerConfig,
+    RMSNorm,
+    RopeTable,
+    visible,
+)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The most that a result may differ from float64's: relative to its norm, and each element for
@@ -204,6 +217,128 @@ def test_attention(device, case):
         assert k[B].double().equal(refs[0][B]) and not fused.semaphore.any()
 
 
+# B, T, H, K, E, tokens in the cache, window, and what is different
+OTHER_KINDS = [
+    (2, 1, 4, 2, 64, 300, None, dict(key_is_value=True, v_norm=True)),
+    (3, 4, 6, 3, 96, 700, 100, dict(v_norm=True)),
+    (2, 3, 8, 2, 128, 900, None, dict(qk_norm="weightless", gate_apart=True)),
+    (2, 2, 4, 2, 64, 300, 50, dict(v_norm=True, kv_of=0)),
+    (1, 1, 32, 4, 512, 900, None, dict(key_is_value=True, v_norm=True)),
+    (2, 4, 16, 2, 512, 3000, None, dict(v_norm=True)),
+    (3, 8, 8, 1, 512, 500, None, dict(key_is_value=True, v_norm=True)),
+    (2, 2, 8, 2, 512, 700, 100, dict(v_norm=True, kv_of=0)),
+    (1, 3, 6, 2, 320, 400, None, dict(qk_norm="weightless", gate_apart=True)),
+    (20, 1, 8, 2, 512, 700, None, dict(v_norm=True, cache="int8")),
+    (2, 200, 8, 1, 512, 900, None, dict(key_is_value=True, v_norm=True)),
+    (2, 90, 4, 2, 512, 900, 100, dict(v_norm=True, kv_of=0)),
+]
+
+
+@on_each_device
+@pytest.mark.parametrize("case", OTHER_KINDS, ids=str)
+@torch.no_grad()
+def test_attention_of_other_kinds(case, device):
+    """Values that are keys, or normed; norms without a weight; gates behind all heads; keys and
+    values of another layer; heads of more than 256 elements. The judge is Attention in float64."""
+    B, T, H, K, E, L, window, of = *case[:-1], dict(case[-1])
+    own = {key: of.pop(key) for key in ("key_is_value", "kv_of") if key in of}
+    int8, of = of.pop("cache", None), dict(qk_norm="head") | of
+    if of.get("gate_apart"):
+        of["attention_gate"] = True
+    rope = rope_of(E)
+    layer = LayerConfig(window, rope, **own)
+    with torch.device(device):
+        config = Config(8, (layer,), H, K, E, 8, 8, L, attention_scale=0.9 * E**-0.5, **of)
+        attn = Attention(config, layer).to(BF16)
+    attn.cache = CACHES[int8 or "16-bit"]((B + 1, K, L, E), device, BF16)
+    everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
+    attn.cache.write(*torch.randn(2, B + 1, L, K, E, device=device, dtype=BF16), *everywhere)
+    for norm in (attn.q_norm, attn.k_norm):
+        if isinstance(norm, RMSNorm):
+            norm.weight.uniform_(0.5, 1.5)
+    table = RopeTable(rope, E, L, L, device)
+    start = torch.randint(0, L - T + 1, (B, 1), device=device)
+    start[0] = L - T
+    positions, rows = start + torch.arange(T, device=device), everywhere[0][:B]
+    qkv = torch.randn(B, T, attn.wqkv.out_features, device=device, dtype=BF16)
+    plain = copy.deepcopy(attn).double()
+    plain.cache = KVCache((B + 1, K, L, E), device, torch.float64)
+    plain.cache.k, plain.cache.v = (x.double() for x in attn.cache.read(everywhere[0], L))
+    mask = visible(torch.arange(L, device=device), positions, window)
+    ref = plain.attend(qkv.double(), positions, *table(positions), mask, rows)
+    fused = FusedAttention(attn, table, window)
+    before = [part.clone() for part in attn.cache.buffers()]
+    for function in ("attend", "attend", "update_then_attend"):
+        if function == "attend":
+            out = fused.attend(qkv.flatten(0, 1), positions).view_as(ref)
+        elif device == "cuda":
+            for part, old in zip(attn.cache.buffers(), before, strict=True):
+                part.copy_(old)
+            out = fused.update_then_attend(qkv, positions, *table(positions), rows)
+        for found, exact in zip(attn.cache.read(everywhere[0], L), (plain.cache.k, plain.cache.v)):
+            assert error(found, exact) < (2e-2 if int8 else 1e-2)
+        assert error(out, ref) < (3e-2 if int8 else 1.5e-2)
+        assert not fused.semaphore.any()
+
+
+# B, T, H, N, R, C, V, of queries' latent, tokens in the cache, window, cache
+LATENTS = [
+    (2, 1, 5, 24, 16, 40, 24, 0, 300, None, "16-bit"),
+    (1, 3, 4, 16, 8, 32, 16, 24, 200, None, "int8"),
+    (2, 17, 3, 12, 8, 16, 10, 20, 300, 70, "16-bit"),
+    (1, 1, 20, 192, 64, 512, 256, 768, 250, None, "16-bit"),
+    (1, 4, 20, 192, 64, 512, 256, 768, 9000, None, "16-bit"),
+    (5, 2, 20, 192, 64, 512, 256, 768, 900, None, "int8"),
+    (16, 1, 16, 128, 64, 512, 128, 0, 3000, None, "int8-values"),
+    (2, 33, 20, 192, 64, 512, 256, 768, 600, None, "16-bit"),
+]
+
+
+@on_each_device
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+@torch.no_grad()
+def test_latent_attention(case, device):
+    """Ragged, over a cache full of numbers; the judge is LatentAttention in float64."""
+    B, T, H, N, R, C, V, q_dim, L, window, kind = case
+    layer = LayerConfig(window, rope_of(R), latent=LatentConfig(C, N, V, q_dim, H % 2 == 0))
+    with torch.device(device):
+        attn = LatentAttention(Config(48, (layer,), H, H, R, 8, 8, L), layer).to(BF16)
+    for norm in (attn.q_norm, attn.kv_norm):
+        if isinstance(norm, RMSNorm):
+            norm.weight.uniform_(0.5, 1.5)
+    attn.cache = CACHES[kind]((B + 1, 1, L, R, C), device, BF16)
+    everywhere = torch.arange(B + 1, device=device)[:, None], torch.arange(L, device=device)[None]
+    of_cache = (torch.randn(B + 1, L, 1, n, device=device, dtype=BF16) for n in (R, C))
+    attn.cache.write(*of_cache, *everywhere)
+    table = RopeTable(layer.rope, R, L, L, device)
+    start = torch.randint(0, L - T + 1, (B, 1), device=device)
+    start[0] = L - T
+    positions, rows = start + torch.arange(T, device=device), everywhere[0][:B]
+    made = torch.randn(B, T, attn.w_in.out_features, device=device, dtype=BF16)
+    plain = copy.deepcopy(attn).double()
+    plain.cache = KVCache((B + 1, 1, L, R, C), device, torch.float64)
+    plain.cache.k, plain.cache.v = (x.double() for x in attn.cache.read(everywhere[0], L))
+    mask = visible(torch.arange(L, device=device), positions, window)
+    ref = plain.attend(made.double(), positions, *table(positions), mask, rows)
+    q = attn.wq(attn.queries_latent(made)) if q_dim else made[..., : attn.sizes[0]]
+    fused = FusedLatent(attn, table, window)
+    loose = 1 if kind == "16-bit" else 2
+    for _ in range(2):  # the second time over what the first has left
+        out = fused.attend(q.flatten(0, 1), made.flatten(0, 1), positions).view_as(ref)
+        assert error(out, ref) < loose * 1.5e-2
+        for found, exact in zip(attn.cache.read(everywhere[0], L), (plain.cache.k, plain.cache.v)):
+            assert error(found, exact) < loose * 1e-2
+
+
+@on_each_device
+@pytest.mark.parametrize("shape", [(1, 5000), (3, 2, 777)], ids=str)
+def test_capped_logits(shape, device):
+    x = (60 * torch.randn(shape, device=device)).to(BF16)
+    check(capped(x, 30.0), 30 * torch.tanh(x.double() / 30))
+    extremes = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=device).to(BF16)
+    assert str(capped(extremes, 20.0).tolist()) == "[0.0, 20.0, -20.0, nan]"
+
+
 @on_each_device
 @pytest.mark.parametrize("K", [72, 4096, 8192])
 def test_norms_and_their_twin(K, device):
@@ -213,6 +348,10 @@ def test_norms_and_their_twin(K, device):
     ref = F.rms_norm(x.double(), (K,), weight.double(), 1e-5)
     for function in (add_norm, plain_add_norm):
         check(function(x, weight, 1e-5, residual), ref + residual.double())
+        scale = torch.full((1,), 0.3, device=device).bfloat16()
+        check(
+            function(x, weight, 1e-5, residual, scale), (ref + residual.double()) * scale.double()
+        )
 
 
 @on_each_device
@@ -238,6 +377,7 @@ from triton.backends.compiler import GPUTarget
 
 import fast.attention
 import fast.experts
+import fast.latent
 import fast.linear
 import fast.packed_few
 import fast.packed_linear
@@ -304,13 +444,28 @@ for rows in (1, 16, 64):
     of = fast.experts.PackedExperts(QuantizedExperts(codes, scales, None, MXFP4), 1)
     for w in gemv.Plain(torch.randn(4, 512, 1024, **bf16), 1), of.packed:
         fast.experts.expert_linear(x, gemv.Experts(active, shares), w, zeros)
-    fast.experts.route(x, None, 0.0, torch.randn(4, 1024, **bf16), None, 2, True, zeros[:1])
+    router = fast.experts.Router(torch.randn(4, 1024, **bf16), None, 2, True)
+    fast.experts.route(x, None, 0.0, router, zeros[:1])
 
 cache, table = torch.randn(1, 8, 512, 128, **bf16), torch.randn(512, 128, device="cuda")
 semaphore = torch.zeros(8, dtype=torch.int32, device="cuda")
 position = torch.full((1, 1), 300, device="cuda")
 fast.attention.update_and_attend(torch.randn(1, 1, 48, 128, **bf16), position, table, table, cache, cache.clone(),
                                  None, None, semaphore)
+cache = torch.randn(1, 2, 512, 512, **bf16)
+table = torch.randn(512, 512, device="cuda")
+for T in (1, 4):  # heads of 512; latent attention
+    positions = position + torch.arange(T, device="cuda")
+    fast.attention.update_and_attend(torch.randn(1, T, 20, 512, **bf16), positions, table, table, cache,
+                                     cache.clone(), None, None, semaphore)
+    fast.latent.latent_attend(
+        torch.randn(1, T, 20 * 256, **bf16), torch.randn(1, T, 576, **bf16), positions, table[:, :64].contiguous(),
+        table[:, :64].contiguous(), torch.ones(512, **bf16), 1e-6, torch.randn(20 * 448, 512, **bf16),
+        torch.randn(1, 1, 512, 64, **bf16), torch.randn(1, 1, 512, 512, **bf16), None, None, 20, 192, True, 0.1, 0)
+fast.attention.attend(torch.randn(1, 70, 16, 512, **bf16), torch.arange(70, device="cuda")[None], cache,
+                      cache.clone(), None, None, 0)
+
+cache = torch.randn(1, 8, 512, 128, **bf16)
 for T in (2, 100):
     positions = torch.arange(T, device="cuda")[None]
     fast.attention.attend(torch.randn(1, T, 32, 128, **bf16), positions, cache, cache.clone(), None, None, 0)
