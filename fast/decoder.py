@@ -40,14 +40,23 @@ from drafts.eagle import FirstBlock
 from drafts.heads import DraftHead
 from fast.attention import attend, few_pairs, store, update_and_attend
 from fast.collectives import MIXTURE, communication_buffers, fused_all_gather, fused_all_reduce
+from fast.common import GATES
 from fast.delta import FusedDelta
 from fast.experts import MOST_ROWS, FusedMoE, why_plain_experts
 from fast.known import unknown_values
 from fast.latent import FusedLatent
-from fast.linear import FusedGate, add_norm, capped, gate_number, linear, norm_linear
+from fast.linear import (
+    FusedGate,
+    add_norm,
+    add_norms,
+    capped,
+    gate_number,
+    linear,
+    linear_gate,
+    norm_linear,
+)
 from fast.packed_linear import PackedLinear, packs
 from model import (
-    ACTIVATIONS,
     Attention,
     BareNorm,
     Block,
@@ -71,7 +80,9 @@ OPERATORS = (
     "linear",
     "packed_product",
     "add_norm",
+    "add_norms",
     "capped",
+    "linear_gate",
     "norm_linear",
     "gate",
     "attend",
@@ -156,6 +167,7 @@ def why_plain_ffn(block: Block) -> str | None:
         return "a norm that is no RMSNorm"
     if type(ffn) is DenseAndMoE:
         norms = ffn.dense_norm, ffn.dense_post_norm, ffn.moe_norm, ffn.moe_post_norm
+        norms = *norms, block.ffn_post_norm
         if not all(type(norm) is RMSNorm for norm in norms):
             return "a norm that is no RMSNorm"
         return why_plain_dense(ffn.dense) or why_plain_experts(ffn.moe)
@@ -445,7 +457,7 @@ class FirstHalf(AttentionHalf):
 
 class FeedForwardHalf(Half):
     """The second half of a Block for decode: norm, feed-forward part, residual. Two launches, if it
-    is fused; three, if it is a mixture of experts; eight of a dense part and a mixture."""
+    is fused; three, if it is a mixture of experts; six of a dense part and a mixture."""
 
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
@@ -466,7 +478,7 @@ class FeedForwardHalf(Half):
     def forward(self, x: Tensor, T: int) -> Tensor:
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
         if self.both and len(x) <= MOST_ROWS:
-            return self.add(x, self.side_by_side, x)
+            return self.side_by_side(x)
         if self.fused and not self.both:
             return self.add(x, self.down, self.gate_up(x, **self.before))
         if self.experts and len(x) <= MOST_ROWS:
@@ -474,29 +486,31 @@ class FeedForwardHalf(Half):
         y = self.post_norm(self.ffn(self.plain_norm(x).unflatten(0, (-1, T)))).flatten(0, 1)
         return x + y if self.layer_scale is None else (x + y) * self.layer_scale
 
-    def side_by_side(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """DenseAndMoE of x [M, D], plus the residual."""
-        ffn, scale = self.ffn, self.scale
-        norm, behind = ffn.dense_norm, ffn.dense_post_norm
-        y = self.down(self.gate_up(x, norm.weight, eps=norm.eps / scale**2))
-        y = add_norm(y, behind.weight, behind.eps, residual)
-        norm, behind = ffn.moe_norm, ffn.moe_post_norm
-        mixture = ffn.moe.decode(x, norm.weight, norm.eps / scale**2)
-        return add_norm(mixture, behind.weight, behind.eps, y)
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """forward() of a DenseAndMoE."""
+        ffn = self.ffn
+        of_dense, of_moe = (
+            (norm.weight, norm.eps / self.scale**2) for norm in (ffn.dense_norm, ffn.moe_norm)
+        )
+        dense = self.down(self.gate_up(x, of_dense[0], eps=of_dense[1]))
+        mixture = ffn.moe.decode(x, *of_moe)
+        norms = ffn.dense_post_norm, ffn.moe_post_norm, self.post_norm
+        weights, eps = [norm.weight for norm in norms], [norm.eps for norm in norms]
+        return add_norms(dense, mixture, weights, eps, x, self.layer_scale)
 
 
 class FusedPerLayerGate(nn.Module):
-    """PerLayerGate of model.py for decode, and the layer's scale."""
+    """Block.end() of model.py for decode: PerLayerGate and the layer's scale, in three launches."""
 
     def __init__(self, ple: PerLayerGate, layer_scale: Tensor | None):
         super().__init__()
         self.ple, self.layer_scale = ple, layer_scale
-        self.gate, self.up = fused_linear(ple.gate), fused_linear(ple.up)
+        self.number, self.up = GATES[ple.activation], fused_linear(ple.up)
 
     def forward(self, x: Tensor, own: Tensor) -> Tensor:
         """x [M, D], own [M, P] -> [M, D]"""
         norm = self.ple.norm
-        y = self.up(ACTIVATIONS[self.ple.activation](self.gate(x)) * own)
+        y = self.up(linear_gate(x, self.ple.gate.weight, own, self.number))
         return add_norm(y, norm.weight, norm.eps, x, self.layer_scale)
 
 
@@ -507,9 +521,11 @@ class FusedBlock(nn.Module):
         super().__init__()
         half = FirstHalf if isinstance(block, FirstBlock) else AttentionHalf
         self.attention, self.feed_forward = half(block, table), FeedForwardHalf(block)
-        self.ple = None
-        if block.ple is not None:
-            self.ple = FusedPerLayerGate(block.ple, block.layer_scale)
+        self.block, ple = block, block.ple
+        if ple is not None and type(ple.gate) is nn.Linear and ple.activation in GATES:
+            self.end = FusedPerLayerGate(ple, block.layer_scale)
+        else:
+            self.end = block.end
 
     def forward(
         self,
@@ -522,7 +538,7 @@ class FusedBlock(nn.Module):
         """x [M, D], positions [B, T], slots [any], rows [B, 1], own [M, P] or None -> [M, D]"""
         x = self.attention(x, positions, slots, rows)
         x = self.feed_forward(x, positions.shape[1])
-        return x if self.ple is None else self.ple(x, own)
+        return x if own is None else self.end(x, own)
 
 
 class FusedDecoder(nn.Module):

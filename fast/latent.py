@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, library, nn
 
 from fast.attention import (
-    active_splits,
     in_powers_of_2,
     least_tile,
     row_stride,
@@ -45,7 +44,8 @@ from fast.common import (
 from model import LatentAttention, RopeTable
 from model import visible as plain_visible
 
-SPLIT_SLOTS = 64  # of a part, at least
+# latent_kernel: pairs of a program, slots of a tile, warps
+BM, BL, WARPS = 16, 32, 4
 
 
 @jit
@@ -151,6 +151,16 @@ def absorb_kernel(
 
 
 @jit
+def parts_of(position, T, SPLITS: constexpr, WINDOW: constexpr, BL: constexpr):
+    """The first slot that T tokens from this position on see, rounded down to a tile, and how many
+    parts the slots have. One tile is enough for a part: to add parts up costs no launch."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position - WINDOW + 1, 0) // BL * BL
+    return begin, tl.minimum(tl.cdiv(position + T - begin, BL), SPLITS)
+
+
+@jit
 def load_rows(cache, scales, row, inside, dtype: constexpr, WIDTH: constexpr, BW: constexpr):
     """KVCache.read() of these rows [BL] of a cache [any, WIDTH] -> [BL, BW], 0 where not inside."""
     i = tl.arange(0, BW)
@@ -183,7 +193,6 @@ def latent_kernel(
     BC: constexpr,
     WINDOW: constexpr,
     SPLITS: constexpr,
-    SPLIT_SLOTS: constexpr,
     BM: constexpr,
     BL: constexpr,
     STAGES: constexpr,
@@ -198,10 +207,7 @@ def latent_kernel(
         gdc_launch_dependents()
     end = tl.load(positions + b * position_stride).to(tl.int32)  # of the first new token
     position = end + tl.minimum(pair // H, T - 1)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
-    splits = active_splits(begin, end + T, SPLITS, SPLIT_SLOTS)
+    begin, splits = parts_of(end, T, SPLITS, WINDOW, BL)
     if split >= splits:
         return
     start, stop = split_slots(begin, end + T, split, splits, BL)
@@ -254,7 +260,6 @@ def value_kernel(
     BV: constexpr,
     WINDOW: constexpr,
     SPLITS: constexpr,
-    SPLIT_SLOTS: constexpr,
     BS: constexpr,
     BL: constexpr,
     PDL: constexpr,
@@ -274,10 +279,7 @@ def value_kernel(
     dtype: constexpr = out.dtype.element_ty
     for m in range(tl.program_id(2), M, tl.num_programs(2)):
         end = tl.load(positions + m // T * position_stride).to(tl.int32)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(end - WINDOW + 1, 0) // BL * BL
-        splits = active_splits(begin, end + T, SPLITS, SPLIT_SLOTS)
+        _, splits = parts_of(end, T, SPLITS, WINDOW, BL)
         first = (m * H + head) * SPLITS
         every = tl.arange(0, SPLITS)
         largest = tl.max(tl.load(lses + first + every, mask=every < splits, other=-1e30))
@@ -319,52 +321,49 @@ def latent_attend(
     scale: float,
     window: int,
 ) -> Tensor:
-    """q [B, T, H (N + R)] and latent [B, T, C + R] fresh from the products, positions [B, T], or [1,
-    T] for all sequences, of which those of one sequence follow one another; cos, sin [L, R]; norm
-    [C], of the latent; w [H (N + V), C]: wkv's; r_cache [>= B, 1, L, R], c_cache [>= B, 1, L, C] and
-    the scales of those that are int8: a KVCache's k and v -> [B, T, H V]. window: as
-    update_and_attend() has it."""
-    B, T = q.shape[:2]
-    H, N, M, (L, R), C = n_head, key_dim, B * T, r_cache.shape[2:], c_cache.shape[3]
+    """q [M, H (N + R)] and latent [M, C + R] fresh from the products, positions [B, T], or [1, T] for
+    all sequences, of which those of one sequence follow one another; cos, sin [L, R]; norm [C], of
+    the latent; w [H (N + V), C]: wkv's; r_cache [>= B, 1, L, R], c_cache [>= B, 1, L, C] and the
+    scales of those that are int8: a KVCache's k and v -> [M, H V]. window: as update_and_attend()
+    has it."""
+    M, T = len(q), positions.shape[1]
+    B, H, N, (L, R), C = M // T, n_head, key_dim, r_cache.shape[2:], c_cache.shape[3]
     V = len(w) // H - N
-    of, pdl = gpu(q.device), pdl_options(q.device)
-    PDL = bool(pdl)
-    positions_of = positions, row_stride(positions)
+    processors, pdl = gpu(q.device).multi_processor_count, pdl_options(q.device)
     caches = r_cache, c_cache, r_scale, c_scale
+    stride = row_stride(positions)
     absorbed = q.new_empty(M, H, C + R)
     BC, BR, columns = least_tile(C), least_tile(R), 64
     absorb_kernel[H, triton.cdiv(C, columns) + 1, min(M, 16)](
         *(q, latent, positions, cos, sin, norm, w, *caches, absorbed),
-        *(M, T, L, positions_of[1], q.stride(1), latent.stride(1), eps, H, N, R, C, V),
+        *(M, T, L, stride, q.stride(0), latent.stride(0), eps, H, N, R, C, V),
         BN=triton.next_power_of_2(N),
         BR=BR,
         BC=columns,
         WHOLE=BC,
         INTERLEAVED=interleaved,
-        PDL=PDL,
+        PDL=bool(pdl),
         num_warps=4,
         **pdl,
     )
-    BM = 16 if T * H <= 16 or of.shared_memory_per_block_optin < 160_000 else 32
     blocks = triton.cdiv(T * H, BM)
-    splits = max(1, min(64, of.multi_processor_count // (B * blocks)))
+    splits = max(1, min(64, processors // (B * blocks)))
     splits = 1 << splits.bit_length() - 1
     lses = torch.empty(M, H, splits, device=q.device)
     accs = torch.empty(M, H, splits, C, device=q.device)
-    how = dict(WINDOW=window, SPLITS=splits, SPLIT_SLOTS=SPLIT_SLOTS, PDL=PDL, **pdl)
-    how |= dict(BC=BC, BL=32)
+    how = dict(BC=BC, WINDOW=window, SPLITS=splits, BL=BL, PDL=bool(pdl), **pdl)
     latent_kernel[B, splits, blocks](
-        *(absorbed, positions, *caches, lses, accs, T, L, positions_of[1]),
+        *(absorbed, positions, *caches, lses, accs, T, L, stride),
         *(in_powers_of_2(scale, 1), H, R, C),
         BR=BR,
         BM=BM,
         STAGES=2,
-        num_warps=8,
+        num_warps=WARPS,
         **how,
     )
-    out = q.new_empty(B, T, H * V)
+    out = q.new_empty(M, H * V)
     value_kernel[H, triton.cdiv(V, 16), min(M, 16)](
-        *(lses, accs, positions, w, out, M, T, positions_of[1], H, N, C, V),
+        *(lses, accs, positions, w, out, M, T, stride, H, N, C, V),
         BV=16,
         BS=min(8, splits),
         num_warps=4,
@@ -375,7 +374,7 @@ def latent_attend(
 
 @latent_attend.register_fake
 def _(q, latent, positions, cos, sin, norm, eps, w, r, c, r_scale, c_scale, n_head, key_dim, *_):
-    return q.new_empty(*q.shape[:2], len(w) - n_head * key_dim)
+    return q.new_empty(len(q), len(w) - n_head * key_dim)
 
 
 class FusedLatent(nn.Module):
@@ -389,9 +388,9 @@ class FusedLatent(nn.Module):
 
     def attend(self, q: Tensor, made: Tensor, positions: Tensor) -> Tensor:
         """q [M, H (N + R)], made [M, any]: w_in's; positions [B, T] -> [M, H V]"""
-        attn, cache, T = self.attn, self.cache, positions.shape[1]
-        q, made = (x.unflatten(0, (-1, T)) for x in (q, made))
+        attn, cache = self.attn, self.cache
         if not self.kernel:
+            made = made.unflatten(0, (-1, positions.shape[1]))
             rows, slots = torch.arange(len(made))[:, None], torch.arange(cache.k.shape[2])
             mask = plain_visible(slots, positions, self.window)
             turns = self.table(positions)
@@ -399,7 +398,7 @@ class FusedLatent(nn.Module):
         latent = attn.latent
         return latent_attend(
             q,
-            made[..., attn.sizes[0] :],
+            made[:, attn.sizes[0] :],
             positions,
             self.table.cos,
             self.table.sin,
@@ -412,7 +411,7 @@ class FusedLatent(nn.Module):
             latent.interleaved,
             attn.scale,
             self.window or 0,
-        ).flatten(0, 1)
+        )
 
     def forward(self, *inputs):
         """Prefill: x [B, T, D] -> [B, T, D]"""

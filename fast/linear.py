@@ -174,6 +174,78 @@ def _(x, weight, eps, residual=None, scale=None):
 
 
 @jit
+def add_norms_kernel(
+    a,
+    b,
+    a_weight,
+    b_weight,
+    weight,
+    residual,
+    scale,
+    out,
+    K,
+    a_eps,
+    b_eps,
+    eps,
+    BK: constexpr,
+    PDL: constexpr,
+):
+    """add_norms() of rows [K]; each program has one."""
+    k = tl.arange(0, BK)
+    inside = k < K
+    if PDL:
+        gdc_launch_dependents()
+    of_a = tl.load(a_weight + k, mask=inside, other=0).to(tl.float32)
+    of_b = tl.load(b_weight + k, mask=inside, other=0).to(tl.float32)
+    of_both = tl.load(weight + k, mask=inside, other=0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    at = tl.program_id(0) * K + k
+    x = tl.load(a + at, mask=inside, other=0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / K + a_eps) * of_a
+    x = tl.load(b + at, mask=inside, other=0).to(tl.float32)
+    y += x * tl.rsqrt(tl.sum(x * x, 0) / K + b_eps) * of_b
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / K + eps) * of_both
+    y += tl.load(residual + at, mask=inside, other=0)
+    if scale is not None:
+        y *= tl.load(scale).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@library.custom_op("llama_fast::add_norms", mutates_args=(), device_types="cuda")
+def add_norms(
+    a: Tensor,
+    b: Tensor,
+    weights: list[Tensor],
+    eps: list[float],
+    residual: Tensor,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """scale * (residual + norm(norm(a) + norm(b))), in one launch: a, b, residual [M, K], scale [1];
+    weights: three of [K], of a's norm, of b's, and of that of both; eps: theirs."""
+    a, b, residual = (x.contiguous() for x in (a, b, residual))
+    out, K, pdl = torch.empty_like(a), a.shape[1], pdl_options(a.device)
+    add_norms_kernel[(len(a),)](
+        *(a, b, *weights, residual, scale, out, K, *eps),
+        *(triton.next_power_of_2(K), bool(pdl)),
+        num_warps=8,
+        **pdl,
+    )
+    return out
+
+
+@add_norms.register_kernel("cpu")
+def _(a, b, weights, eps, residual, scale=None):
+    y = plain_add_norm(b, weights[1], eps[1], plain_add_norm(a, weights[0], eps[0]))
+    return plain_add_norm(y, weights[2], eps[2], residual, scale)
+
+
+@add_norms.register_fake
+def _(a, b, weights, eps, residual, scale=None):
+    return torch.empty_like(a)
+
+
+@jit
 def cap_kernel(x, out, n, cap, BLOCK: constexpr, PDL: constexpr):
     """out [n]: cap * tanh(x / cap)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -252,6 +324,61 @@ def _(x, weight, eps, w):
 @norm_linear.register_fake
 def _(x, weight, eps, w):
     return torch.empty_like(x), x.new_empty(len(x), len(w))
+
+
+@jit
+def linear_gate_kernel(
+    x,
+    w,
+    own,
+    out,
+    M,
+    K,
+    N,
+    own_stride,
+    GATED: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    PDL: constexpr,
+):
+    """linear_gate(). Program (BN rows of w, and every so many-th row of x)."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    if PDL:
+        gdc_launch_dependents()
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    tile = tl.load(w + n[:, None] * K + k[None, :], mask=inside, other=0)
+    if PDL:
+        gdc_wait()
+    for m in range(tl.program_id(1), M, tl.num_programs(1)):
+        xs = tl.load(x + m * K + k, mask=k < K, other=0).to(tl.float32)
+        gate = tl.sum(tile.to(tl.float32) * xs[None, :], 1)
+        up = tl.load(own + m * own_stride + n, mask=n < N, other=0).to(tl.float32)
+        y = gate_times_up(gate, up, GATED)
+        tl.store(out + m * N + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@library.custom_op("llama_fast::linear_gate", mutates_args=(), device_types="cuda")
+def linear_gate(x: Tensor, w: Tensor, own: Tensor, number: int) -> Tensor:
+    """f(x w^T) * own, in one launch: x [M, K], a few rows w [N, K], own [M, N] -> [M, N]. number:
+    gate_number()'s."""
+    (M, K), N = x.shape, len(w)
+    x, out = x.contiguous(), x.new_empty(M, N)
+    BN, BK, pdl = 4, triton.next_power_of_2(K), pdl_options(x.device)
+    linear_gate_kernel[triton.cdiv(N, BN), min(M, 16)](
+        *(x, w, own, out, M, K, N, own.stride(0), number, BN, BK, bool(pdl)), num_warps=8, **pdl
+    )
+    return out
+
+
+@linear_gate.register_kernel("cpu")
+def _(x, w, own, number):
+    return plain_gate(torch.cat((F.linear(x, w), own), dim=-1), number)
+
+
+@linear_gate.register_fake
+def _(x, w, own, number):
+    return torch.empty_like(own, memory_format=torch.contiguous_format)
 
 
 @jit

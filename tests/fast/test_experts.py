@@ -165,7 +165,8 @@ def test_experts_and_their_twin(device, case):
         assert not fused.semaphores.any()
         routed = x[None] if plain.router_norm else None
         whole = fused(nn.functional.rms_norm(x, norm.shape, norm, 1e-5)[None], routed)[0] + residual
-        assert error(whole, ref) < 8e-3
+        # A prompt's router reads a norm in bf16, too.
+        assert error(whole, ref) < (1.2e-2 if plain.router_norm else 8e-3)
         alone = torch.cat(
             [
                 fused.decode(x[i : i + 1], norm, 1e-5, residual[i : i + 1])

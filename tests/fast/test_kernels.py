@@ -4,6 +4,7 @@ other's bound."""
 import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from fast.bandwidth import read_bandwidth, read_chunk
 from fast.decoder import FusedAttention
 from fast.latent import FusedLatent
-from fast.linear import add_norm, capped, linear, norm_linear
+from fast.linear import add_norm, add_norms, capped, linear, linear_gate, norm_linear
 from fast.twins import plain_add_norm, plain_linear
 from helpers import error, exact_attention, exact_linear, on_each_device, rope_of
 from model import (
@@ -352,6 +353,32 @@ def test_norms_and_their_twin(K, device):
         check(
             function(x, weight, 1e-5, residual, scale), (ref + residual.double()) * scale.double()
         )
+
+
+@on_each_device
+@pytest.mark.parametrize("K", [72, 2816])
+def test_norms_of_a_dense_part_and_a_mixture(K, device):
+    a, b, residual = torch.randn(3, 5, K, device=device).bfloat16()
+    weights, scale = list(torch.rand(3, K, device=device) + 0.5), torch.rand(1, device=device)
+
+    def norm(x, i):
+        return F.rms_norm(x.double(), (K,), weights[i].double(), 10.0 ** -(i + 3))
+
+    ref = norm(norm(a, 0) + norm(b, 1), 2) + residual.double()
+    for of, factor in (None, 1), (scale, scale.double()):
+        found = add_norms(a, b, weights, [1e-3, 1e-4, 1e-5], residual, of)
+        check(found, ref * factor)
+
+
+@on_each_device
+@pytest.mark.parametrize("number, f", [(1, F.silu), (2, partial(F.gelu, approximate="tanh"))])
+@pytest.mark.parametrize("N, K", [(256, 2560), (7, 72)])
+def test_a_product_as_a_gate(N, K, number, f, device):
+    w = torch.randn(N, K, device=device, dtype=BF16) / K**0.5
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, K, device=device, dtype=BF16)
+        own = torch.randn(rows, 3, N, device=device, dtype=BF16)[:, 1]
+        check(linear_gate(x, w, own, number), f(x.double() @ w.double().T) * own.double())
 
 
 @on_each_device
