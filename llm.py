@@ -248,7 +248,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list, repr=False)
     text: str = ""
     heading: str = ""  # what the command line prints before the text
-    # What gpt-oss writes in other channels than "final", and how the part begins that is being
+    # What is no answer in a text of parts (hub/tokenizer.py), and the header of what is being
     # written.
     thoughts: str = ""
     header: str = ""
@@ -261,7 +261,9 @@ class Completion:
         # New tokens are decoded together with the tokens before them: their spaces depend on these.
         self.before = self.prompt_tokens[-8:]
         self.pending = []  # tokens that are not in the text yet
-        self.writes = "text"  # or "thoughts" or "header": what tokens are added to
+        self.writes = "text"  # or "thoughts", "header" or "line": what tokens are added to
+        if self.tokenizer.parts:
+            self.go_on_from_prompt()
 
     def __repr__(self) -> str:
         """Without fields that are empty."""
@@ -280,8 +282,8 @@ class Completion:
         else:
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            if mark := self.tokenizer.parts.get(token):
-                self.begin_part(mark)
+            if kind := self.tokenizer.parts.get(token):
+                self.begin_part(kind)
             else:
                 self.decode(token)
             if len(self.tokens) == self.limit:
@@ -294,13 +296,27 @@ class Completion:
         self.flush()
         self.finish_reason = reason
 
-    def begin_part(self, mark: str):
-        """mark: one of tokenizer.PARTS."""
+    def go_on_from_prompt(self):
+        """Writes what the prompt's last tokens begin, as a chat's template ends within a header."""
+        parts, tokens = self.tokenizer.parts, self.prompt_tokens
+        begins = [i for i, token in enumerate(tokens) if parts.get(token, "body") != "body"]
+        if not begins:
+            return
+        kind, rest = parts[tokens[begins[-1]]], tokens[begins[-1] + 1 :]
+        self.begin_part(kind)
+        if kind in ("header", "line"):
+            end = next((i for i, token in enumerate(rest) if token in parts), len(rest))
+            self.write(self.before, self.tokenizer.decode(rest[:end]))
+            if rest[end:]:
+                self.begin_part("body")
+        self.thoughts = ""
+
+    def begin_part(self, kind: str):
+        """kind: one of hub.tokenizer.Parts.begins."""
         self.flush()
-        self.writes = "header"
-        if mark == "<|message|>":
-            self.writes = "text" if self.header.startswith("final") else "thoughts"
-        self.header = ""
+        if kind == "body":
+            kind = "text" if self.tokenizer.is_answer(self.header.strip()) else "thoughts"
+        self.writes, self.header = kind, ""
 
     def decode(self, token: int):
         """Adds the token to what is being written, once its characters are complete."""
@@ -320,9 +336,14 @@ class Completion:
         self.pending = []
 
     def write(self, tokens: list[int], text: str):
-        vars(self)[self.writes] += text
         if text:
             self.before = tokens
+        if self.writes == "line":
+            self.header, newline, text = (self.header + text).partition("\n")
+            if not newline:
+                return
+            self.writes, self.header = "thoughts", ""
+        vars(self)[self.writes] += text
 
     def decoded(self, tokens: list[int]) -> str:
         before = self.tokenizer.decode(self.before)

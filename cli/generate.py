@@ -25,6 +25,7 @@ from cli.output import (
 )
 from cli.prompts import read_prompts, system_messages
 from hub.checkpoint import reading
+from hub.tokenizer import PARTS
 from llm import LLM, Completion, Options, make_completions, rank_completions
 
 LARGE = 64  # rows; of fewer the texts are streamed
@@ -46,7 +47,8 @@ def main():
         )
     if args.show_thinking and not llm.tokenizer.parts:
         raise ValueError(
-            f"--show-thinking: {args.checkpoint} marks no thoughts, as gpt-oss does; leave it out"
+            f"--show-thinking: {args.checkpoint} marks no thoughts, as {', '.join(PARTS)} do; "
+            "leave it out"
         )
     if args.interactive:
         sys.stdin.reconfigure(errors="replace")

@@ -178,7 +178,9 @@ class CommandLine(Options):
         "with --chat or --interactive: the system message (default: the template's)",
         metavar="TEXT",
     )
-    show_thinking: bool = of_output(False, "print to stderr what gpt-oss thinks before it answers")
+    show_thinking: bool = of_output(
+        False, "print to stderr what the model thinks before it answers"
+    )
     json: bool = of_output(False, "print one JSON object instead of the text")
     logprobs: bool = of_output(False, "with --json: the tokens' log-probabilities, too")
     profile: Path | None = of_output(None, "write a Chrome trace of the generation", metavar="FILE")

@@ -66,9 +66,37 @@ MARKS = range(0x102000, 0x10FFFE)  # the last of Unicode's private characters
 # the end of a file counts.
 PREFIX_SPACE = b"\x1a\x02\x18"
 # They end a turn, whether or not generation_config.json lists them.
-CHAT_ENDS = "<|eot_id|>", "<|im_end|>"
-# gpt-oss's answers have parts: <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>.
-PARTS = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CHAT_ENDS = "<|eot_id|>", "<|im_end|>", "<|eot|>", "<turn|>"
+
+
+class Parts(NamedTuple):
+    """Special tokens that divide a model's answer, and what each begins: "text", "thoughts", a
+    "header", a "line" (a header up to the end of its line, and thoughts behind it), or a "body",
+    which is text where is_answer(header), and thoughts else."""
+
+    begins: dict[str, str]
+    is_answer: Callable[[str], bool] = bool
+
+
+PARTS = {
+    # <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>
+    "gpt-oss": Parts(
+        {
+            "<|start|>": "header",
+            "<|channel|>": "header",
+            "<|message|>": "body",
+            "<|end|>": "header",
+        },
+        lambda header: header.startswith("final"),
+    ),
+    # <|start|>assistant to=NAME<|message|>TEXT<|eom|>
+    "Muse Glimmer": Parts(
+        {"<|start|>": "header", "<|message|>": "body", "<|eom|>": "header"},
+        lambda header: "to=" not in header or header.endswith("to=user"),
+    ),
+    # <|channel>NAME, a newline, TEXT<channel|>TEXT
+    "Gemma 4": Parts({"<|channel>": "line", "<channel|>": "text"}),
+}
 
 
 @contextmanager
@@ -195,8 +223,12 @@ class Tokenizer:
                 break
         ids += ends
         self.stops = {*ids} - {None}
-        parts = {self.backend.id(text): text for text in PARTS}
-        self.parts = {} if None in parts else parts  # those tokens, of a model that has them all
+        self.parts, self.is_answer = {}, bool  # as Parts has them, by token
+        for begins, is_answer in PARTS.values():
+            of_tokens = {self.backend.id(text): kind for text, kind in begins.items()}
+            if None not in of_tokens:  # the model has them all
+                self.parts, self.is_answer = of_tokens, is_answer
+                break
 
         # What a user's text must not give. An end may be no special token, but a usual piece; one
         # character is what any text has.

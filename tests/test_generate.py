@@ -258,24 +258,74 @@ def test_many_tokens_without_text_cost_no_more_than_few(tmp_path):
     assert completion.text == "a" and max(sizes) <= 12
 
 
-def test_of_gpt_oss_the_final_channel_is_the_text(tmp_path, capsys):
+# Of which model, the prompt, what follows, its text, its thoughts
+ANSWERS = [
+    (
+        "gpt-oss",
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>A fox, final?<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>1<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, ï.",
+        "Blue, ï.",
+        "A fox, final?1",
+    ),
+    (
+        "gpt-oss",
+        "<|start|>assistant<|channel|>analysis<|message|>A fox",
+        ", blue<|end|><|start|>assistant<|channel|>final<|message|>Blue.",
+        "Blue.",
+        ", blue",
+    ),
+    ("gpt-oss", "Once upon", " a time", " a time", ""),
+    (
+        "Muse Glimmer",
+        "<|start|>user<|message|>Hi<|eot|><|start|>assistant",
+        " to=self<|message|>A fox<|eom|><|start|>assistant to=user<|message|>Blue, ï.",
+        "Blue, ï.",
+        "A fox",
+    ),
+    ("Muse Glimmer", "<|start|>assistant", "<|message|>Blue.", "Blue.", ""),
+    (
+        "Muse Glimmer",
+        "<|start|>assistant",
+        " to=f<|message|>{}<|eom|><|start|>assistant to=user<|message|>Blue",
+        "Blue",
+        "{}",
+    ),
+    (
+        "Gemma 4",
+        "<|turn>model\n",
+        "<|channel>thought\nA fox\nis<channel|>Blue, ï.",
+        "Blue, ï.",
+        "A fox\nis",
+    ),
+    ("Gemma 4", "<|turn>model\n<|channel>thought\n<channel|>", "Blue\n.", "Blue\n.", ""),
+    ("Gemma 4", "<|turn>model\n<|channel>tho", "ught\nA<channel|>Blue", "Blue", "A"),
+    ("Gemma 4", "<|turn>model\n<|channel>thought\nA", " fox<channel|>Blue", "Blue", " fox"),
+]
+
+
+@pytest.mark.parametrize("model, prompt, answer, text, thoughts", ANSWERS)
+def test_of_an_answer_in_parts_the_last_is_the_text(
+    model, prompt, answer, text, thoughts, tmp_path, capsys
+):
     """What it thinks, its tools and the stop token are no text; --show-thinking puts the former on
     stderr."""
-    tokenizer = with_json(tmp_path, post_process=False, more=PARTS)
-    answer = (
-        "<|channel|>analysis<|message|>A fox, "
-        "final?<|end|><|start|>assistant<|channel|>commentary<|message|>1"
-        "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>Blue, naïve."
-    )
-    tokens = tokenizer.encode_text(answer)
-    completion, seen = completion_of([*tokens, EOS], tokenizer, ["A fox"])
-    assert (completion.text, completion.thoughts) == ("Blue, naïve.", "A fox, final?1")
+    names = *PARTS[model].begins, "<|turn>"
+    tokenizer = with_json(tmp_path, post_process=False, more=names)
+    prompt, tokens = map(tokenizer.encode_text, (prompt, answer))
+    completion, seen = completion_of([*tokens, EOS], tokenizer, ["A fox is"], prompt)
+    assert (completion.text, completion.thoughts) == (text, thoughts)
     assert (completion.tokens, completion.finish_reason) == (tokens, "stop")
-    assert all("Blue, naïve.".startswith(shown) for shown in seen)
+    assert all(text.startswith(shown) for shown in seen)
     for thinking in (False, True):
         show([completion], thinking=thinking)
-        assert capsys.readouterr() == ("Blue, naïve.\n", "A fox, final?1\n" if thinking else "")
-    assert not with_json(tmp_path, more=PARTS[1:]).parts
+        told = f"{thoughts}\n" if thinking and thoughts else ""
+        assert capsys.readouterr() == (f"{text}\n", told)
+
+
+@pytest.mark.parametrize("model", PARTS)
+def test_a_model_that_lacks_a_mark_has_no_parts(model, tmp_path):
+    assert not with_json(tmp_path, more=(*PARTS[model].begins,)[1:]).parts
 
 
 @pytest.mark.parametrize(

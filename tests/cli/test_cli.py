@@ -266,7 +266,7 @@ MISTAKES = [
         "--draft prompt_lookup",
         "draft=prompt_lookup: no such directory; did you mean prompt-lookup?",
     ),
-    ("--show-thinking", "marks no thoughts, as gpt-oss does; leave it out"),
+    ("--show-thinking", "marks no thoughts, as gpt-oss, Muse Glimmer, Gemma 4 do"),
     ("hello", "hello: no such option, want -p before a prompt; --help"),
 ]
 
