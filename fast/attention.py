@@ -361,7 +361,6 @@ def combine_parts(
     first,
     splits,
     out,
-    gates,
     pairs,
     HEADS: constexpr,
     STEP: constexpr,
@@ -371,6 +370,7 @@ def combine_parts(
     E: constexpr,
     BE: constexpr,
     BS: constexpr,
+    gates,
 ):
     """Adds up the `splits` <= BS parts from part `first` on, and stores the attention of pairs <
     `pairs`.
@@ -424,7 +424,6 @@ def store_result(
     row_sum,
     acc,
     out,
-    gates,
     part_lses,
     part_accs,
     semaphore,
@@ -442,6 +441,7 @@ def store_result(
     BR: constexpr,
     BS: constexpr,
     SPLITS: constexpr,
+    gates,
 ):
     """Stores the attention of pairs < `pairs` or, of one split of several, its part; the last one
     to come combines these."""
@@ -453,42 +453,11 @@ def store_result(
             first = group * SPLITS
             store_part(part_lses, part_accs, first + split, row_max, row_sum, acc, BR)
             if last_arriver(semaphore + group, splits):
+                parts = part_lses, part_accs, first, splits, out, pairs
                 if splits <= 8:
-                    combine_parts(
-                        part_lses,
-                        part_accs,
-                        first,
-                        splits,
-                        out,
-                        gates,
-                        pairs,
-                        HEADS,
-                        STEP,
-                        BR,
-                        H,
-                        G,
-                        E,
-                        BE,
-                        8,
-                    )
+                    combine_parts(*parts, HEADS, STEP, BR, H, G, E, BE, 8, gates=gates)
                 elif SPLITS > 8:
-                    combine_parts(
-                        part_lses,
-                        part_accs,
-                        first,
-                        splits,
-                        out,
-                        gates,
-                        pairs,
-                        HEADS,
-                        STEP,
-                        BR,
-                        H,
-                        G,
-                        E,
-                        BE,
-                        BS,
-                    )
+                    combine_parts(*parts, HEADS, STEP, BR, H, G, E, BE, BS, gates=gates)
 
 
 @jit
@@ -644,16 +613,7 @@ def attention_kernel(
                 at = tl.arange(0, BT)
                 seen = (at < T)[None, :] & visible(end + at, row_position, WINDOW)
                 row_max, row_sum, acc = softmax_tile(
-                    queries,
-                    keys,
-                    values,
-                    k_scale,
-                    v_scale,
-                    seen,
-                    scale,
-                    row_max,
-                    row_sum,
-                    acc,
+                    *(queries, keys, values, k_scale, v_scale, seen, scale, row_max, row_sum, acc),
                     dtype,
                 )
         seen = (slot < stop)[None, :] & visible(slot, row_position, WINDOW)
@@ -669,28 +629,9 @@ def attention_kernel(
     elif GATED == 2:
         gates = qkv + (b * T * HEADS + H + KV * K + kv * G) * E
     store_result(
-        row_max,
-        row_sum,
-        acc,
-        out,
-        gates,
-        part_lses,
-        part_accs,
-        semaphore,
-        group,
-        split,
-        splits,
-        T * G,
-        HEADS,
-        EACH,
-        H,
-        G,
-        E,
-        BE,
-        BM,
-        BR,
-        BS,
-        SPLITS,
+        *(row_max, row_sum, acc, out, part_lses, part_accs, semaphore),
+        *(group, split, splits, T * G, HEADS, EACH, H, G, E, BE, BM, BR, BS, SPLITS),
+        gates=gates,
     )
 
 
@@ -854,83 +795,22 @@ def prefill_kernel(
         row_sum += 1
     acc = zeros(BM, BE, v_scale)
 
+    of = queries, position, k_cache, v_cache, k_scale, v_scale, group, L, scale
     begin = 0
     whole = (first + 1) // BL * BL  # the tiles before are seen by all pairs, but for the window
     if WINDOW > 0:
         begin = tl.maximum(first - WINDOW + 1, 0) // BL * BL
         left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BL) * BL, whole)
         row_max, row_sum, acc = attend_to(
-            begin,
-            left,
-            queries,
-            position,
-            k_cache,
-            v_cache,
-            k_scale,
-            v_scale,
-            group,
-            L,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            dtype,
-            E,
-            BE,
-            WINDOW,
-            BL,
-            STAGES,
-            True,
-            TMA,
+            begin, left, *of, *(row_max, row_sum, acc, dtype, E, BE, WINDOW, BL, STAGES, True, TMA)
         )
         begin = tl.maximum(begin, left)
     row_max, row_sum, acc = attend_to(
-        begin,
-        whole,
-        queries,
-        position,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        group,
-        L,
-        scale,
-        row_max,
-        row_sum,
-        acc,
-        dtype,
-        E,
-        BE,
-        WINDOW,
-        BL,
-        STAGES,
-        False,
-        TMA,
+        begin, whole, *of, *(row_max, row_sum, acc, dtype, E, BE, WINDOW, BL, STAGES, False, TMA)
     )
+    begin = tl.maximum(begin, whole)
     row_max, row_sum, acc = attend_to(
-        tl.maximum(begin, whole),
-        end,
-        queries,
-        position,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        group,
-        L,
-        scale,
-        row_max,
-        row_sum,
-        acc,
-        dtype,
-        E,
-        BE,
-        WINDOW,
-        BL,
-        STAGES,
-        True,
-        TMA,
+        begin, end, *of, *(row_max, row_sum, acc, dtype, E, BE, WINDOW, BL, STAGES, True, TMA)
     )
     tl.store(
         out + at, (joined(acc, v_scale) / row_sum[:, None]).to(out.dtype.element_ty), mask=mask
@@ -1064,22 +944,9 @@ def attend(
         )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     prefill_kernel[(B * K, triton.cdiv(T * (H // K), sizes["BM"]))](
-        q.contiguous(),
-        positions,
-        sinks,
-        *caches,
-        k_scale,
-        v_scale,
-        out,
-        T,
-        L,
-        row_stride(positions),
-        in_powers_of_2(scale, E),
-        G=H // K,
-        K=K,
-        E=E,
-        BE=head_tile(E),
-        WINDOW=window,
+        *(q.contiguous(), positions, sinks, *caches, k_scale, v_scale, out, T, L),
+        *(row_stride(positions), in_powers_of_2(scale, E)),
+        **dict(G=H // K, K=K, E=E, BE=head_tile(E), WINDOW=window),
         **sizes,
     )
     return out
@@ -1133,8 +1000,9 @@ def update_and_attend(
     in use by itself, and nothing of T x L elements is ever in memory. scale: of q k^T, None
     for E ** -0.5. Rope turns element i < pairs with i + pairs; cos, sin [L, E] are all positions'.
     growth, original: model.Rope's q_growth and original. gated: qkv has H heads more, behind each
-    query head its gate (1) or all gates last (2); norms are then of a head. sinks [H]: one more score of each head,
-    whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again afterwards."""
+    query head its gate (1) or all gates last (2); norms are then of a head. sinks [H]: one more
+    score of each head, whose value is 0. semaphore: int32 zeros [>= B * K]; they are zeros again
+    afterwards."""
     B, T, heads, E = qkv.shape
     K, L = k_cache.shape[1:3]
     H = (heads - kv * K) // (1 + (gated > 0))
@@ -1167,26 +1035,9 @@ def update_and_attend(
         q_norm = k_norm = None
         of_rope = dict(PAIRS=0, GROWS=False)
     attention_kernel[(B * K, splits)](
-        q,
-        qkv,
-        positions,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        sinks,
-        *caches,
-        out,
-        part_lses,
-        part_accs,
-        semaphore,
-        T,
-        L,
-        row_stride(positions),
-        in_powers_of_2(scale, E),
-        growth,
-        original,
-        eps,
+        *(q, qkv, positions, cos, sin, q_norm, k_norm, sinks, *caches),
+        *(out, part_lses, part_accs, semaphore, T, L, row_stride(positions)),
+        *(in_powers_of_2(scale, E), growth, original, eps),
         G=H // K,
         STORED=E > 256 or not kv,
         WINDOW=window,
