@@ -350,8 +350,8 @@ def calibrate_experts(
     routed: Tensor | None = None,
 ):
     """The pairs of a mixture of experts, each for the rows that the original routes there. Returns
-    what the original gives for its states, of states [2, S, T, D]. routed [S, T, D]: what its router
-    reads; None: the normed states."""
+    what the original gives for its states, of states [2, S, T, D]. routed [S, T, D]: what its
+    router reads; None: the normed states."""
     moe = model.get_submodule(name)
     rows = states.flatten(1, 2)
     weights, experts = moe.route(norm(rows[1]) if routed is None else routed.flatten(0, 1))

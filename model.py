@@ -76,9 +76,10 @@ class MoEConfig:
     beside_dense: bool = False
     # The router reads its rows normed, and an expert's weight is times a number of its own: Gemma 4
     scaled_router: bool = False
-    # An expert's weight is the sigmoid of its logit, and no softmax's share; with normalize, divided
-    # by the sum over the token's experts. A correction is added to choose the experts, and is not in
-    # the weights. All in fp32: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), GLM-4.7-Flash.
+    # An expert's weight is the sigmoid of its logit, and no softmax's share; with normalize,
+    # divided by the sum over the token's experts. A correction is added to choose the experts, and
+    # is not in the weights. All in fp32: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2),
+    # GLM-4.7-Flash.
     sigmoid: bool = False
     # Experts stand in so many groups, and a token takes its own from the n_chosen_group best. A
     # group is as good as its best two experts together.
@@ -571,9 +572,9 @@ class LatentAttention(nn.Module):
 
         q [N + R], of which R turn    k = (Wk c, r) [N + R]    v = Wv c [V]    c [C], r [R]
 
-    The cache holds c, normed, and r, turned, and nothing for each head: of GLM-4.7-Flash 576 numbers
-    a token, where 20 heads' keys and values are 10,240. Two forms attend to them, with the same
-    result:
+    The cache holds c, normed, and r, turned, and nothing for each head: of GLM-4.7-Flash 576
+    numbers a token, where 20 heads' keys and values are 10,240. Two forms attend to them, with the
+    same result:
 
         open        k and v are made of all slots in use; then comes attention as usual
         absorbed    q k = (Wk^T q) c + q r, and the sum of shares times v is Wv times the sum of
@@ -581,12 +582,13 @@ class LatentAttention(nn.Module):
                     (c, r) and whose values are c. Wk and Wv are views of wkv's weight.
 
     Decode and verification, a few tokens, take the absorbed form: it reads the C + R numbers of a
-    slot and makes nothing of them. Prompts take the open form. It makes H (N + V) numbers of a slot,
-    by C products each, but once for all tokens; then a token has N + R + V products a slot and head,
-    the absorbed form 2 C + R.
+    slot and makes nothing of them. Prompts take the open form. It makes H (N + V) numbers of a
+    slot, by C products each, but once for all tokens; then a token has N + R + V products a slot
+    and head, the absorbed form 2 C + R.
 
-    Wk^T q sums over rows of wkv, which no product of codes does, as their groups lie along C. So wkv
-    is in 16 bits, whatever the others are (quantize.LEFT_OUT), and neither form has a copy of it."""
+    Wk^T q sums over rows of wkv, which no product of codes does, as their groups lie along C. So
+    wkv is in 16 bits, whatever the others are (quantize.LEFT_OUT), and neither form has a copy of
+    it."""
 
     def __init__(self, config: Config, layer: LayerConfig):
         super().__init__()
@@ -907,8 +909,8 @@ class DeltaCache(nn.Module):
         1 kept            the next forward begins with token 63: with the state before 32, and the
                           inputs of 32 to 62. It writes the state before 64 once more.
 
-    Whoever has read n tokens may go back to oldest(n). Whatever was read and left behind in between,
-    a token's output comes from the same state and the same inputs."""
+    Whoever has read n tokens may go back to oldest(n). Whatever was read and left behind in
+    between, a token's output comes from the same state and the same inputs."""
 
     def __init__(self, shape: tuple[int, DeltaConfig], device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -970,12 +972,13 @@ def delta_rule(
     """The gated delta rule for whole blocks, with matrix products (arXiv 2406.06484, section 3, and
     2412.06464, section 3.3).
 
-    q, k [B, L, G, E], v [B, L, H, V], decay (its logarithm) and beta [B, L, H]: the columns from the
-    beginning of the block of first [B] on, of which n [B] from first on are text. states [B, 2, H,
-    E, V]: as DeltaCache has them -> y [B, L, H, V] and the states, with those before blocks that
+    q, k [B, L, G, E], v [B, L, H, V], decay (its logarithm) and beta [B, L, H]: the columns from
+    the beginning of the block of first [B] on, of which n [B] from first on are text. states [B, 2,
+    H, E, V]: as DeltaCache has them -> y [B, L, H, V] and the states, with those before blocks that
     begin within the text or at its end.
 
-    In a block, with d the sum of decay from its beginning, S the state there, and u the corrections:
+    In a block, with d the sum of decay from its beginning, S the state there, and u the
+    corrections:
 
         u_t = beta_t (v_t - exp(d_t) S^T k_t - sum over s < t of exp(d_t - d_s) (k_t k_s) u_s)
         y_t = exp(d_t) S^T q_t + sum over s <= t of exp(d_t - d_s) (q_t k_s) u_s

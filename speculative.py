@@ -327,8 +327,8 @@ class Speculator:
     A row is done when last >= ends. The device and the host each have both, and begin() sets them:
 
         device [B]    moved on by     host, rows in use    moved on by
-        last          speculate()     host_last            record(): on a GPU a step after the device
-        ends          finish()        host_ends            finish()
+        last          speculate()     host_last            record(): on a GPU a step after the
+        device ends          finish()        host_ends            finish()
 
     text is on the device alone. It, last and ends change in place, as CUDA graphs of speculate()
     hold them. On the host alone are policy, counts (sums over all steps), received_at, the time

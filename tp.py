@@ -116,8 +116,8 @@ def o_inputs(config: Config) -> int:
 
 def key_heads_unit(delta: DeltaConfig, group: int) -> int:
     """A rank has a multiple of so many key heads of a recurrent layer, and the value heads that go
-    with them, so that their outputs, wo's inputs, fill quantized groups, and the keys' elements come
-    in eights: see units()."""
+    with them, so that their outputs, wo's inputs, fill quantized groups, and the keys' elements
+    come in eights: see units()."""
     values = delta.n_value_head // delta.n_key_head * delta.value_dim
     eights = 1 if group == 1 else 8 // math.gcd(8, delta.key_dim)
     return math.lcm(math.lcm(values, group) // values, eights)

@@ -20,8 +20,8 @@ how well a candidate goes with the token before it.
 Muse Glimmer's draft (muse_glimmer_assistant) is one whose files have other names and keys: see
 muse_settings().
 
-Contents: the drafts, their files, the Drafter. Shapes: as in model.py and speculative.py; n features.
-"""
+Contents: the drafts, their files, the Drafter. Shapes: as in model.py and speculative.py; n
+features."""
 
 import itertools
 from collections.abc import Callable
@@ -329,7 +329,8 @@ class DFlashCheckpoint(Checkpoint):
             ids = numbers_of(own, "target_layer_ids")
             if ids is None:
                 ids = default_layers(whole.n_layer, self.config.n_layer)
-            # Of the layers' outputs; what transformers has of the last one is behind the final norm.
+            # Of the layers' outputs; what transformers has of the last one is behind the final
+            # norm.
             self.places, last = tuple(i + 1 for i in ids), whole.n_layer - 2
             if not ids or len(set(ids).intersection(range(last + 1))) < len(ids):
                 raise ValueError(

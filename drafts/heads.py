@@ -24,8 +24,8 @@ from speculative import DraftModel
 class DraftHead(Transformer):
     """A kind of head is a subclass, whose Checkpoint open_draft() makes.
 
-    target_places: whose hidden states make a feature: see Transformer.setup(). norm_output: whether the
-    state that it hands on to itself is normed. head_size: how many tokens it has logits of;
+    target_places: whose hidden states make a feature: see Transformer.setup(). norm_output: whether
+    the state that it hands on to itself is normed. head_size: how many tokens it has logits of;
     vocabulary [head_size]: the target's token of each; None: they are the same."""
 
     target_places: tuple[int, ...]

@@ -1,14 +1,15 @@
 """
-Gemma 4's drafts (gemma4_assistant): a few small layers of the target's kind that have queries alone.
-They attend to keys and values of the target: those of its last layer with a window that makes its
-own, and of its last one without. So the draft has no KV cache, reads no prompt and has nothing to
-catch up with.
+Gemma 4's drafts (gemma4_assistant): a few small layers of the target's kind that have queries
+alone. They attend to keys and values of the target: those of its last layer with a window that
+makes its own, and of its last one without. So the draft has no KV cache, reads no prompt and has
+nothing to catch up with.
 
-What goes in is the last token's embedding and the hidden state that the target had before it, behind
-its final norm, both the target's, side by side. What comes out, behind the draft's final norm, is
-the logits of the next token, and a state of the target's width. To draft more than one token the
-draft runs again, on that token and this state, and stays where it is: its queries have the position
-of the text's last token, and see the slots before it, which hold all that the target has read.
+What goes in is the last token's embedding and the hidden state that the target had before it,
+behind its final norm, both the target's, side by side. What comes out, behind the draft's final
+norm, is the logits of the next token, and a state of the target's width. To draft more than one
+token the draft runs again, on that token and this state, and stays where it is: its queries have
+the position of the text's last token, and see the slots before it, which hold all that the target
+has read.
 
 With several ranks each has the queries of its own key/value heads, as of the target.
 
@@ -18,9 +19,8 @@ count, and only their tokens have logits of their own. The rest stand below the 
 transformers' generation hands on keys of rejected tokens, too: one slot more, that of the last
 token, after a step that rejected any. Here no draft sees it, as none does behind a prompt there.
 
-Contents: the draft, its files, the Drafter. Shapes: as in model.py and speculative.py; W the target's
-dim, C clusters.
-"""
+Contents: the draft, its files, the Drafter. Shapes: as in model.py and speculative.py; W the
+target's dim, C clusters."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -325,8 +325,8 @@ def store_heads(
     E: constexpr,
 ):
     """Attention y [pairs, BE] of pairs < end. out: the kv head's first query head of the sequence's
-    first token. gates: None, or this head's gate in q; the next query head's is STEP heads on, and a
-    token has HEADS heads there."""
+    first token. gates: None, or this head's gate in q; the next query head's is STEP heads on, and
+    a token has HEADS heads there."""
     e = tl.arange(0, y.shape[1])
     mask = (pair < end)[:, None] & (e < E)[None, :]
     if gates is not None:
@@ -512,15 +512,15 @@ def attention_kernel(
 ):
     """Program (b * K + kv head, split).
 
-    q and qkv are [B, T, H + KV K, E] fresh from the product, and the cache lacks its keys and values.
-    KV: 2, or 1, and the key as it is there is the value, too, or 0. GATED: 1 or 2, and qkv has H
-    heads more, behind each query head its gate or all gates last. STORED: the cache has keys and
-    values, and q may be what turn_kernel made. NORM_VALUES: values are normed, without a weight.
-    BH: 0, or q_norm and k_norm are of all heads together, and this is H E, rounded up to a power of
-    two.
-    tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as many, or fewer.
-    It is longer than a screen because the first pass of the loop must hold all that waits for the
-    kernel before: there the compiler puts the first tiles' loads ahead of the wait."""
+    q and qkv are [B, T, H + KV K, E] fresh from the product, and the cache lacks its keys and
+    values. KV: 2, or 1, and the key as it is there is the value, too, or 0. GATED: 1 or 2, and qkv
+    has H heads more, behind each query head its gate or all gates last. STORED: the cache has keys
+    and values, and q may be what turn_kernel made. NORM_VALUES: values are normed, without a
+    weight. BH: 0, or q_norm and k_norm are of all heads together, and this is H E, rounded up to a
+    power of two. tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as
+    many, or fewer. It is longer than a screen because the first pass of the loop must hold all that
+    waits for the kernel before: there the compiler puts the first tiles' loads ahead of the
+    wait."""
     group = tl.program_id(0)
     split = tl.program_id(1)
     b = group // K
@@ -666,8 +666,8 @@ def turn_kernel(
     PDL: constexpr,
 ):
     """Program (token, query head or, behind these, key head): what attention_kernel() does with new
-    queries, keys and values, for heads of so many elements that there it would lack registers. q: as
-    qkv, of which it has the queries alone."""
+    queries, keys and values, for heads of so many elements that there it would lack registers. q:
+    as qkv, of which it has the queries alone."""
     b, t = tl.program_id(0) // T, tl.program_id(0) % T
     head = tl.program_id(1)
     EACH: constexpr = 2 if GATED == 1 else 1

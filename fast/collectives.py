@@ -18,9 +18,9 @@ all-reduce): -0.0 marks a number that is not written yet.
                                                               time
 
 A rank has four buffers [R, CAPACITY], a place for each sender: 0 for wo, 1 for w_down, 2 for the
-logits, 3 for a mixture beside a dense part. Two exchanges in a row never share a buffer. So a buffer is always ready: a rank that has
-finished the second exchange has everyone's numbers of it, and everyone put -0.0 back into the
-buffer of the first before sending them.
+logits, 3 for a mixture beside a dense part. Two exchanges in a row never share a buffer. So a
+buffer is always ready: a rank that has finished the second exchange has everyone's numbers of it,
+and everyone put -0.0 back into the buffer of the first before sending them.
 
 tp.py's NCCL serves long messages, GPUs that do not reach each other's memory, and fp32.
 

@@ -546,9 +546,9 @@ class FusedDecoder(nn.Module):
     another.
 
     kernels: all layers' attention has its kernel, which finds the slots in use by itself;
-    finds_slots: for prompts, too. The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as RMSNorms
-    take it out. A Config field that changes model.py's forward must be handled here before known.py
-    may have it."""
+    finds_slots: for prompts, too. The residual stream is 1 / residual_scale times model.py's: so
+    the scale costs nothing, as RMSNorms take it out. A Config field that changes model.py's forward
+    must be handled here before known.py may have it."""
 
     def __init__(self, model: Transformer):
         super().__init__()

@@ -349,7 +349,8 @@ def blocks_kernel(
     k_t, k_t_low = tl.trans(k), tl.trans(k_low)
     system = beta[:, None] * product(k, k_low, k_t, k_t_low) * since
     within = product(q, q_low, k_t, k_t_low) * since
-    # Of squares along the diagonal, in pairs: the inverse of [a, 0; b, c] is [1/a, 0; -1/c b 1/a, 1/c].
+    # Of squares along the diagonal, in pairs: the inverse of [a, 0; b, c] is [1/a, 0; -1/c b 1/a,
+    # 1/c].
     inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
     for i in range(0, LEVELS):
         square_row, square = row[:, None] >> i, row[None, :] >> i

@@ -11,9 +11,9 @@ generate.penalize() reads before the kernels. Each row of logits is divided amon
                     logits; a row's last program chooses among these
     accept_kernel   whether drafted tokens are kept, and the one behind them
 
-16-bit logits have 65,536 values at most. Top-k, top-p and min-p all keep the tokens whose logit is at
-least one of these values, and tokens with the same logit have the same probability. So the counts
-of the values say all that the cut depends on, without a sort:
+16-bit logits have 65,536 values at most. Top-k, top-p and min-p all keep the tokens whose logit is
+at least one of these values, and tokens with the same logit have the same probability. So the
+counts of the values say all that the cut depends on, without a sort:
 
     key            0 . . . . . . . . f . . . . p . 65535    f: the least that is kept, the floor
     counts         3 0 9 4 7 0 2 5 1 2 0 1 0 0 1 0 0        p: that of the largest logit

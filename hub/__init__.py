@@ -30,8 +30,8 @@ behind):
 - rope_theta: the one beside the type, then that of config.json, then the family's; for layers with
   a window rope_local_base_freq, or OLMo 3's 500,000 (the same functions).
 - original_max_position_embeddings: that of config.json before the one beside the rope's type, but
-  not in OLMo 3 and Gemma 3 (standardize_rope_params). 0 in mscale, mscale_all_dim, beta_fast or beta_slow is a missing value
-  (_compute_yarn_parameters).
+  not in OLMo 3 and Gemma 3 (standardize_rope_params). 0 in mscale, mscale_all_dim, beta_fast or
+  beta_slow is a missing value (_compute_yarn_parameters).
 - the context: max_position_embeddings, or with YaRN its original times its factor, if that is more;
   where no original is named, and with linear stretch, more only if max_seq_length asks for it (the
   model cards of those that publish; transformers has no such limit).

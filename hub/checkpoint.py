@@ -186,7 +186,8 @@ class Checkpoint:
     counted()."""
 
     make_model = Transformer  # of its config, or of that of a rank's part
-    # Whether a matrix's tensors alone say that it is not quantized, whatever config.json's rules do.
+    # Whether a matrix's tensors alone say that it is not quantized, whatever config.json's rules
+    # do.
     told_by_tensors = False
     told_seeing = False  # whether a line has said what is left out
     # Names in the file of a model without its head begin so; elsewhere "model." stands before.

@@ -340,8 +340,8 @@ SUPPORTED = {  # key -> the values that are read here, first what a missing key,
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
 }
-# The values that some families have in the place of SUPPORTED's. Gemma 4 with "vision" reads text as
-# any model does: what stands for a picture sees all of it.
+# The values that some families have in the place of SUPPORTED's. Gemma 4 with "vision" reads text
+# as any model does: what stands for a picture sees all of it.
 GEMMA4_SUPPORTED = dict(
     use_bidirectional_attention=(None, "vision"), final_logit_softcapping=None, rope_scaling=(None,)
 )

@@ -631,8 +631,8 @@ class QuantizedReader:
     def find_schemes(self) -> dict[str, Scheme | None]:
         """How each matrix of the table is held in the files. config.json decides. But GPTQ and AWQ files tell only by their
         tensors what they left out, and so do all files of the head, of LEFT_OUT and of all experts
-        in one tensor: transformers has parameters there, which no rule for layers is about, and no layers that draft
-        (told_by_tensors)."""
+        in one tensor: transformers has parameters there, which no rule for layers is about, and no
+        layers that draft (told_by_tensors)."""
         matrices = [
             name
             for name, weight in self.table.items()

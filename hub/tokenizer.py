@@ -35,7 +35,8 @@ What is read, and what it means: as in transformers 5.24, but where a line says 
   (LlamaTokenizer: yes). A text that begins with a space gets one more, as in sentencepiece and in
   training; LlamaTokenizer leaves it out.
 - End of a text: eos_token, CHAT_ENDS, and eos_token_id of generation_config.json or, without one,
-  of config.json, of which the top level wins over text_config. transformers ends at eos_token_id alone.
+  of config.json, of which the top level wins over text_config. transformers ends at eos_token_id
+  alone.
 - Chat template: chat_template.jinja and additional_chat_templates/NAME.jinja; without these files
   tokenizer_config.json's chat_template, a text or a list of named ones. The one named tool_use
   where there are tools, else the default: see get_chat_template().
