@@ -312,7 +312,17 @@ def load_twice(
     return plain, fast, tolerance
 
 
-ROUTED = "glm4", "deepseek", "gemma4"  # by sigmoids, or by a router with a norm of its own
+NEWER = "glm4", "deepseek", "gemma4", "muse"
+
+
+def with_all_experts(model: Transformer) -> Transformer:
+    """Of routers by sigmoids, or with a norm of their own, an expert changes here and there where
+    fp16 rounds in two ways, and logits by up to 0.13. test_experts.py has the choice."""
+    for part in model.modules():
+        if type(part) is MoE:
+            n = dict(n_chosen=part.moe.n_expert, n_chosen_group=part.moe.n_group)
+            part.moe = replace(part.moe, **n)
+    return model
 
 
 @on_each_device
@@ -335,12 +345,8 @@ def test_fast_decoder_equals_the_model(family, device):
     for layer in [*plain.layers, *fast.layers]:
         for n, part in enumerate(layer.attn.cache.buffers()):
             part.fill_(3 - 5 * n)
-        for part in layer.ffn.modules():
-            if type(part) is MoE and device == "cuda" and family.startswith(ROUTED):
-                # Of these an expert changes here and there where fp16 rounds in two ways, and
-                # logits by up to 0.13: all experts take part. test_experts.py has the choice.
-                n = dict(n_chosen=part.moe.n_expert, n_chosen_group=part.moe.n_group)
-                part.moe = replace(part.moe, **n)
+    if device == "cuda" and family.startswith(NEWER):
+        plain, fast = with_all_experts(plain), with_all_experts(fast)
     if family.startswith("gemma4") and device == "cuda":
         tolerance *= 2  # scores times 1 make more of a rounding: fp16 is up to 1e-2 from fp32
     compare(plain, fast, install_kernels(fast), tolerance)
@@ -508,6 +514,32 @@ def test_kernels_change_greedy_tokens_at_ties_only():
         model = load_checkpoint(TINY, torch.device("cuda"), torch.bfloat16)
         rows.append(run(ENGINES[mode](model, 80, 4, GREEDY), prompts, 64))
     same_but_for_ties(tiny(), prompts, *rows, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.startswith(NEWER)])
+def test_captured_engines_give_the_texts_of_plain_code(family, device="cuda"):
+    """In a batch and alone, plain and with drafts, whose target is the draft, too."""
+    exact = with_all_experts(load_checkpoint(GOLDEN / family, torch.device("cpu"), F32))
+
+    def engine(mode: str, model: Transformer, rows: int) -> FastEngine:
+        return ENGINES[mode](model, 60, rows, GREEDY)
+
+    def load() -> Transformer:
+        model = load_checkpoint(GOLDEN / family, torch.device(device), PRECISION[device][0])
+        return with_all_experts(model)
+
+    prompts = [torch.randint(90, (n,)).tolist() for n in (9, 1, 14)]
+    made = engine("fast", load(), 3)
+    made.warm_up(3)
+    assert made.captures == (device == "cuda")
+    rows = run(made, prompts, 40)
+    alone = [run(made, [prompt], 40)[0] for prompt in prompts]
+    same_but_for_ties(exact, prompts, alone, rows, 0.02)
+    same_but_for_ties(exact, prompts, run(engine("compile", load(), 3), prompts, 40), rows, 0.02)
+    drafting = speculator(load(), 60, load(), "3", 3, GREEDY, "fast")
+    same_but_for_ties(exact, prompts, rows, run(drafting, prompts, 40), 0.02)
+    assert drafting.counts["accepted"] > 0.8 * drafting.counts["drafted"]
 
 
 def test_fast_leaves_a_model_whose_layers_add_nothing_to_the_plain_decoder(tmp_path):
