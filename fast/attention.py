@@ -557,6 +557,10 @@ def attention_kernel(
     if split >= splits:
         return
     start, stop = split_slots(begin, stored, split, splits, BL)
+    if PDL and STORED:
+        # The kernel before, or one before that, stores the new slots, which a tile may hold.
+        if stop > end:
+            gdc_wait()
 
     dtype: constexpr = out.dtype.element_ty
     queries = tl.zeros((BM, BE), dtype)

@@ -4,6 +4,7 @@ other's bound."""
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -280,6 +281,43 @@ def test_attention_of_other_kinds(case, device):
             assert error(found, exact) < (2e-2 if int8 else 1e-2)
         assert error(out, ref) < (3e-2 if int8 else 1.5e-2)
         assert not fused.semaphore.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("E, kv_of", [(512, None), (64, 0)])
+@torch.no_grad()
+def test_new_slots_are_not_read_before_they_are_stored(E, kv_of):
+    """In a graph kernels follow each other at once, and attention_kernel() starts while those before
+    it run. Here the first of them, a norm, has one program, and leaves the GPU to the others."""
+    device, L = torch.device("cuda"), 200
+    layer = LayerConfig(None, rope_of(E))
+    with device:
+        attn = Attention(Config(8, (layer,), 8, 2, E, 8, 8, L), layer).to(BF16)
+        attn.cache = KVCache((1, 2, L, E), device, BF16)
+        positions, table = torch.tensor([[100]]), RopeTable(layer.rope, E, L, L, device)
+        x, weight = torch.randn(1, 12 * E).to(BF16), torch.ones(12 * E)
+    fused = FusedAttention(attn, table, None)
+    if kv_of is not None:  # the kernel before is the other layer's
+        reading = replace(layer, kv_of=kv_of)
+        reader = Attention(Config(8, (reading,), 8, 2, E, 8, 8, L), reading).to(device, BF16)
+        reader.cache = attn.cache
+        reader = FusedAttention(reader, table, None)
+
+    def step():
+        y = fused.attend(add_norm(x, weight, 1e-5), positions)
+        return y if kv_of is None else reader.attend(y, positions)
+
+    step()
+    ref = step().clone()  # the cache is complete by then
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(20):
+        for part in (attn.cache.k, attn.cache.v):
+            part[:, :, 100] = 50
+        torch.cuda.synchronize()
+        graph.replay()
+        assert out.equal(ref)
 
 
 # B, T, H, N, R, C, V, of queries' latent, tokens in the cache, window, cache
