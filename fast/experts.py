@@ -324,7 +324,7 @@ def expert_kernel(
         acc = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(acc, (BN // 2, BM, 2)))
         y = gate_function(gate, up, limit, alpha, GATED) * share[None, :]
-        y = tl.where((share > 0)[None, :], y, 0.0)
+        y = tl.where((share != 0)[None, :], y, 0.0)
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
         inside = (n < N_OUT)[:, None] & (m < M)[None, :]
         out += nth.to(tl.int64) * M * N_OUT
@@ -641,6 +641,8 @@ def why_plain_experts(ffn: nn.Module) -> str | None:
         return "a router that chooses groups of experts"
     if moe.shared is not None and moe.expert_scale is not None:
         return "a scale for each expert and a shared expert"
+    if moe.moe.scaled_router != moe.moe.beside_dense:  # decode() tells one by the other
+        return "a scaled router without a dense part beside it, or the reverse"
     device = moe.router.weight.device
     matrices = moe.w_gate_up, moe.w_down
     quantized = [experts for experts in matrices if isinstance(experts, QuantizedExperts)]

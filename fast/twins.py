@@ -146,7 +146,7 @@ def plain_expert_linear(
             y += bias[expert] if gate else bias[expert] * share
         if gate:
             y = plain_gate(y, gate, limit, alpha)
-            y = torch.where(share > 0, y * share, 0)
+            y = torch.where(share != 0, y * share, 0)
         out[i] = y
     if gate:
         return out.type_as(x)

@@ -105,7 +105,7 @@ def random_mixture(D, F, X, n, kind, group, more, device):
             moe.correction.data = torch.randn(X) * 0.3
         if scaled:  # the norm's input is divided by the root of D
             moe.router.weight.mul_(D**0.5)
-            moe.expert_scale.uniform_(0.5, 1.5)
+            moe.expert_scale.uniform_(-1.5, 1.5)  # a trained number may have any sign
             moe.router_norm.weight.uniform_(0.5, 1.5)
             moe.router_norm.eps = 1e-5
         norm = (torch.rand(D) + 0.5).to(BF16)
