@@ -522,7 +522,8 @@ class FusedBlock(nn.Module):
         half = FirstHalf if isinstance(block, FirstBlock) else AttentionHalf
         self.attention, self.feed_forward = half(block, table), FeedForwardHalf(block)
         self.block, ple = block, block.ple
-        if ple is not None and type(ple.gate) is nn.Linear and ple.activation in GATES:
+        known = ple is not None and type(ple.gate) is nn.Linear and fusible(ple.up)
+        if known and ple.activation in GATES:
             self.end = FusedPerLayerGate(ple, block.layer_scale)
         else:
             self.end = block.end

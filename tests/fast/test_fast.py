@@ -45,7 +45,7 @@ from helpers import (
     tiny,
 )
 from model import Config, FeedForward, KVCache, LayerConfig, MoE, MoEConfig, Transformer
-from quantize import NVFP4, QuantizedExperts
+from quantize import NVFP4, QuantizedExperts, QuantizedLinear
 from generate import Sampling, choose
 
 
@@ -263,6 +263,46 @@ def test_where_no_half_can_be_replaced_none_is(model, capsys):
         give_experts(block)
         give_another_cache(block)
     assert use_kernels(model) is None and capsys.readouterr().err.count("\n") == 1
+
+
+def random_twice(config: Config) -> tuple[Transformer, Transformer]:
+    """Two models of the same random weights."""
+    plain = Transformer(config).requires_grad_(False)
+    for weight in plain.parameters():
+        weight.normal_(std=0.2) if weight.dim() > 1 else weight.uniform_(0.5, 1.5)
+    return plain, deepcopy(plain)
+
+
+@pytest.mark.parametrize("name", ["gate", "up"])
+@torch.no_grad()
+def test_a_layers_own_gate_in_codes_that_no_kernel_knows_stays_as_it_is(name):
+    config = Config(
+        *(32, (LayerConfig(rope=rope_of(8)),) * 2, 4, 2, 8, 40, 50, 64),
+        activation="gelu",
+        layer_scale=True,
+        ple_dim=16,
+        ple_vocab_size=50,
+    )
+    plain, fast = random_twice(config)
+    N, K = getattr(plain.layers[1].ple, name).weight.shape
+    words, scales = torch.randint(2**31 - 1, (N, K // 8)).int(), torch.full((N, K // 16), 0.05)
+    for model in (plain, fast):
+        setattr(model.layers[1].ple, name, QuantizedLinear(words, scales, None, NVFP4))
+        model.setup(64, 3)
+    compare(plain, fast, install_kernels(fast), 1e-5)
+
+
+@pytest.mark.parametrize("beside_dense, scaled_router", [(True, False), (False, True)])
+@torch.no_grad()
+def test_a_router_that_reads_what_no_kernel_gives_it(beside_dense, scaled_router):
+    """Beside a dense part it reads the residual stream, elsewhere what the experts read. Gemma 4 has
+    both fields."""
+    moe = MoEConfig(6, 2, 24, beside_dense=beside_dense, scaled_router=scaled_router)
+    layers = (LayerConfig(rope=rope_of(8), moe=moe),) * 2
+    plain, fast = random_twice(Config(32, layers, 4, 2, 8, 40, 50, 64, post_norm=True))
+    for model in (plain, fast):
+        model.setup(64, 3)
+    compare(plain, fast, install_kernels(fast), 1e-5)
 
 
 # The type, and how far the two may differ.
