@@ -546,10 +546,12 @@ class FusedDecoder(nn.Module):
     """A Transformer's forward for decode and verification. The positions of one sequence follow one
     another.
 
-    kernels: all layers' attention has its kernel, which finds the slots in use by itself;
-    finds_slots: for prompts, too. The residual stream is 1 / residual_scale times model.py's: so
-    the scale costs nothing, as RMSNorms take it out. A Config field that changes model.py's forward
-    must be handled here before known.py may have it."""
+    kernels: all layers' attention has a kernel for decode, which finds the slots in use by itself.
+    finds_slots: so have prompts; those of latent attention are model.py's, and want slots.
+
+    The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as
+    RMSNorms take it out. A Config field that changes model.py's forward must be handled here before
+    known.py may have it."""
 
     def __init__(self, model: Transformer):
         super().__init__()
