@@ -305,6 +305,29 @@ def test_a_router_that_reads_what_no_kernel_gives_it(beside_dense, scaled_router
     compare(plain, fast, install_kernels(fast), 1e-5)
 
 
+BESIDE = MoEConfig(6, 2, 24, beside_dense=True, scaled_router=True)
+
+
+@pytest.mark.parametrize(
+    "moe, change, more",
+    [
+        (None, None, dict(layer_scale=True)),
+        (None, give_experts, dict(layer_scale=True, post_norm=True)),
+        (BESIDE, None, dict(residual_scale=1 / 16, norm_eps=1e-3, post_norm=True)),
+    ],
+    ids=["no norm behind", "a plain half", "a scaled stream"],
+)
+@torch.no_grad()
+def test_fields_together_that_no_family_has(moe, change, more):
+    layers = (LayerConfig(rope=rope_of(8), moe=moe),) * 2
+    plain, fast = random_twice(Config(32, layers, 4, 2, 8, 40, 50, 64, **more))
+    for model in (plain, fast):
+        model.setup(64, 3)
+        if change:
+            change(model.layers[0])  # the final norm would hide the last layer's scale
+    compare(plain, fast, install_kernels(fast), 1e-5)
+
+
 # The type, and how far the two may differ.
 PRECISION = dict(cpu=(F32, 1e-5), cuda=(torch.float16, 1e-2))
 
