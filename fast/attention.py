@@ -513,14 +513,13 @@ def attention_kernel(
     """Program (b * K + kv head, split).
 
     q and qkv are [B, T, H + KV K, E] fresh from the product, and the cache lacks its keys and
-    values. KV: 2, or 1, and the key as it is there is the value, too, or 0. GATED: 1 or 2, and qkv
-    has H heads more, behind each query head its gate or all gates last. STORED: the cache has keys
-    and values, and q may be what turn_kernel made. NORM_VALUES: values are normed, without a
-    weight. BH: 0, or q_norm and k_norm are of all heads together, and this is H E, rounded up to a
-    power of two. tl.dot() has BM pairs and BT new tokens, what comes before it ROWS and NEW: as
-    many, or fewer. It is longer than a screen because the first pass of the loop must hold all that
-    waits for the kernel before: there the compiler puts the first tiles' loads ahead of the
-    wait."""
+    values, unless STORED: then q may be what turn_kernel made. KV: 2, or 1, and the key as it is
+    there is the value, too, or 0. GATED: 1 or 2, and qkv has H heads more, behind each query head
+    its gate or all gates last. NORM_VALUES: values are normed, without a weight. BH: 0, or q_norm
+    and k_norm are of all heads together, and this is H E, rounded up to a power of two. tl.dot()
+    has BM pairs and BT new tokens, what comes before it ROWS and NEW: as many, or fewer. It is
+    longer than a screen because the first pass of the loop must hold all that waits for the kernel
+    before: there the compiler puts the first tiles' loads ahead of the wait."""
     group = tl.program_id(0)
     split = tl.program_id(1)
     b = group // K
@@ -538,7 +537,7 @@ def attention_kernel(
     q_rows = q + (((b * T + t) * HEADS + (kv * G + pair % G) * EACH) * E)[:, None]
 
     # Positions were there before the first layer, and old slots before this step: loading them need
-    # not wait.
+    # not wait. Of a STORED cache the new slots are others: see below.
     positions += b * position_stride
     position = tl.load(positions + t).to(tl.int32)
     end = tl.load(positions).to(tl.int32)
@@ -671,7 +670,7 @@ def turn_kernel(
 ):
     """Program (token, query head or, behind these, key head): what attention_kernel() does with new
     queries, keys and values, for heads of so many elements that there it would lack registers. q:
-    as qkv, of which it has the queries alone."""
+    laid out as qkv; only its query heads are written."""
     b, t = tl.program_id(0) // T, tl.program_id(0) % T
     head = tl.program_id(1)
     EACH: constexpr = 2 if GATED == 1 else 1

@@ -462,18 +462,18 @@ class FeedForwardHalf(Half):
     def __init__(self, block: Block):
         super().__init__(block.ffn_norm, block.ffn_post_norm, block.scale)
         self.ffn = block.ffn
-        if block.ple is None:  # else a PerLayerGate comes before it
+        if block.ple is None:  # else FusedBlock.end has it, behind the layer's own gate
             self.layer_scale = block.layer_scale
-        dense = block.ffn
-        self.both = isinstance(dense, DenseAndMoE) and isinstance(dense.moe, FusedMoE)
+        part = block.ffn
+        self.both = isinstance(part, DenseAndMoE) and isinstance(part.moe, FusedMoE)
         if self.both:
-            dense.moe.buffer = MIXTURE
-            dense = dense.dense
-        self.experts = isinstance(dense, FusedMoE)
-        self.fused = isinstance(dense, FusedFeedForward)
+            part.moe.buffer = MIXTURE
+            part = part.dense
+        self.experts = isinstance(part, FusedMoE)
+        self.fused = isinstance(part, FusedFeedForward)
         if self.fused:
-            self.gate_up = partial(fused_linear(dense.ffn.w_gate_up), gated=dense.number)
-            self.down = fused_linear(dense.ffn.w_down, buffer=1)
+            self.gate_up = partial(fused_linear(part.ffn.w_gate_up), gated=part.number)
+            self.down = fused_linear(part.ffn.w_down, buffer=1)
 
     def forward(self, x: Tensor, T: int) -> Tensor:
         """x [M, D] -> [M, D]. T: tokens of a sequence."""
@@ -749,7 +749,8 @@ def faster(model: nn.Module) -> nn.Module:
     """What runs in the place of a draft's model that no engine decodes: a BlockDecoder, or the
     model."""
     takes = type(model) is DFlash and all(
-        fusible(block.attn.wqkv)
+        isinstance(block.attn.v_norm, nn.Identity)
+        and fusible(block.attn.wqkv)
         and fusible(block.attn.wo)
         and not why_plain_ffn(block)
         and not unknown_norm(block.attn_norm, block.attn_post_norm)

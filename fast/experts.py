@@ -188,11 +188,11 @@ def route_kernel(
 class Router(NamedTuple):
     """What decides about experts: model.MoE.route(), without groups of experts.
 
-    weight [X, D]; bias [X] or None; n experts a row, normalize, scale: see MoEConfig. shared: the
-    last of the X is one more expert, which each row takes, with the sigmoid of its logit (1) or as
-    it is (2), and not 0. correction [X] fp32 or None: with it the experts' weights are sigmoids,
-    and it is added to them for the choice alone. norm [D] fp32: the router reads x after RMSNorm
-    with this weight, and not what the experts read. expert_scale [X] or None: times the weights."""
+    weight [X, D]; bias [X] or None; n experts a row, normalize, scale: see MoEConfig. shared: 0, or
+    the last of the X is one more expert, which each row takes, with the sigmoid of its logit (1) or
+    with weight 1 (2). correction [X] fp32 or None: with it the experts' weights are sigmoids, and
+    it is added to them for the choice alone. norm [D] fp32: the router reads x after RMSNorm with
+    this weight, and not what the experts read. expert_scale [X] or None: times the weights."""
 
     weight: Tensor
     bias: Tensor | None

@@ -110,8 +110,8 @@ def absorb_kernel(
     INTERLEAVED: constexpr,
     PDL: constexpr,
 ):
-    """Program (head, BC of the C columns, and every so many-th token); behind the last columns one
-    more for what turns and, of head 0, for the cache. q: rows of H (N + R); made: rows that begin
+    """Program (head, BC of the C columns, and every so many-th token). One more program of each head,
+    behind those of the columns, turns the rest of the query; that of head 0 fills the cache, too. q: rows of H (N + R); made: rows that begin
     with a token's latent, [C + R]; w [H (N + V), C]; out [M, H, C + R]. WHOLE: C, rounded up to a
     power of two."""
     head = tl.program_id(0)
@@ -153,7 +153,7 @@ def absorb_kernel(
 @jit
 def parts_of(position, T, SPLITS: constexpr, WINDOW: constexpr, BL: constexpr):
     """The first slot that T tokens from this position on see, rounded down to a tile, and how many
-    parts the slots have. One tile is enough for a part: to add parts up costs no launch."""
+    parts the slots have. A part may be as small as one tile: value_kernel adds parts up anyway."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0) // BL * BL
@@ -198,9 +198,8 @@ def latent_kernel(
     STAGES: constexpr,
     PDL: constexpr,
 ):
-    """Program (sequence, part, BM of its T H pairs). q [B, T H, C + R] -> lses [B, T H, SPLITS],
-    the base 2 logarithms of the parts' sums, and accs fp32 [B, T H, SPLITS, C]; of parts without
-    slots nothing."""
+    """Program (sequence, part, BM of its T H pairs). q [B, T H, C + R] -> lses [B, T H, SPLITS], the base 2 logarithms of the parts' sums, and accs fp32 [B, T H, SPLITS, C]. Parts from
+    parts_of()'s number on store nothing, and value_kernel reads none of them."""
     b, split = tl.program_id(0), tl.program_id(1)
     pair = tl.program_id(2) * BM + tl.arange(0, BM)
     if PDL:
@@ -333,7 +332,7 @@ def latent_attend(
     caches = r_cache, c_cache, r_scale, c_scale
     stride = row_stride(positions)
     absorbed = q.new_empty(M, H, C + R)
-    BC, BR, columns = least_tile(C), least_tile(R), 64
+    BC, BR, columns = least_tile(C), least_tile(R), 64  # [N, 64] of Wk stay in registers
     absorb_kernel[H, triton.cdiv(C, columns) + 1, min(M, 16)](
         *(q, latent, positions, cos, sin, norm, w, *caches, absorbed),
         *(M, T, L, stride, q.stride(0), latent.stride(0), eps, H, N, R, C, V),

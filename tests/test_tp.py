@@ -100,6 +100,7 @@ MADE = dict(
     qwen3_next=("qwen3_next", UNEVEN | RECURRENT_MOE | dict(mlp_only_layers=[1])),
     gemma4=("gemma4_text", UNEVEN | GEMMA4),
     gemma4_moe=("gemma4_text", UNEVEN | GEMMA4_MOE),
+    gemma4_everyone=("gemma4_text", UNEVEN | GEMMA4_MOE | dict(top_k_experts=4)),
     gemma4_e=("gemma4_text", UNEVEN | GEMMA4_E | dict(tie_word_embeddings=True)),
     gemma4_all=("gemma4_text", UNEVEN | GEMMA4_E | GEMMA4_MOE | dict(num_kv_shared_layers=1)),
     muse=("muse_glimmer_text", UNEVEN | MUSE),
@@ -241,6 +242,7 @@ GPU_TOKENS = {
     "head": HEAD,
     "experts": dict(checkpoint="experts"),
     "experts, int8": dict(checkpoint="experts", quantize="int8"),
+    "dense and experts": dict(checkpoint="gemma4_everyone"),
     "wide": dict(checkpoint="wide"),
     "wide, int4": dict(checkpoint="wide", quantize="int4", quantize_head="int8"),
 }

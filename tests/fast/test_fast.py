@@ -536,6 +536,8 @@ def test_prompts_of_all_lengths_share_a_layers_code(quantize):
         (GOLDEN / "gemma3", None),
         (GOLDEN / "mixtral", None),
         (GOLDEN / "gpt-oss", None),
+        (GOLDEN / "gemma4-all", None),
+        (GOLDEN / "glm4-moe-lite", None),
     ],
 )
 def test_after_warm_up_no_prompt_compiles_anything(directory, quantize, draft, monkeypatch):
