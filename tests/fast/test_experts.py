@@ -155,7 +155,8 @@ def test_experts_and_their_twin(device, case):
     for rows in (1, 3, 16, 100):
         x, residual = (torch.randn(2 * rows + 8, D, device=device, dtype=BF16) for _ in range(2))
         ref, ahead = exact(plain, norm, x, residual)
-        sure = (ahead > 0.02).nonzero()[:rows, 0]  # x is rounded to bf16 before the router
+        # x is rounded to bf16 before the router, and a prompt's router reads a norm in bf16.
+        sure = (ahead > (0.1 if plain.router_norm else 0.02)).nonzero()[:rows, 0]
         x, residual, ref = x[sure], residual[sure], ref[sure]
         assert len(x) == rows
         if device == "cuda":
@@ -165,8 +166,7 @@ def test_experts_and_their_twin(device, case):
         assert not fused.semaphores.any()
         routed = x[None] if plain.router_norm else None
         whole = fused(nn.functional.rms_norm(x, norm.shape, norm, 1e-5)[None], routed)[0] + residual
-        # A prompt's router reads a norm in bf16, too.
-        assert error(whole, ref) < (1.2e-2 if plain.router_norm else 8e-3)
+        assert error(whole, ref) < 8e-3
         alone = torch.cat(
             [
                 fused.decode(x[i : i + 1], norm, 1e-5, residual[i : i + 1])

@@ -524,7 +524,7 @@ for T in (1, 4):  # heads of 512; latent attention
     fast.attention.update_and_attend(torch.randn(1, T, 20, 512, **bf16), positions, table, table, cache,
                                      cache.clone(), None, None, semaphore)
     fast.latent.latent_attend(
-        torch.randn(1, T, 20 * 256, **bf16), torch.randn(1, T, 576, **bf16), positions, table[:, :64].contiguous(),
+        torch.randn(T, 20 * 256, **bf16), torch.randn(T, 576, **bf16), positions, table[:, :64].contiguous(),
         table[:, :64].contiguous(), torch.ones(512, **bf16), 1e-6, torch.randn(20 * 448, 512, **bf16),
         torch.randn(1, 1, 512, 64, **bf16), torch.randn(1, 1, 512, 512, **bf16), None, None, 20, 192, True, 0.1, 0)
 fast.attention.attend(torch.randn(1, 70, 16, 512, **bf16), torch.arange(70, device="cuda")[None], cache,
