@@ -311,6 +311,9 @@ class Engine:
         dynamo.specialize_float = True
         # Do not make a size dynamic when it first changes.
         dynamo.automatic_dynamic_shapes = False
+        # Do not pad the products of a width that 8 does not divide: whether that pays depends on
+        # the length, and each range of lengths would be code of its own.
+        torch._inductor.config.shape_padding = False
         # Prefill calls the model, which is not compiled as a whole: each layer is, and the code of
         # one serves all lengths and layers. Decode's forward is compiled once more.
         for layer in self.model.layers:
