@@ -56,6 +56,7 @@ from fast.linear import (
     norm_linear,
 )
 from fast.packed_linear import PackedLinear, packs
+from fast.step import step_of
 from model import (
     Attention,
     BareNorm,
@@ -566,6 +567,7 @@ class FusedDecoder(nn.Module):
         if fusible(model.head) and type(model.norm) is RMSNorm:
             self.head = fused_linear(model.head)
             self.register_buffer("last_norm", last_norm(model), persistent=False)
+        self.one_row = step_of(self)
 
     def forward(
         self,
@@ -582,10 +584,13 @@ class FusedDecoder(nn.Module):
         own = None if model.ple is None else model.ple(tokens.flatten(), x)  # [M, n_layer, P]
         if self.scale != 1:
             x = x / self.scale
-        for i, layer in enumerate(self.layers):
-            self.keep(i, x, tokens.shape, rows, positions)
-            x = layer(x, positions, slots, rows, None if own is None else own[:, i])
-        self.keep(len(self.layers), x, tokens.shape, rows, positions)
+        if self.one_row is not None and len(x) == 1:
+            x = self.one_row(x, positions)
+        else:
+            for i, layer in enumerate(self.layers):
+                self.keep(i, x, tokens.shape, rows, positions)
+                x = layer(x, positions, slots, rows, None if own is None else own[:, i])
+            self.keep(len(self.layers), x, tokens.shape, rows, positions)
         if self.head is not None:
             x = self.head(x, self.last_norm, eps=model.norm.eps / self.scale**2)
         else:

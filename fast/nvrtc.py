@@ -89,7 +89,7 @@ def load(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute; 4: CLUSTER_DIMENSION, 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
+    """CUlaunchAttribute; 2: COOPERATIVE, 4: CLUSTER_DIMENSION, 6: PROGRAMMATIC_STREAM_SERIALIZATION"""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("values", ctypes.c_int * 16)]
 
@@ -112,11 +112,13 @@ def in_c(value: Tensor | float | int | None):
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
-def launch_config(grid: int, threads: int, shared_bytes: int, cluster: int = 1) -> LaunchConfig:
+def launch_config(
+    grid: int, threads: int, shared_bytes: int, cluster: int = 1, cooperative: bool = False
+) -> LaunchConfig:
     """On the current stream, overlapping the kernel before where the GPU can. cluster: programs in
-    one."""
-    values = []
-    if torch.cuda.get_device_capability()[0] >= 9:
+    one. cooperative: all programs run at once, or the launch fails; then it overlaps nothing."""
+    values = [(2, [1])] if cooperative else []
+    if torch.cuda.get_device_capability()[0] >= 9 and not cooperative:
         values.append((6, [1]))
     if cluster > 1:
         values.append((4, [cluster, 1, 1]))
@@ -138,11 +140,13 @@ def launch(
     shared_bytes: int,
     arguments: list,
     cluster: int = 1,
+    cooperative: bool = False,
 ) -> None:
-    """arguments: as in_c() takes them."""
+    """arguments: as in_c() takes them; the others: as launch_config() has them."""
     values = list(map(in_c, arguments))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    config, cuda = launch_config(grid, threads, shared_bytes, cluster), driver()
+    config = launch_config(grid, threads, shared_bytes, cluster, cooperative)
+    cuda = driver()
     check(cuda, cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
 
 

@@ -1,7 +1,9 @@
-// Runs gemv.cu and few.cu on a CPU: a thread for each of its threads, and stand-ins for what PTX
-// does. Where lanes exchange values, the 32 threads of a warp meet.
+// Runs gemv.cu, few.cu and step.cu on a CPU: a thread for each of its threads, and stand-ins for
+// what PTX does. Where lanes exchange values, the 32 threads of a warp meet.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -15,6 +17,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+using std::max;
 using std::min;
 struct uint4 {
   unsigned x, y, z, w;
@@ -246,9 +249,48 @@ bool run_programs(int programs, int threads, int shared_bytes, Kernel kernel) {
   return inside;
 }
 
+// step.cu
+inline unsigned long long peek(const unsigned long long* p) {
+  return std::atomic_ref(*(unsigned long long*)p).load(std::memory_order_relaxed);
+}
+inline void poke(unsigned long long* p, unsigned long long y) {
+  std::atomic_ref(*p).store(y, std::memory_order_relaxed);
+}
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long y) {
+  return std::atomic_ref(*p).fetch_add(y);
+}
+inline void expect_and_arrive(unsigned long long* b, int bytes) { arrive(b, bytes); }
+inline void meet() { meet(0); }
+inline void give_up() { abort(); }
+// Each lane waits for its own words, and leaves the processor to the others meanwhile.
+inline bool all_there(bool mine) {
+  if (!mine) std::this_thread::sleep_for(std::chrono::microseconds(300));
+  return mine;
+}
+inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  multiply(c, a, b0, b1, [](unsigned x, unsigned y) {
+    return number(x) * number(y) + number(x >> 16) * number(y >> 16);
+  });
+}
+
 typedef const unsigned short* Numbers;
 typedef const unsigned char* Bytes;
-#ifdef FEW
+#ifdef STEP
+typedef unsigned long long* Words;
+extern "C" void whole_step(Numbers, const long long*, unsigned short*, const unsigned long long*, Words,
+                     Words, Words, Words, Words, Words, Words, Words, float, float, float, float,
+                     float, float);
+extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x,
+                    const long long* positions, unsigned short* y, const unsigned long long* layers,
+                    Words started, Words qkv, Words parts, Words attended, Words middle,
+                    Words logits, Words gated, Words ends, float eps, float qk_eps, float scale,
+                    float expert_scale, float limit, float alpha) {
+  return run_programs(programs, threads, shared_bytes, [=] {
+    whole_step(x, positions, y, layers, started, qkv, parts, attended, middle, logits, gated, ends, eps,
+         qk_eps, scale, expert_scale, limit, alpha);
+  });
+}
+#elif defined(FEW)
 extern "C" void few(Numbers, Bytes, Bytes, Numbers, Numbers, Numbers, unsigned short*, int, int,
                     int, float);
 extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x, Bytes codes,

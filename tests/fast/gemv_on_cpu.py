@@ -1,4 +1,4 @@
-"""Runs fast/gemv.cu and fast/few.cu without a GPU."""
+"""Runs fast/gemv.cu, fast/few.cu and fast/step.cu without a GPU."""
 
 import ctypes
 import subprocess
@@ -12,6 +12,7 @@ from torch import Tensor
 from fast.layout import Packed
 from fast.packed_few import few_arguments, few_sizes
 from fast.nvrtc import in_c
+from fast.step import Step
 from fast.packed_gemv import OUT, Experts, arguments_for, macros_for, sizes_for, source_of
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -43,16 +44,18 @@ def run_on_cpu(
     shared_bytes: int,
     arguments: list,
     out: Tensor,
+    source: str = "",
 ) -> Tensor:
-    """out, of so many programs of gemv.cu or few.cu, whose threads are threads of the CPU."""
+    """out, of so many programs of this name, whose threads are threads of the CPU. source: if it is
+    not packed_gemv.source_of()'s."""
     library = directory / f"{name}{abs(hash(str(macros)))}.so"
     lines = [
         '#include "library.h"',
         *(f"#define {macro} {int(value)}" for macro, value in macros.items()),
         "#define CUDA_ON_CPU",
-        *["#define FEW"] * (name == "few"),
+        f"#define {name.upper()}",
         f'#include "{HEADER}"',
-        source_of(name),
+        source or source_of(name),
     ]
     library.with_suffix(".cpp").write_text("\n".join(lines))
     build("-shared", "-I", prepared().name, library.with_suffix(".cpp"), "-o", library)
@@ -95,3 +98,13 @@ def few_on_cpu(
         arguments,
         arguments[6],
     )
+
+
+def step_on_cpu(directory: Path, step: Step, x: Tensor, positions: Tensor) -> Tensor:
+    """All of its programs run at once."""
+    macros = step.constants() | dict(WIDTH=step.warps, CLUSTER=step.programs)
+    arguments = step.arguments(x, positions)
+    threads = (step.warps + 1) * 32
+    sizes = step.programs, threads, step.memory
+    source = step.source()
+    return run_on_cpu(directory, "step", macros, *sizes, arguments, arguments[2], source)

@@ -1,0 +1,1092 @@
+// All layers of a decode step of one row in one launch. step.py has the words and the drawing; it
+// writes the table that stands in front of this: BF16, D, LAYERS, HEADS, KV_HEADS, HEAD_DIM, QK_NORM
+// and FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, MEMORY, IN_FLIGHT and TRIES, and a struct for
+// each product: Qkv, Wo, Up, Down and, of a mixture, RouterOp.
+
+constexpr int GROUP_WARPS = 8, GROUPS = WARPS / GROUP_WARPS;  // warps that share a slot
+constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
+constexpr float LOG2_E = 1.4426950408889634f;
+
+#ifndef CUDA_ON_CPU
+
+__device__ __forceinline__ u64 peek(const u64* p) {
+  u64 y;
+  asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(y) : "l"(p) : "memory");
+  return y;
+}
+__device__ __forceinline__ void poke(u64* p, u64 y) {
+  asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
+}
+__device__ __forceinline__ void expect_and_arrive(u64* b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void meet() {  // all warps but the producer
+  asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+}
+__device__ __forceinline__ bool all_there(bool mine) { return __all_sync(~0u, mine); }
+__device__ __forceinline__ void give_up() { asm volatile("trap;"); }
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BF16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  hmma(c, a, b0, b1);
+#endif
+}
+
+#endif
+
+template <class T>
+__device__ __forceinline__ T all_lanes(T y, T (*join)(T, T)) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) y = join(y, __shfl_xor_sync(~0u, y, o));
+  return y;
+}
+__device__ __forceinline__ float add(float x, float y) { return x + y; }
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ float low_number(u32 pair) { return number(pair & 0xFFFF); }
+__device__ __forceinline__ float high_number(u32 pair) { return number(pair >> 16); }
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  return (u32)rounded(low) | (u32)rounded(high) << 16;
+}
+
+// Words: what one program computes and others read. The high half is a tag, another one in each
+// layer and step, so that a word tells by itself whether it is there: no fence, nothing to clear.
+__device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
+
+// Waits for words at p + at[i] with this tag, and keeps their values. Tag 0: p is a plain row of
+// 16-bit numbers. All lanes of a warp call this together; at[i] < 0: this lane wants none.
+template <int N>
+__device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
+  if (tag == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i++) values[i] = at[i] < 0 ? 0 : ((const u32*)p)[at[i]];
+    return;
+  }
+  for (int tries = 0;; tries++) {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u64 word = at[i] < 0 ? word_of(0, tag) : peek(p + at[i]);
+      values[i] = (u32)word;
+      there &= (u32)(word >> 32) == tag;
+    }
+    if (all_there(there)) return;
+    if (tries > TRIES) give_up();
+  }
+}
+
+// A layer's part of the table in memory, each 8 bytes: step.py's LAYER has the order.
+enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
+enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
+enum { K_CACHE = PRODUCTS * PER_PRODUCT, V_CACHE, Q_NORM, K_NORM, SINK, COS, SIN, WINDOW, FIELDS };
+static_assert(FIELDS <= 32, "a lane holds one");
+
+struct Layer {  // of a warp, whose lane i holds field i
+  u32 low, high;
+  __device__ __forceinline__ Layer(const u64* fields, int lane) {
+    const u64 mine = lane < FIELDS ? fields[lane] : 0;
+    low = (u32)mine;
+    high = (u32)(mine >> 32);
+  }
+  __device__ __forceinline__ u64 number_of(int field) const {
+    return (u64)__shfl_sync(~0u, high, field) << 32 | __shfl_sync(~0u, low, field);
+  }
+  template <class T>
+  __device__ __forceinline__ T* at(int field) const {
+    return (T*)number_of(field);
+  }
+};
+
+template <bool>
+struct NumberOf {
+  typedef u16 Type;
+};
+template <>
+struct NumberOf<true> {
+  typedef float Type;
+};
+__device__ __forceinline__ float any_number(u16 bits) { return number(bits); }
+__device__ __forceinline__ float any_number(float x) { return x; }
+
+// What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
+// PARTS, FLOAT_SCALES, GATED, EXPERTS, NORM, FLOAT_NORM, BIAS, RESIDUAL, FLOAT_OUT. As in gemv.cu.
+template <class O>
+struct Sizes {
+  static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
+  static constexpr int BLOCK = 512 / O::BITS, BLOCKS = (O::K + BLOCK - 1) / BLOCK;
+  static constexpr int PER_CHUNK = O::GROUP > BLOCK ? O::GROUP / BLOCK : 1;
+  static constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
+  static constexpr bool BYTE_SCALES = O::E2M1 && !O::FLOAT_SCALES;
+  static constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * O::PARTS;
+  static constexpr int UNIT = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
+  static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
+  static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
+  static constexpr int STEPS = (UNITS + GROUP_WARPS - 1) / GROUP_WARPS;  // slots of a tile
+  static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
+  static constexpr int ROW_BYTES = GROUP_WARPS * 128 + 64;  // if PLAIN: 64 for the banks' sake
+  static constexpr int CODE_BYTES = PLAIN ? 16 * ROW_BYTES : GROUP_WARPS * 2048;
+  static constexpr int SLOT =
+      CODE_BYTES +
+      (GROUPED && !PLAIN ? (GROUP_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
+  static constexpr int WORDS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;  // of x, that a lane has of a unit
+  static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
+  static constexpr int SETS = PLAIN ? 1 : O::PARTS;
+  static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
+  static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
+};
+constexpr int largest(int x, int y) { return x > y ? x : y; }
+template <template <class> class F, class O, class... More>
+constexpr int largest_of() {
+  if constexpr (sizeof...(More) > 0) return largest(F<O>::value, largest_of<F, More...>());
+  else return F<O>::value;
+}
+template <class O> struct SlotBytes { static constexpr int value = Sizes<O>::SLOT; };
+template <class O> struct UnitsOf { static constexpr int value = Sizes<O>::UNITS; };
+template <class O> struct InputBytes {
+  static constexpr int value = Sizes<O>::UNITS * 128 * Sizes<O>::WORDS;
+};
+template <class O> struct TilesHere {
+  static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
+};
+#if CHOSEN
+#define OPERATIONS Qkv, Wo, RouterOp, Up, Down
+#else
+#define OPERATIONS Qkv, Wo, Up, Down
+#endif
+constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 127) / 128 * 128;
+constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
+constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
+constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
+constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps score at once
+constexpr int SCORES = (QUERIES + 3) / 4 * 4;  // of a slot
+
+// A program's shared memory but for the ring.
+struct Shared {
+  alignas(16) unsigned char inputs[largest_of<InputBytes, OPERATIONS>()];
+  alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
+  float scale[MOST_UNITS];  // what a unit's digits count
+  float offset[2][MOST_UNITS], squares[2][MOST_UNITS];
+  float partial[MOST_TILES][WARPS][16];
+  float residual[TilesHere<Wo>::value][16];
+  alignas(16) float scores[PASS][SCORES];
+  alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
+  float largest[QUERIES], total[QUERIES], shrink[QUERIES];
+  int experts[32];
+  float weights[32];
+  u32 tag;
+  u64 full[32], empty[32];
+};
+constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
+                           ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
+                           : 32;
+static_assert(STAGES >= 3, "the ring does not fit in shared memory");
+static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM % (2 * WARPS) == 0 && HEAD_DIM / WARPS <= 64);
+
+struct Program {  // as a warp sees it
+  Shared* s;
+  unsigned char* ring;
+  int warp, lane;
+  int position;  // in the ring, of the next product's first slot
+  int turn;      // of what there are two of
+  __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
+};
+// The part of `all` that this program has: itself, and every gridDim.x-th one behind.
+__device__ __forceinline__ int share_of(int all) {
+  return ((int)blockIdx.x < all) ? (all - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+}
+
+__device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
+// rows[i] as bytes -> columns[i], byte i of each.
+__device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4]) {
+  u32 a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[2], rows[3], 0x5140);
+  u32 c = __byte_perm(rows[0], rows[1], 0x7362), d = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(a, b, 0x5410);
+  columns[1] = __byte_perm(a, b, 0x7632);
+  columns[2] = __byte_perm(c, d, 0x5410);
+  columns[3] = __byte_perm(c, d, 0x7632);
+}
+__device__ __forceinline__ u32 to_bytes(u32 codes) {
+  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
+}
+
+template <class O>
+struct Product : Sizes<O> {
+  typedef Sizes<O> S;
+  typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
+  static constexpr int WORDS = S::WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
+
+  static __device__ __forceinline__ int in_row(int unit) {
+    return S::SUMMED ? unit % S::ROW_UNITS : unit;
+  }
+  // The n-th input of a lane is number k of its row.
+  static __device__ __forceinline__ int input(int unit, int lane, int n) {
+    return in_row(unit) * S::UNIT + (S::PLAIN ? lane * 2 + n
+                                              : (lane >> 2) * (S::BLOCK / 4) + (n & ~1) * 4 +
+                                                    (lane & 3) * 2 + (n & 1));
+  }
+
+  // A lane's digits of a unit as the right operands of its products: b[m][register][high or low].
+  struct Operands {
+    u32 b[4][2][2];
+    __device__ __forceinline__ Operands(const Shared& s, int unit, int lane) {
+      const int half = lane >> 4;
+      const u32* digits = (const u32*)s.inputs + (unit * 32 + lane) * WORDS;
+      u32 d[4][2];
+      if constexpr (WORDS == 8) {
+        const uint4 p = *(const uint4*)digits, q = *(const uint4*)(digits + 4);
+        d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
+        d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
+      } else {
+        const uint4 p = *(const uint4*)digits;
+        d[0][0] = p.x, d[1][0] = p.y, d[2][0] = p.z, d[3][0] = p.w;
+      }
+#pragma unroll
+      for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+          for (int kind = 0; kind < WORDS / 4; kind++) {
+            const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
+            const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
+            b[m][r][kind] = mine ? d[q][kind] : 0;
+          }
+    }
+  };
+
+  // A unit of x, times the norm's weight, as digits or, for 16-bit weights, as it is.
+  static __device__ __forceinline__ void prepare(Program& p, int unit, const u64* x, u32 tag,
+                                                 const Norm* norm) {
+    Shared& s = *p.s;
+    const int lane = p.lane;
+    int at[INPUTS / 2];
+    float gain[INPUTS];
+#pragma unroll
+    for (int i = 0; i < INPUTS; i += 2) {
+      const int k = input(unit, lane, i);
+      at[i / 2] = k < O::K ? ((S::SUMMED ? unit / S::ROW_UNITS * O::K : 0) + k) / 2 : -1;
+      if (O::NORM) {
+        gain[i] = k < O::K ? any_number(norm[k]) : 0;
+        gain[i + 1] = k < O::K ? any_number(norm[k + 1]) : 0;
+      }
+    }
+    u32 pairs[INPUTS / 2];
+    await(pairs, x, at, tag);
+    float v[INPUTS], squares = 0;
+    u32 most = 0x20000000;  // 1e-19
+#pragma unroll
+    for (int i = 0; i < INPUTS; i++) {
+      v[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
+      if (O::NORM) {
+        squares += v[i] * v[i];
+        v[i] *= gain[i];
+      }
+      const u32 size = __float_as_uint(v[i]) & 0x7fffffff;
+      most = size > most ? size : most;
+    }
+    if (O::NORM) {
+      squares = all_lanes(squares, add);
+      if (lane == 0) s.squares[p.turn][unit] = squares;
+    }
+    if constexpr (S::PLAIN) {
+      *(float2*)((float*)s.inputs + unit * S::UNIT + lane * 2) = make_float2(v[0], v[1]);
+    } else {
+      // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26.
+      const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
+      const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
+      const int c = lane >> 2, column = lane & 3;
+      // Which half of the columns this quarter is for, and which of its four chunks.
+      const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
+      const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
+      u32* digits = (u32*)s.inputs + unit * 32 * WORDS;
+      u32 rows[4], d[4];
+      if constexpr (O::BITS == 4) {
+        int high[4], low[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {  // byte j of a word has the codes of v[i] and v[i + 2]
+          const int i = (j & 1) * 4 + (j >> 1);
+          high[j] = __float2int_rn(v[O::E2M1 ? 2 * j : i + 2] * scale);
+          low[j] = O::E2M1 ? __float2int_rn(v[2 * j + 1] * scale)
+                           : 16 * __float2int_rn(v[i] * scale) - high[j];
+        }
+#pragma unroll
+        for (int kind = 0; kind < 2; kind++) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) rows[j] = to_digits(kind ? low[j] : high[j]);
+          transpose(rows, d);
+#pragma unroll
+          for (int n = 0; n < 4; n++)
+            digits[(half * 16 + n * 4 + column) * WORDS + q * 2 + kind] = d[n];
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) rows[j] = to_digits(__float2int_rn(v[j] * scale));
+        transpose(rows, d);
+#pragma unroll
+        for (int n = 0; n < 4; n++) digits[(half * 16 + n * 4 + column) * WORDS + q] = d[n];
+      }
+      __syncwarp();
+      const Operands o(s, unit, lane);
+      const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+      const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
+      int c4[4] = {0, 0, 0, 0};
+      float offset = 0;
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        if constexpr (O::BITS == 4) {
+          imma(c4, O::E2M1 ? ones : both, o.b[m][0][0], o.b[m][1][0]);
+          imma(c4, ones, o.b[m][0][1], o.b[m][1][1]);
+        } else {
+          imma(c4, ones, o.b[m][0][0], o.b[m][1][0]);
+        }
+        if ((m + 1) % (4 / SETS) == 0) {
+          const float sum = (float)(c4[0] + 256 * c4[1]);
+          if (lane < 4) s.sums[unit][m / (4 / SETS)][lane] = sum;
+          offset += sum;
+          c4[0] = c4[1] = c4[2] = c4[3] = 0;
+        }
+      }
+      // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2. Infinity and
+      // NaN have no digits.
+      const float one = exponent == 255
+                            ? __uint_as_float(0x7fc00000)
+                            : __uint_as_float((exponent - (O::E2M1 ? 26 : O::BITS == 4 ? 29 : 25))
+                                              << 23);
+      if (lane == 0) s.scale[unit] = one;
+      if (!S::GROUPED) {
+        offset *= lane & 1 ? one * 65536 : one;
+        offset += __shfl_xor_sync(~0u, offset, 1);
+        offset += __shfl_xor_sync(~0u, offset, 2);
+        if (lane == 0) s.offset[p.turn][unit] = offset;
+      }
+    }
+  }
+
+  // The units of a slot that are of one expert's row, from the one that holds its unit w on.
+  struct Run {
+    int begin, first_block, chunk;  // its first unit, block of the row, place among the scales
+    __device__ __forceinline__ Run(int step, int w) {
+      const int unit = in_row(step * GROUP_WARPS + w);
+      begin = S::SUMMED && unit < w ? w - unit : 0;
+      first_block = 2 * (unit - (w - begin));
+      chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
+    }
+  };
+  static __device__ __forceinline__ int nth_of(int tile, int unit) {
+    return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
+  }
+
+  static __device__ __forceinline__ void group_of(const void* here, long long i, float& scale,
+                                                  float& zero) {
+    zero = O::E2M1 ? 16 : 1 << (O::BITS - 1);
+    if (S::BYTE_SCALES) {
+      const u32 exponent = ((const unsigned char*)here)[i];
+      scale = __uint_as_float(exponent ? exponent << 23 : 1 << 22);
+      return;
+    }
+    const u32 word = ((const u32*)here)[i];
+    if (O::FLOAT_SCALES) {
+      scale = __uint_as_float(word);
+    } else {
+      scale = half_to_float(word & 0xFFFF);
+      zero = (float)(word >> 16);
+    }
+  }
+
+  static __device__ __forceinline__ void add_products(int (&c)[4], const u32 (&a)[4],
+                                                      const u32 (&b)[2][2]) {
+    if constexpr (O::E2M1) {
+#pragma unroll
+      for (int kind = 0; kind < 2; kind++) {
+        u32 bytes[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
+        imma(c, bytes, b[0][kind], b[1][kind]);
+      }
+    } else {
+      imma(c, a, b[0][0], b[1][0]);
+      if constexpr (O::BITS == 4) {
+        const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
+                            a[3] & 0x0f0f0f0fu};
+        imma(c, low, b[0][1], b[1][1]);
+      }
+    }
+  }
+
+  // What a lane needs of x and of the slot's order for the same unit of several tiles.
+  struct Unit {
+    Operands o;
+    Run run;
+    int unit, wl, lane;
+    float sums[SETS], scale;
+    __device__ __forceinline__ Unit(const Shared& s, int step, int wl, int lane)
+        : o(s, step * GROUP_WARPS + wl, lane), run(step, wl), unit(step * GROUP_WARPS + wl), wl(wl),
+          lane(lane) {
+#pragma unroll
+      for (int i = 0; i < SETS; i++) sums[i] = s.sums[unit][i][lane & 3];
+      scale = lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
+    }
+    // Of rows lane / 4 and lane / 4 + 8, what this lane's column gives.
+    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+                                             float& y1) const {
+      const int row = lane >> 2, half = lane >> 1 & 1, unit_block = 2 * in_row(unit);
+      const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
+      const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
+      int c[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
+        const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
+                          m & 1 ? high.w : high.y};
+        add_products(c, a, o.b[m]);
+        if (S::GROUPED && (m + 1) % (4 / SETS) == 0) {
+          const int set = m / (4 / SETS);
+          const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
+          const int part = SETS == 1 ? 0 : SETS == 2 ? half : (set & 1) * 2 + half;
+          if (block < S::BLOCKS) {
+            const int chunk = run.chunk + block / S::PER_CHUNK - run.first_block / S::PER_CHUNK;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float scale, zero;
+              group_of(stage + S::CODE_BYTES, (chunk * 16 + row + 8 * i) * O::PARTS + part, scale,
+                       zero);
+              (i ? y1 : y0) += scale * ((float)c[2 * i] + 256 * (float)c[2 * i + 1] -
+                                        zero * sums[set]);
+            }
+          }
+          c[0] = c[1] = c[2] = c[3] = 0;
+        }
+      }
+      if (!S::GROUPED) {
+        y0 = (float)c[0] + 256 * (float)c[1];
+        y1 = (float)c[2] + 256 * (float)c[3];
+      }
+      y0 *= scale;
+      y1 *= scale;
+    }
+  };
+  struct PlainUnit {
+    const float* x;
+    int unit, wl, lane;
+    __device__ __forceinline__ PlainUnit(const Shared& s, int step, int wl, int lane)
+        : x((const float*)s.inputs + (step * GROUP_WARPS + wl) * S::UNIT),
+          unit(step * GROUP_WARPS + wl), wl(wl), lane(lane) {}
+    __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
+                                             float& y1) const {
+      const int row = lane >> 2;
+#pragma unroll
+      for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
+        if (in_row(unit) * S::UNIT + c * 8 >= O::K) break;
+        const float4 first = *(const float4*)&x[c * 8], second = *(const float4*)&x[c * 8 + 4];
+        const float v[8] = {first.x,  first.y,  first.z,  first.w,
+                            second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const uint4 w = *(const uint4*)(stage + (row + 8 * r) * S::ROW_BYTES + wl * 128 + c * 16);
+          const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            float& y = r ? y1 : y0;
+            y += low_number(words[i]) * v[2 * i];
+            y += high_number(words[i]) * v[2 * i + 1];
+          }
+        }
+      }
+    }
+  };
+  template <bool, class A, class B> struct Either { typedef A Type; };
+  template <class A, class B> struct Either<false, A, B> { typedef B Type; };
+
+  // A unit of the tiles of this program from begin on, every by-th one, whose slots are `by_slots`
+  // apart in the ring. Adds to partial where it is not the first of this warp.
+  static __device__ __forceinline__ void multiply_tiles(const Program& p, int step, int begin,
+                                                        int by, int here, int at, int by_slots,
+                                                        int entry, bool is_first) {
+    Shared& s = *p.s;
+    const int wl = p.warp % GROUP_WARPS, unit = step * GROUP_WARPS + wl, column = p.lane & 3;
+    const bool there = unit < S::UNITS;
+    const typename Either<S::PLAIN, PlainUnit, Unit>::Type u(s, there ? step : 0, there ? wl : 0,
+                                                            p.lane);
+#pragma unroll 1
+    for (int t = begin; t < here; t += by, at += by_slots) {
+      float y0 = 0, y1 = 0;
+      wait(&s.full[at % STAGES], at / STAGES & 1);
+      if (there) u.multiply(p.slot(at), y0, y1);
+      __syncwarp();
+      if (p.lane == 0) arrive(&s.empty[at % STAGES]);
+      // The four lanes of a row: the odd ones take row + 8.
+      float mine = column & 1 ? y1 : y0, other = column & 1 ? y0 : y1;
+      mine += __shfl_xor_sync(~0u, other, 1);
+      mine += __shfl_xor_sync(~0u, mine, 2);
+      float& sum = s.partial[t][entry][(p.lane >> 2) + 8 * column];
+      if (column < 2) sum = is_first ? mine : sum + mine;
+    }
+  }
+
+  // Of a tile and a row there are so many sums in partial.
+  static constexpr int ENTRIES = (S::STEPS < GROUPS ? S::STEPS : GROUPS) * GROUP_WARPS;
+  static constexpr int ABREAST = S::STEPS < GROUPS ? S::STEPS : GROUPS;  // slots of a tile at a time
+  static constexpr int TEAMS = GROUPS / ABREAST;  // groups of warps that have tiles of their own
+
+  static __device__ __forceinline__ float gate_function(float gate, float up, float limit,
+                                                        float alpha) {
+    if (O::GATED == 3) {
+      gate = fminf(gate, limit);
+      return __fdividef(gate, 1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
+    }
+    const float z = O::GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)
+                                  : gate;
+    return __fdividef(gate, 1 + __expf(-z)) * up;
+  }
+
+  // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
+  // it is there, as a plain row.
+  static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
+                                                int field, float eps, float limit, float alpha,
+                                                u64* out, u32 tag, u16* row_out) {
+    Shared& s = *p.s;
+    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
+    const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
+    const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
+    const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
+    const bool there = n < O::N;
+    float y = 0;
+#pragma unroll 4
+    for (int w = lane >> 4; w < ENTRIES; w += 2) y += s.partial[t][w][r];
+    y += __shfl_xor_sync(~0u, y, 16);
+    if (!S::GROUPED && !S::PLAIN) {
+      float offset = 0, scale, zero;
+      for (int u = 0; u < S::UNITS; u++) offset += s.offset[p.turn][u];
+      const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
+      group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
+      y = (y - zero * offset) * scale;
+    }
+    if (O::NORM) {
+      float squares = 0;
+#pragma unroll 4
+      for (int u = 0; u < S::UNITS; u++) squares += s.squares[p.turn][u];
+      y *= rsqrtf(squares / O::K + eps);
+    }
+    if (O::BIAS) {
+      const u16* bias = layer.at<const u16>(field + BIASES);
+      if (there)
+        for (int i = S::SUMMED ? 0 : nth; i < (S::SUMMED ? O::EXPERTS : nth + 1); i++)
+          y += number(bias[(O::EXPERTS ? s.experts[i] : 0) * (O::GATED ? 2 : 1) * O::N + row]) *
+               (S::SUMMED ? s.weights[i] : 1);
+    }
+    if (O::RESIDUAL) {
+      y = number(rounded(y + s.residual[t][r]));
+      __syncwarp();
+      if (lane < 16) s.residual[t][r] = y;
+    }
+    if (O::GATED) {
+      y = gate_function(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
+      if (O::EXPERTS) y *= s.weights[nth];
+    }
+    constexpr int ROWS = O::GATED ? 8 : 16;
+    if (O::FLOAT_OUT) {
+      if (there && lane < ROWS) poke(out + n, word_of(__float_as_uint(y), tag));
+      return;
+    }
+    const float low = __shfl_sync(~0u, y, lane * 2 & 31), high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
+    const int pair = tile * (ROWS / 2) + lane;
+    if (lane < ROWS / 2 && 2 * pair < O::N) {
+      poke(out + (O::EXPERTS && O::GATED ? nth * O::N : 0) / 2 + pair,
+           word_of(pair_of(low, high), tag));
+      if (O::RESIDUAL && row_out) ((u32*)row_out)[pair] = pair_of(low, high);
+    }
+  }
+
+  // x: words with this tag, or a plain row if x_tag is 0.
+  static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
+                                             const u64* x, u32 x_tag, float eps, float limit,
+                                             float alpha, u64* out, u32 tag,
+                                             u16* row_out = nullptr) {
+    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    if (!here) return;
+    p.turn ^= 1;
+    const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
+#pragma unroll 1
+    for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
+    meet();
+    const int group = p.warp / GROUP_WARPS;
+    if constexpr (TEAMS > 1) {
+      const int step = group % ABREAST, team = group / ABREAST;
+      if (team < TEAMS)
+        multiply_tiles(p, step, team, TEAMS, here, p.position + team * ABREAST + step, TEAMS * ABREAST,
+                       step * GROUP_WARPS + p.warp % GROUP_WARPS, true);
+    } else {
+      int at = p.position;
+#pragma unroll 1
+      for (int first = 0; first < S::STEPS; first += ABREAST) {
+        const int width = min(ABREAST, S::STEPS - first);
+        if (group < width)
+          multiply_tiles(p, first + group, 0, 1, here, at + group, width, p.warp, first == 0);
+        at += here * width;
+      }
+    }
+    p.position += here * S::STEPS;
+    meet();
+#pragma unroll 1
+    for (int t = p.warp; t < here; t += WARPS)
+      finish(p, t, layer, field, eps, limit, alpha, out, tag, row_out);
+  }
+};
+
+// The producer: a warp that copies the slots in the order in which they are multiplied, and waits
+// for nothing but a free slot and, of a mixture, the router's choice.
+struct Producer {
+  Program p;
+  int back = 0;  // the first slot that may be on its way
+
+  // A free slot, once fewer than IN_FLIGHT are on their way: a long queue of copies delays what
+  // others wait for.
+  __device__ __forceinline__ int begin(int bytes) {
+    const int at = p.position++;
+    wait(&p.s->empty[at % STAGES], (at / STAGES & 1) ^ 1);
+    for (; back + IN_FLIGHT <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
+    if (p.lane == 0) expect_and_arrive(&p.s->full[at % STAGES], bytes);
+    __syncwarp();
+    return at;
+  }
+
+  template <class O>
+  __device__ __forceinline__ void feed_slot(const unsigned char* codes, const unsigned char* scales,
+                                            int mine, int step) {
+    typedef Product<O> P;
+    typedef Sizes<O> S;
+    Shared& s = *p.s;
+    const int w_end = min(GROUP_WARPS, S::UNITS - step * GROUP_WARPS);
+    int bytes = 0;
+    if constexpr (S::PLAIN) {
+      for (int w = 0; w < w_end;) {
+        const typename P::Run run(step, w);
+        const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
+        bytes += min(units * S::UNIT, O::K - run.first_block * S::BLOCK) * 32;
+        w += units;
+      }
+    } else {
+      for (int w = 0; w < w_end;) {
+        const typename P::Run run(step, w);
+        const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
+        const int blocks = min(2 * units, S::BLOCKS - run.first_block);
+        const int chunk = run.first_block / S::PER_CHUNK;
+        bytes += blocks * 1024;
+        if (S::GROUPED)
+          bytes += ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES;
+        w += units;
+      }
+    }
+    const int at = begin(bytes);
+    unsigned char* slot = p.slot(at);
+    u64* full = &s.full[at % STAGES];
+    for (int w = 0; w < w_end;) {
+      const typename P::Run run(step, w);
+      const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
+      const int nth = P::nth_of(mine, step * GROUP_WARPS + w);
+      const int expert = O::EXPERTS ? s.experts[nth] : 0;
+      const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
+      if constexpr (S::PLAIN) {
+        const int k = run.first_block * S::BLOCK;
+        if (p.lane < 16) {
+          const int r = p.lane;
+          const int n = min(O::GATED ? tile * 8 + r % 8 : tile * 16 + r, O::N - 1) +
+                        (O::GATED && r >= 8 ? O::N : 0);
+          const long long row = (long long)expert * O::N * (O::GATED ? 2 : 1) + n;
+          copy(slot + r * S::ROW_BYTES + w * 128, codes + (row * O::K + k) * 2,
+               min(units * S::UNIT, O::K - k) * 2, full);
+        }
+      } else if (p.lane == 0) {
+        const long long rows = (long long)expert * S::TILES + tile;
+        const int blocks = min(2 * units, S::BLOCKS - run.first_block);
+        const int chunk = run.first_block / S::PER_CHUNK;
+        copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
+             full);
+        if (S::GROUPED)
+          copy(slot + S::CODE_BYTES + run.chunk * S::CHUNK_BYTES,
+               scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES,
+               ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES, full);
+      }
+      w += units;
+    }
+    __syncwarp();
+  }
+
+  template <class O>
+  __device__ __forceinline__ void feed(const Layer& layer, int which) {
+    typedef Product<O> P;
+    typedef Sizes<O> S;
+    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
+    const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
+#pragma unroll 1
+    for (int first = 0; first < S::STEPS; first += P::ABREAST)
+#pragma unroll 1
+      for (int t = 0; t < here; t++)
+#pragma unroll 1
+        for (int step = first; step < min(first + P::ABREAST, S::STEPS); step++)
+          feed_slot<O>(codes, scales, blockIdx.x + t * gridDim.x, step);
+  }
+
+#if CHOSEN
+  // The experts with the largest logits, of equal ones those with the lowest numbers, and their
+  // weights. A NaN among the logits makes all weights NaN.
+  __device__ __forceinline__ void route(const u64* logits, u32 tag, float scale) {
+    constexpr int X = RouterOp::N, MINE = (X + 31) / 32;
+    Shared& s = *p.s;
+    u32 values[MINE];
+    int at[MINE], key[MINE];
+    const int lane = p.lane;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) at[i] = i * 32 + lane < X ? i * 32 + lane : -1;
+    await(values, logits, at, tag);
+    float all = 0, nan = 0;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      const float logit = __uint_as_float(values[i]);
+      const int bits = (int)values[i];
+      // Ordered as the numbers are.
+      key[i] = at[i] < 0 || logit != logit ? (int)0x80000000 : bits ^ (bits >> 31 & 0x7fffffff);
+      if (at[i] >= 0 && logit != logit) nan = logit;
+    }
+    float top = 0, total = 0, mine = 0;
+#pragma unroll 1
+    for (int r = 0; r < CHOSEN; r++) {
+      int best = key[0];
+#pragma unroll
+      for (int i = 1; i < MINE; i++) best = best > key[i] ? best : key[i];
+      best = __reduce_max_sync(~0u, (u32)best ^ 0x80000000u) ^ 0x80000000u;
+      int lowest = X;
+#pragma unroll
+      for (int i = MINE - 1; i >= 0; i--)
+        if (at[i] >= 0 && key[i] == best) lowest = at[i];
+      lowest = X - __reduce_max_sync(~0u, (u32)(X - lowest));
+      const float logit = __uint_as_float((u32)(best ^ (best >> 31 & 0x7fffffff)));
+      if (r == 0) {
+        top = logit;
+        if (!NORMALIZE) {
+#pragma unroll
+          for (int i = 0; i < MINE; i++)
+            if (at[i] >= 0) all += exp2f((__uint_as_float(values[i]) - top) * LOG2_E);
+          all = all_lanes(all, add);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < MINE; i++)
+        if (at[i] == lowest) key[i] = (int)0x80000000;
+      const float share = exp2f((logit - top) * LOG2_E);
+      total += share;
+      if (lane == r) {
+        mine = share;
+        s.experts[r] = lowest < X ? lowest : 0;
+      }
+    }
+    nan = all_lanes(nan, add);
+    if (lane < CHOSEN) s.weights[lane] = mine / (NORMALIZE ? total : all) * scale + nan;
+    __syncwarp();
+  }
+#endif
+};
+
+// A head's elements in a lane's hands: EACH neighbours, its partner of the rotation in lane ^ 16.
+constexpr int EACH = HEAD_DIM / 32;
+typedef NumberOf<FLOAT_QK_NORM>::Type HeadNorm;
+__device__ __forceinline__ void await_head(float (&x)[EACH], const u64* words, int head, u32 tag,
+                                           int lane) {
+  int at[EACH / 2];
+  u32 pairs[EACH / 2];
+#pragma unroll
+  for (int i = 0; i < EACH / 2; i++) at[i] = (head * HEAD_DIM + lane * EACH) / 2 + i;
+  await(pairs, words, at, tag);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
+}
+// RMSNorm and the rotation of a query or key.
+__device__ __forceinline__ void turn(float (&x)[EACH], const HeadNorm* norm, const float* cos,
+                                     const float* sin, float eps, int lane) {
+  if (QK_NORM) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) squares += x[i] * x[i];
+    const float rms = rsqrtf(all_lanes(squares, add) / HEAD_DIM + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      x[i] = number(rounded(x[i] * rms * any_number(norm[lane * EACH + i])));
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const float other = __shfl_xor_sync(~0u, x[i], 16);
+    x[i] = x[i] * cos[lane * EACH + i] + (lane < 16 ? -other : other) * sin[lane * EACH + i];
+  }
+}
+__device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int lane) {
+#pragma unroll
+  for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
+}
+
+// Which slots of the cache a token at `position` sees, and who has which of them.
+struct Splits {
+  int first, end, chunk, n;
+  __device__ __forceinline__ Splits(int position, int window) {
+    end = position + 1;
+    first = window && end > window ? end - window : 0;
+    const int programs = max(1, (int)gridDim.x / KV_HEADS);
+    n = min(min(LARGEST_SPLITS, programs), (end - first + 63) / 64);
+    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
+    n = (end - first + chunk - 1) / chunk;
+  }
+};
+
+// Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
+// fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total.
+__device__ __forceinline__ void attend_split(const Program& p, const Layer& layer, int kv, int split,
+                                             const Splits& of, const u64* qkv, u64* parts, u64* out,
+                                             u32 tag, int position, float eps, float scale) {
+  Shared& s = *p.s;
+  const int lane = p.lane, warp = p.warp;
+  const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, of.end);
+  u16 *const k_cache = layer.at<u16>(K_CACHE), *const v_cache = layer.at<u16>(V_CACHE);
+  const HeadNorm *q_norm = layer.at<const HeadNorm>(Q_NORM), *k_norm = layer.at<const HeadNorm>(K_NORM);
+  const float *cos = layer.at<const float>(COS) + (long long)position * HEAD_DIM,
+              *sin = layer.at<const float>(SIN) + (long long)position * HEAD_DIM;
+  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
+  const long long length = (long long)(layer.number_of(WINDOW) >> 32);  // slots of the cache
+  const u16 *const keys = k_cache + kv * length * HEAD_DIM, *const values = v_cache + kv * length * HEAD_DIM;
+
+#pragma unroll 1
+  for (int i = warp; i < QUERIES + (of.end == end ? 2 : 0); i += WARPS) {
+    float x[EACH];
+    const int head = i < QUERIES ? kv * QUERIES + i : i == QUERIES ? HEADS + kv : HEADS + KV_HEADS + kv;
+    await_head(x, qkv, head, tag, lane);
+    if (i <= QUERIES) turn(x, i < QUERIES ? q_norm : k_norm, cos, sin, eps, lane);
+    put_head(i < QUERIES ? s.q[i] : i == QUERIES ? s.k : s.v, x, lane);
+    if (i >= QUERIES)
+      put_head((i == QUERIES ? k_cache : v_cache) + (kv * length + position) * HEAD_DIM, x, lane);
+  }
+  for (int h = warp * 32 + lane; h < QUERIES; h += WARPS * 32) {
+    s.largest[h] = -1e30f;
+    s.total[h] = 0;
+  }
+  meet();
+
+  constexpr int COLUMNS = HEAD_DIM / WARPS;  // of values, a warp's
+  constexpr int COLUMN_LANES = COLUMNS / 2, SLOT_LANES = 32 / COLUMN_LANES;
+  const int e = warp * COLUMNS + lane % COLUMN_LANES * 2;
+  float acc[QUERIES][2];
+#pragma unroll
+  for (int h = 0; h < QUERIES; h++) acc[h][0] = acc[h][1] = 0;
+#pragma unroll 1
+  for (int pass = begin; pass < end; pass += PASS) {
+    const int here = min(PASS, end - pass);
+    // Scores: 16 slots of a warp times eight queries.
+    if (warp * 16 < here) {
+      const int g = lane >> 2, t = lane & 3;
+      const u16* row[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int slot = min(pass + warp * 16 + r * 8 + g, end - 1);
+        row[r] = slot == position ? s.k : keys + (long long)slot * HEAD_DIM;
+      }
+      uint4 k[2][EACH];
+#pragma unroll
+      for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) k[r][i] = *(const uint4*)(row[r] + 32 * i + 8 * t);
+#pragma unroll
+      for (int octet = 0; octet < QUERIES; octet += 8) {
+        float c[4] = {0, 0, 0, 0};
+        const u16* query = s.q[min(octet + g, QUERIES - 1)];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+          const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
+          const u32 a[4] = {k[0][i].x, k[1][i].x, k[0][i].y, k[1][i].y};
+          const u32 b[4] = {k[0][i].z, k[1][i].z, k[0][i].w, k[1][i].w};
+          mma(c, a, q.x, q.y);
+          mma(c, b, q.z, q.w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int slot = warp * 16 + g + i / 2 * 8, h = octet + 2 * t + i % 2;
+          if (h < QUERIES) s.scores[slot][h] = slot < here ? c[i] * scale * LOG2_E : -1e30f;
+        }
+      }
+    }
+    meet();
+#pragma unroll 1
+    for (int h = warp; h < QUERIES; h += WARPS) {
+      float most = s.largest[h], sum = 0;
+      for (int slot = lane; slot < here; slot += 32) most = fmaxf(most, s.scores[slot][h]);
+      most = all_lanes(most, larger);
+      for (int slot = lane; slot < here; slot += 32) {
+        const float share = exp2f(s.scores[slot][h] - most);
+        s.scores[slot][h] = share;
+        sum += share;
+      }
+      sum = all_lanes(sum, add);
+      if (lane == 0) {
+        s.shrink[h] = exp2f(s.largest[h] - most);
+        s.total[h] = s.total[h] * s.shrink[h] + sum;
+        s.largest[h] = most;
+      }
+    }
+    meet();
+#pragma unroll
+    for (int h = 0; h < QUERIES; h++) {
+      const float shrink = s.shrink[h];
+      acc[h][0] *= shrink;
+      acc[h][1] *= shrink;
+    }
+#pragma unroll 4
+    for (int i = lane / COLUMN_LANES; i < here; i += SLOT_LANES) {
+      const int slot = pass + i;
+      const u32 v = *(const u32*)((slot == position ? s.v : values + (long long)slot * HEAD_DIM) + e);
+#pragma unroll
+      for (int h = 0; h < QUERIES; h++) {
+        const float share = s.scores[i][h];
+        acc[h][0] += share * low_number(v);
+        acc[h][1] += share * high_number(v);
+      }
+    }
+    meet();
+  }
+#pragma unroll
+  for (int h = 0; h < QUERIES; h++) {
+#pragma unroll
+    for (int o = COLUMN_LANES; o < 32; o *= 2) {
+      acc[h][0] += __shfl_xor_sync(~0u, acc[h][0], o);
+      acc[h][1] += __shfl_xor_sync(~0u, acc[h][1], o);
+    }
+    const int head = kv * QUERIES + h;
+    if (of.n == 1) {
+      const float most = SINKS ? fmaxf(s.largest[h], sinks[head] * LOG2_E) : s.largest[h];
+      const float shrink = exp2f(s.largest[h] - most);
+      const float total = s.total[h] * shrink + (SINKS ? exp2f(sinks[head] * LOG2_E - most) : 0);
+      if (lane < COLUMN_LANES)
+        poke(out + (head * HEAD_DIM + e) / 2,
+             word_of(pair_of(acc[h][0] * shrink / total, acc[h][1] * shrink / total), tag));
+    } else {
+      u64* to = parts + (head * LARGEST_SPLITS + split) * (HEAD_DIM + 2);
+      if (lane < COLUMN_LANES) {
+        poke(to + e, word_of(__float_as_uint(acc[h][0]), tag));
+        poke(to + e + 1, word_of(__float_as_uint(acc[h][1]), tag));
+      }
+      if (warp == 0 && lane < 2)
+        poke(to + HEAD_DIM + lane,
+             word_of(__float_as_uint(lane ? s.total[h] : s.largest[h]), tag));
+    }
+  }
+}
+
+// Several splits' parts -> words of `out`. A warp has 32 elements of a head.
+__device__ __forceinline__ void combine(const Program& p, const Layer& layer, int n,
+                                        const u64* parts, u64* out, u32 tag) {
+  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
+  const int lane = p.lane;
+#pragma unroll 1
+  for (int i = blockIdx.x + gridDim.x * p.warp; i < HEADS * EACH; i += gridDim.x * WARPS) {
+    const int head = i / EACH, e = i % EACH * 32 + lane;
+    const u64* from = parts + head * LARGEST_SPLITS * (HEAD_DIM + 2);
+    const int of_split = lane * (HEAD_DIM + 2) + HEAD_DIM;
+    const int ends[2] = {lane < n ? of_split : -1, lane < n ? of_split + 1 : -1};
+    u32 found[2];
+    await(found, from, ends, tag);
+    const float largest_here = lane < n ? __uint_as_float(found[0]) : -1e30f;
+    float most = all_lanes(largest_here, larger);
+    if (SINKS) most = fmaxf(most, sinks[head] * LOG2_E);
+    const float share = lane < n ? exp2f(largest_here - most) : 0;
+    float total = all_lanes(lane < n ? __uint_as_float(found[1]) * share : 0.0f, add), y = 0;
+    if (SINKS) total += exp2f(sinks[head] * LOG2_E - most);
+    for (int first = 0; first < n; first += 4) {
+      int at[4];
+      u32 some[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) at[j] = first + j < n ? (first + j) * (HEAD_DIM + 2) + e : -1;
+      await(some, from, at, tag);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float part = __shfl_sync(~0u, share, min(first + j, 31));
+        if (first + j < n) y += part * __uint_as_float(some[j]);
+      }
+    }
+    y /= total;
+    const float next = __shfl_down_sync(~0u, y, 1);
+    if (!(lane & 1)) poke(out + (head * HEAD_DIM + e) / 2, word_of(pair_of(y, next), tag));
+  }
+}
+
+// x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS words each. started: how
+// many programs have begun, ever; it numbers the steps. qkv, parts, attended, middle, logits, gated,
+// ends: words.
+extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started, u64* qkv,
+     u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends, float eps,
+     float qk_eps, float scale, float expert_scale, float limit, float alpha) {
+  const int lane = threadIdx.x % 32;
+  // The ring begins at a multiple of 128.
+  unsigned char* const memory = shared_memory();
+  Shared& s = *(Shared*)(memory + STAGES * SLOT);
+  Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, 0};
+  wait_for_kernel_before();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      init(&s.full[i], 1);
+      init(&s.empty[i], GROUP_WARPS);
+    }
+    barriers_are_ready();
+    s.tag = (u32)(atomicAdd(started, 1ull) / gridDim.x) * LAYERS + 1;
+  }
+  for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {
+    const int n = (blockIdx.x + t * gridDim.x) * 16 + lane;
+    if (lane < 16) s.residual[t][lane] = n < D ? number(x[n]) : 0;
+  }
+  __syncthreads();
+  const u32 first_tag = s.tag;
+  const int position = (int)positions[0];
+
+  if (p.warp == WARPS) {
+    Producer producer{p};
+    Layer next(layers, lane);
+#pragma unroll 1
+    for (int i = 0; i < LAYERS; i++) {
+      const Layer layer = next;
+      if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
+      producer.feed<Qkv>(layer, QKV);
+      producer.feed<Wo>(layer, WO);
+#if CHOSEN
+      producer.feed<RouterOp>(layer, ROUTER);
+      if (share_of(Sizes<Up>::ALL) || share_of(Sizes<Down>::ALL))
+        producer.route(logits, first_tag + i, expert_scale);
+#endif
+      producer.feed<Up>(layer, UP);
+      producer.feed<Down>(layer, DOWN);
+    }
+    return;
+  }
+
+  Layer next(layers, lane);
+#pragma unroll 1
+  for (int i = 0; i < LAYERS; i++) {
+    const Layer layer = next;
+    if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
+    const u32 tag = first_tag + i;
+    Product<Qkv>::run(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag);
+    const Splits splits(position, (int)(u32)layer.number_of(WINDOW));
+#pragma unroll 1
+    for (int task = blockIdx.x; task < KV_HEADS * splits.n; task += gridDim.x) {
+      if (task != blockIdx.x) meet();  // the task before is done with shared memory
+      attend_split(p, layer, task / splits.n, task % splits.n, splits, qkv, parts, attended, tag,
+                   position, qk_eps, scale);
+    }
+    if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);
+    Product<Wo>::run(p, layer, WO, attended, tag, 0, 0, 0, middle, tag);
+#if CHOSEN
+    Product<RouterOp>::run(p, layer, ROUTER, middle, tag, eps, 0, 0, logits, tag);
+#endif
+    Product<Up>::run(p, layer, UP, middle, tag, eps, limit, alpha, gated, tag);
+    Product<Down>::run(p, layer, DOWN, gated, tag, 0, 0, 0, ends, tag,
+                       i + 1 == LAYERS ? y : nullptr);
+  }
+}

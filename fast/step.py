@@ -1,0 +1,339 @@
+"""
+All layers of a decode step of one row in one launch (step.cu), on a GPU of compute capability 9.0
+and up.
+
+Launches leave a gap between one product and the next, in which the memory is idle: 3.5 to 4.3 us of
+the 6 to 20 us that a product of a small model or of a mixture takes. Here one program a
+multiprocessor runs through all layers. Its last warp, the producer, copies the weights of one
+product after the other into a ring in shared memory and does not ask whether their inputs are
+there; so while the other warps wait for these, the next weights come in:
+
+    producer        Qkv ......  Wo ...  Up ................  Down .......  Qkv ......  ->
+    other warps     Qkv   attention  Wo  (router) Up    Down        Qkv
+
+What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
+is another one in each layer and step: a word tells by itself that it is there, without a fence, a
+barrier of all programs or anything to clear. A word is written again a layer later. By then it has
+been read, as what was computed from it, and from that, has been waited for in between.
+
+A product's rows come in tiles of 16, and a program has every PROGRAMS-th tile. Slots of the ring
+hold eight units of a tile (packed_gemv.py draws one), and eight warps share a slot, each with a
+unit. Of a long row the warps go through the tiles once for each of its slots, or two at once, so
+that a warp's part of x stays in its registers.
+
+Attention: a kv head's slots of the cache are split among programs, 64 slots or more each. Each
+writes its sums, largest score and total, and the programs then share the elements of the heads to
+put these together.
+
+The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
+structs in front of step.cu, and addresses, which differ from layer to layer, are 32 words in memory
+that a warp's lanes load a layer ahead. Which models: why_launches().
+
+Shapes: D the model's width, H query heads and K kv heads of E elements, L slots, X experts.
+"""
+
+import ctypes
+import functools
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, library, nn
+
+from fast import nvrtc
+from fast.experts import FusedMoE
+from fast.layout import Packed
+from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, source_of
+from fast.packed_linear import PackedLinear
+from model import RMSNorm
+
+WARPS = 16  # of a program, beside the producer
+IN_FLIGHT = 2  # slots that may be on their way to a program
+TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the launch fails
+LARGEST_SPLITS = 32  # of step.cu
+FIELDS = 28  # of a layer
+PER_PRODUCT = 4
+
+
+class Operation(NamedTuple):
+    """A product of a layer: the weight [N, K], and what stands around it."""
+
+    name: str
+    w: Packed | Plain
+    norm: Tensor | None = None
+    bias: Tensor | None = None
+    residual: bool = False
+    experts: int = 0  # how many a row takes
+    float_out: bool = False
+
+    def constants(self) -> tuple:
+        """What step.cu is compiled for."""
+        w = self.w
+        scales = w.scales_and_zeros
+        some = Experts(torch.empty(self.experts + 1), None) if self.experts else None
+        return tuple(
+            dict(
+                BITS=w.bits,
+                E2M1=w.kind == "mxfp4",
+                K=w.K,
+                N=w.N // 2 if w.gated else w.N,
+                GROUP=group_in_kernel(w, some),
+                PARTS=w.parts,
+                FLOAT_SCALES=scales is not None and scales.dtype == torch.float32,
+                GATED=w.gated,
+                EXPERTS=self.experts,
+                NORM=self.norm is not None,
+                FLOAT_NORM=self.norm is not None and self.norm.dtype == torch.float32,
+                BIAS=self.bias is not None,
+                RESIDUAL=self.residual,
+                FLOAT_OUT=self.float_out,
+            ).items()
+        )
+
+    def struct(self) -> str:
+        fields = ", ".join(f"{name} = {int(value)}" for name, value in self.constants())
+        return f"struct {self.name} {{ static constexpr int {fields}; }};"
+
+    def why_not(self) -> str | None:
+        w = self.w
+        scales = w.scales_and_zeros
+        if w.kind == "fp8":
+            return "fp8"
+        if w.perm is not None:
+            return "act-order"
+        if not w.fits_kernels or w.K % 8 or w.N % 16 and w.gated or w.N % 2:
+            return f"a product of {w.N} x {w.K} in {w.kind}"
+        return "scales that rows share" if scales is not None and scales.shape[2] == 2 else None
+
+
+def weight_of(layer: nn.Module, gated: int = 0) -> tuple[Packed | Plain, Tensor | None] | None:
+    if type(layer) is nn.Linear:
+        return Plain(layer.weight, gated), layer.bias
+    return (layer.packed, layer.bias) if isinstance(layer, PackedLinear) else None
+
+
+def operations(layer: nn.Module) -> list[Operation] | str:
+    """Those of a decoder.FusedBlock, or why there are none."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    if not attention.fused or type(attention).__name__ != "AttentionHalf":
+        return "a layer without step.cu's attention"
+    halves = attention, feed_forward
+    if any(type(half.norm) is not RMSNorm or type(half.post_norm) is not nn.Identity for half in halves):
+        return "norms behind a branch"
+    if feed_forward.layer_scale is not None or layer.block.ple is not None:
+        return "a layer's own scale or embedding"
+    attn = attention.attn.attn
+    norms = [half.norm.weight for half in halves]
+    found = [weight_of(attn.wqkv), weight_of(attn.wo)]
+    router = None
+    if isinstance(feed_forward.ffn, FusedMoE) and not feed_forward.ffn.parallel:
+        part = feed_forward.ffn
+        how, moe = part.how, part.moe
+        if how.shared or how.correction is not None or how.norm is not None:
+            return "a router that is no softmax of its logits, or a shared expert"
+        if how.expert_scale is not None or how.n > 32 or len(how.weight) > 1024:
+            return "a router of another kind"
+        router = Operation("RouterOp", Plain(how.weight), norms[1], how.bias, float_out=True)
+        found += [
+            (part.weight(moe.w_gate_up, part.number), moe.w_gate_up.bias),
+            (part.weight(moe.w_down, 0), moe.w_down.bias),
+        ]
+        n = how.n
+    elif feed_forward.fused and not feed_forward.both:
+        part = feed_forward.ffn
+        gated = part.number
+        found += [weight_of(part.ffn.w_gate_up, gated), weight_of(part.ffn.w_down)]
+        n = 0
+    else:
+        return "a feed-forward part of another kind"
+    if None in found:
+        return "products of several ranks"
+    (qkv, of_qkv), (wo, of_wo), (up, of_up), (down, of_down) = found
+    return [
+        Operation("Qkv", qkv, norms[0], of_qkv),
+        Operation("Wo", wo, None, of_wo, residual=True),
+        *([router] if router else []),
+        Operation("Up", up, norms[1], of_up, experts=n),
+        Operation("Down", down, None, of_down, residual=True, experts=n),
+    ]
+
+
+def why_launches(decoder: nn.Module) -> str | None:
+    """Why the layers of a decoder.FusedDecoder take launches of their own; None: they need not."""
+    model = decoder.model
+    first = None
+    for layer in decoder.layers:
+        found = operations(layer)
+        if isinstance(found, str):
+            return found
+        for operation in found:
+            if reason := operation.why_not():
+                return reason
+        fused = layer.attention.attn
+        attn, rope, cache = fused.attn, fused.attn.rope, fused.cache
+        if fused.gated or fused.norm_values or len(attn.sizes) != 3 or rope.q_growth:
+            return "gates, shared or normed values, or queries that grow"
+        if 2 * len(rope.frequencies) != attn.head_dim or attn.head_dim not in (64, 128, 256):
+            return f"heads of {attn.head_dim} of which {2 * len(rope.frequencies)} turn"
+        if cache.k_scale is not None or cache.v_scale is not None:
+            return "an int8 cache"
+        if cache.k.shape != cache.v.shape:
+            return "values of another size than keys"
+        norm = attn.q_norm
+        if type(norm) is not nn.Identity and (
+            type(norm) is not RMSNorm or len(norm.weight) != attn.head_dim
+        ):
+            return "a norm of all heads"
+        eps = {half.before["eps"] for half in (layer.attention, layer.feed_forward)}
+        these = (
+            [operation.constants() for operation in found],
+            (attn.sizes, attn.head_dim, attn.scale, fused.eps, attn.sinks is None, tuple(eps)),
+            None if type(norm) is nn.Identity else norm.weight.dtype,
+            getattr(layer.feed_forward.ffn, "how", None) and layer.feed_forward.ffn.how[2:6],
+        )
+        if first is None:
+            first = these
+        if len(eps) > 1 or these != first:
+            return "layers that differ"
+    if model.places:
+        return "hidden states that a draft reads"
+    return None
+
+
+class Step:
+    """Of a FusedDecoder for which why_launches() is None: its layers' weights, and what its
+    programs share. `programs` of them run at once, each with `memory` bytes of shared memory."""
+
+    def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
+        layers, model = decoder.layers, decoder.model
+        self.decoder, self.programs, self.memory, self.warps = decoder, programs, memory, warps
+        device = model.embed.weight.device
+        first = layers[0]
+        self.operations = operations(first)
+        self.moe = first.feed_forward.ffn if first.feed_forward.experts else None
+        self.fused = first.attention.attn
+        attn = self.fused.attn
+        of = {operation.name: operation.w for operation in self.operations}
+        E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
+        n = self.moe.how.n if self.moe else 1
+        shapes = (
+            of["Qkv"].N // 2,
+            H * LARGEST_SPLITS * (E + 2),
+            of["Wo"].K // 2,
+            of["Wo"].N // 2,
+            len(self.moe.how.weight) if self.moe else 1,
+            n * of["Down"].K // 2,
+            of["Down"].N // 2,
+        )
+        self.words = [torch.zeros(size, dtype=torch.int64, device=device) for size in shapes]
+        self.started = torch.zeros(1, dtype=torch.int64, device=device)
+        self.layers = torch.tensor([self.fields(layer) for layer in layers], device=device)
+        STEPS[self.started.data_ptr()] = self
+
+    def fields(self, layer: nn.Module) -> list[int]:
+        """A layer's addresses and numbers, in step.cu's order."""
+        places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
+        found = [0] * FIELDS
+        for operation in operations(layer):
+            w = operation.w
+            tensors = w.qweight, w.scales_and_zeros, operation.norm, operation.bias
+            at = PER_PRODUCT * places[operation.name]
+            found[at : at + 4] = map(address, tensors)
+        fused = layer.attention.attn
+        attn, cache = fused.attn, fused.cache
+        norms = [getattr(norm, "weight", None) for norm in (attn.q_norm, attn.k_norm)]
+        table = fused.table
+        tensors = cache.k, cache.v, *norms, attn.sinks, table.cos, table.sin
+        found[20:27] = map(address, tensors)
+        found[27] = cache.k.shape[2] << 32 | (fused.window or 0)
+        return found
+
+    def constants(self) -> dict[str, int]:
+        """What step.cu is compiled for, beside the products."""
+        attn, norm = self.fused.attn, self.fused.attn.q_norm
+        norm = getattr(norm, "weight", None)
+        weight = self.decoder.model.embed.weight
+        heads, kv_heads = (size // attn.head_dim for size in attn.sizes[:2])
+        return dict(
+            BF16=weight.dtype == torch.bfloat16,
+            D=weight.shape[1],
+            LAYERS=len(self.decoder.layers),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=attn.head_dim,
+            QK_NORM=norm is not None,
+            FLOAT_QK_NORM=norm is not None and norm.dtype == torch.float32,
+            SINKS=attn.sinks is not None,
+            CHOSEN=self.moe.how.n if self.moe else 0,
+            NORMALIZE=self.moe.how.normalize if self.moe else 0,
+            WARPS=self.warps,
+            PROGRAMS=self.programs,
+            MEMORY=self.memory,
+            IN_FLIGHT=IN_FLIGHT,
+            TRIES=TRIES,
+        )
+
+    def source(self) -> str:
+        """step.cu with its table."""
+        lines = [f"#define {name} {int(value)}" for name, value in self.constants().items()]
+        structs = [operation.struct() for operation in self.operations]
+        return "\n".join([*lines, *structs, source_of("step")])
+
+    def arguments(self, x: Tensor, positions: Tensor) -> list:
+        """step.cu's; the third is what comes out."""
+        eps = self.decoder.layers[0].attention.before["eps"]
+        moe = self.moe
+        clamp = moe.moe.moe.clamp if moe else None
+        limit, alpha = map(float, clamp or (0, 0))
+        numbers = eps, self.fused.eps, self.fused.attn.scale, moe.how.scale if moe else 1.0
+        out = torch.empty_like(x)
+        return [x, positions, out, self.layers, self.started, *self.words, *numbers, limit, alpha]
+
+    @functools.cached_property
+    def kernel(self) -> ctypes.c_void_p:
+        major, minor = torch.cuda.get_device_capability(self.started.device)
+        options = nvrtc.options_for(10 * major + minor, {})
+        return nvrtc.load(nvrtc.compile_cuda(self.source(), options), "whole_step", self.memory)
+
+    def launch(self, x: Tensor, positions: Tensor) -> Tensor:
+        arguments = self.arguments(x, positions)
+        threads = (self.warps + 1) * 32
+        nvrtc.launch(
+            self.kernel, self.programs, threads, self.memory, arguments, cooperative=True
+        )
+        return arguments[2]
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [1, D], what enters the first layer, positions [1, 1] -> what leaves the last [1, D]"""
+        return all_layers(x, positions, self.started)
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def step_of(decoder: nn.Module) -> Step | None:
+    """The step of this decoder, if its layers need no launches of their own."""
+    device = decoder.model.embed.weight.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return None
+    if not has_gemv(device) or why_launches(decoder):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Step(
+        decoder, properties.multi_processor_count, properties.shared_memory_per_block_optin
+    )
+
+
+# torch.compile does not look inside; a step is found by the address of its counter.
+STEPS = WeakValueDictionary()
+
+
+@library.custom_op("llama_fast::all_layers", mutates_args=("started",))
+def all_layers(x: Tensor, positions: Tensor, started: Tensor) -> Tensor:
+    return STEPS[started.data_ptr()].launch(x, positions)
+
+
+@all_layers.register_fake
+def _(x, positions, started):
+    return torch.empty_like(x)
