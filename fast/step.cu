@@ -9,10 +9,18 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 #ifndef CUDA_ON_CPU
 
+#if BF16
+#define X_TYPE "bf16"
+#else
+#define X_TYPE "f16"
+#endif
 __device__ __forceinline__ u64 peek(const u64* p) {
   u64 y;
   asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(y) : "l"(p) : "memory");
   return y;
+}
+__device__ __forceinline__ void peek_two(const u64* p, u64 (&y)[2]) {
+  asm volatile("ld.relaxed.gpu.v2.b64 {%0, %1}, [%2];" : "=l"(y[0]), "=l"(y[1]) : "l"(p) : "memory");
 }
 __device__ __forceinline__ void poke(u64* p, u64 y) {
   asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
@@ -21,20 +29,29 @@ __device__ __forceinline__ void expect_and_arrive(u64* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes)
                : "memory");
 }
+// The thread's number, as if it might have changed: the compiler would keep what follows from it in
+// registers over all layers, for each product, and what does not fit in memory.
+__device__ __forceinline__ int thread_number() {
+  int n;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(n));
+  return n;
+}
 __device__ __forceinline__ void meet() {  // all warps but the producer
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
 }
 __device__ __forceinline__ bool all_there(bool mine) { return __all_sync(~0u, mine); }
 __device__ __forceinline__ void give_up() { asm volatile("trap;"); }
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." X_TYPE "." X_TYPE
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-  hmma(c, a, b0, b1);
-#endif
+}
+// Of an 8 x 8 matrix a lane 4 g + t has elements 2 t and 2 t + 1 of row g; -> of column g.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(pair));
+  return y;
 }
 
 #endif
@@ -161,8 +178,7 @@ constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 127) / 128 * 128;
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
-constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps score at once
-constexpr int SCORES = (QUERIES + 3) / 4 * 4;  // of a slot
+constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
 
 // A program's shared memory but for the ring.
 struct Shared {
@@ -172,9 +188,9 @@ struct Shared {
   float offset[2][MOST_UNITS], squares[2][MOST_UNITS];
   float partial[MOST_TILES][WARPS][16];
   float residual[TilesHere<Wo>::value][16];
-  alignas(16) float scores[PASS][SCORES];
+  float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
-  float largest[QUERIES], total[QUERIES], shrink[QUERIES];
+  float largest[WARPS][QUERIES], total[WARPS][QUERIES];
   int experts[32];
   float weights[32];
   u32 tag;
@@ -184,7 +200,7 @@ constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
 static_assert(STAGES >= 3, "the ring does not fit in shared memory");
-static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM % (2 * WARPS) == 0 && HEAD_DIM / WARPS <= 64);
+static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
 
 struct Program {  // as a warp sees it
   Shared* s;
@@ -192,6 +208,11 @@ struct Program {  // as a warp sees it
   int warp, lane;
   int position;  // in the ring, of the next product's first slot
   int turn;      // of what there are two of
+  __device__ __forceinline__ void ask_again() {
+    const int n = thread_number();
+    warp = n / 32;
+    lane = n % 32;
+  }
   __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
 };
 // The part of `all` that this program has: itself, and every gridDim.x-th one behind.
@@ -213,14 +234,32 @@ __device__ __forceinline__ u32 to_bytes(u32 codes) {
   return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
 }
 
-template <class O>
+// Words in the order of their numbers, as attention reads them.
+struct InOrder {
+  static __device__ __forceinline__ int word(int, int k) { return k / 2; }
+};
+template <class A, class B> struct IsSame { static constexpr bool value = false; };
+template <class A> struct IsSame<A, A> { static constexpr bool value = true; };
+
+// Place, if x is not where this product's own word() has it.
+template <class O, class Place = void>
 struct Product : Sizes<O> {
   typedef Sizes<O> S;
+  static constexpr bool SAME = IsSame<void, Place>::value;
   typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
   static constexpr int WORDS = S::WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
 
   static __device__ __forceinline__ int in_row(int unit) {
     return S::SUMMED ? unit % S::ROW_UNITS : unit;
+  }
+  // Where a row of this product's inputs has the word of inputs k and k + 1: what a lane wants of a
+  // unit, and what its neighbours want, lies side by side. nth: of the experts' rows.
+  static __device__ __forceinline__ int word(int nth, int k) {
+    const int unit = (S::SUMMED ? nth * S::ROW_UNITS : 0) + k / S::UNIT, at = k % S::UNIT;
+    if (S::PLAIN) return (unit * S::UNIT + at) / 2;
+    constexpr int QUARTER = S::BLOCK / 4;
+    const int lane = at / QUARTER * 4 + at % 8 / 2, pair = at % QUARTER / 8;
+    return unit * (S::UNIT / 2) + pair / 2 * 64 + lane * 2 + pair % 2;
   }
   // The n-th input of a lane is number k of its row.
   static __device__ __forceinline__ int input(int unit, int lane, int n) {
@@ -257,24 +296,59 @@ struct Product : Sizes<O> {
     }
   };
 
+  // await() of a unit whose words are where word() says.
+  static __device__ __forceinline__ void await_unit(u32 (&pairs)[INPUTS / 2], const u64* words,
+                                                    int unit, int lane, u32 tag) {
+    for (int tries = 0;; tries++) {
+      bool there = true;
+      if constexpr (S::PLAIN) {
+        const u64 word = peek(words + lane);
+        pairs[0] = (u32)word;
+        there = (u32)(word >> 32) == tag || input(unit, lane, 0) >= O::K;
+      } else {
+#pragma unroll
+        for (int i = 0; i < INPUTS / 2; i += 2) {
+          u64 both[2];
+          peek_two(words + i * 32 + lane * 2, both);
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const bool wanted = O::K % S::UNIT == 0 || input(unit, lane, 2 * (i + j)) < O::K;
+            pairs[i + j] = wanted ? (u32)both[j] : 0;
+            there &= (u32)(both[j] >> 32) == tag || !wanted;
+          }
+        }
+      }
+      if (all_there(there)) return;
+      if (tries > TRIES) give_up();
+    }
+  }
+
   // A unit of x, times the norm's weight, as digits or, for 16-bit weights, as it is.
   static __device__ __forceinline__ void prepare(Program& p, int unit, const u64* x, u32 tag,
                                                  const Norm* norm) {
     Shared& s = *p.s;
     const int lane = p.lane;
-    int at[INPUTS / 2];
     float gain[INPUTS];
+    if (O::NORM) {
 #pragma unroll
-    for (int i = 0; i < INPUTS; i += 2) {
-      const int k = input(unit, lane, i);
-      at[i / 2] = k < O::K ? ((S::SUMMED ? unit / S::ROW_UNITS * O::K : 0) + k) / 2 : -1;
-      if (O::NORM) {
+      for (int i = 0; i < INPUTS; i++) {
+        const int k = input(unit, lane, i);
         gain[i] = k < O::K ? any_number(norm[k]) : 0;
-        gain[i + 1] = k < O::K ? any_number(norm[k + 1]) : 0;
       }
     }
     u32 pairs[INPUTS / 2];
-    await(pairs, x, at, tag);
+    if (tag == 0 || !SAME) {
+      int at[INPUTS / 2];
+#pragma unroll
+      for (int i = 0; i < INPUTS / 2; i++) {
+        const int k = input(unit, lane, 2 * i);
+        at[i] = k < O::K ? k / 2 : -1;
+        if constexpr (!SAME) at[i] = k < O::K ? Place::word(0, k) : -1;
+      }
+      await(pairs, x, at, tag);
+    } else {
+      await_unit(pairs, x + unit * (S::UNIT / 2), unit, lane, tag);
+    }
     float v[INPUTS], squares = 0;
     u32 most = 0x20000000;  // 1e-19
 #pragma unroll
@@ -332,22 +406,28 @@ struct Product : Sizes<O> {
       const Operands o(s, unit, lane);
       const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
       const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
-      int c4[4] = {0, 0, 0, 0};
-      float offset = 0;
+      int c4[4][4] = {};  // of its own for each m: chains of products that wait for each other are slow
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         if constexpr (O::BITS == 4) {
-          imma(c4, O::E2M1 ? ones : both, o.b[m][0][0], o.b[m][1][0]);
-          imma(c4, ones, o.b[m][0][1], o.b[m][1][1]);
+          imma(c4[m], O::E2M1 ? ones : both, o.b[m][0][0], o.b[m][1][0]);
+          imma(c4[m], ones, o.b[m][0][1], o.b[m][1][1]);
         } else {
-          imma(c4, ones, o.b[m][0][0], o.b[m][1][0]);
+          imma(c4[m], ones, o.b[m][0][0], o.b[m][1][0]);
         }
-        if ((m + 1) % (4 / SETS) == 0) {
-          const float sum = (float)(c4[0] + 256 * c4[1]);
-          if (lane < 4) s.sums[unit][m / (4 / SETS)][lane] = sum;
-          offset += sum;
-          c4[0] = c4[1] = c4[2] = c4[3] = 0;
+      }
+      float offset = 0;
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        int low = 0, high = 0;
+#pragma unroll
+        for (int m = set * (4 / SETS); m < (set + 1) * (4 / SETS); m++) {
+          low += c4[m][0];
+          high += c4[m][1];
         }
+        const float sum = (float)(low + 256 * high);
+        if (lane < 4) s.sums[unit][set][lane] = sum;
+        offset += sum;
       }
       // 1 / scale, and what else a product is too large by: int4's codes 16, e2m1's 2. Infinity and
       // NaN have no digits.
@@ -396,7 +476,8 @@ struct Product : Sizes<O> {
     }
   }
 
-  static __device__ __forceinline__ void add_products(int (&c)[4], const u32 (&a)[4],
+  // Two sums, so that products need not wait for each other.
+  static __device__ __forceinline__ void add_products(int (&c)[4], int (&d)[4], const u32 (&a)[4],
                                                       const u32 (&b)[2][2]) {
     if constexpr (O::E2M1) {
 #pragma unroll
@@ -404,16 +485,21 @@ struct Product : Sizes<O> {
         u32 bytes[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) bytes[i] = to_bytes(a[i] >> 16 * kind);
-        imma(c, bytes, b[0][kind], b[1][kind]);
+        imma(kind ? d : c, bytes, b[0][kind], b[1][kind]);
       }
     } else {
       imma(c, a, b[0][0], b[1][0]);
       if constexpr (O::BITS == 4) {
         const u32 low[4] = {a[0] & 0x0f0f0f0fu, a[1] & 0x0f0f0f0fu, a[2] & 0x0f0f0f0fu,
                             a[3] & 0x0f0f0f0fu};
-        imma(c, low, b[0][1], b[1][1]);
+        imma(d, low, b[0][1], b[1][1]);
       }
     }
+  }
+
+  // What two columns of a sum make, of row i * 8.
+  static __device__ __forceinline__ float value_of(const int (&c)[4], const int (&d)[4], int i) {
+    return (float)(c[2 * i] + d[2 * i]) + 256 * (float)(c[2 * i + 1] + d[2 * i + 1]);
   }
 
   // What a lane needs of x and of the slot's order for the same unit of several tiles.
@@ -435,13 +521,13 @@ struct Product : Sizes<O> {
       const int row = lane >> 2, half = lane >> 1 & 1, unit_block = 2 * in_row(unit);
       const uint4* from = (const uint4*)(stage + wl * 2048) + lane;
       const uint4 p[2][2] = {{from[0], from[32]}, {from[64], from[96]}};  // [block][row or row + 8]
-      int c[4] = {0, 0, 0, 0};
+      int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const uint4 low = p[m >> 1][0], high = p[m >> 1][1];
         const u32 a[4] = {m & 1 ? low.z : low.x, m & 1 ? high.z : high.x, m & 1 ? low.w : low.y,
                           m & 1 ? high.w : high.y};
-        add_products(c, a, o.b[m]);
+        add_products(c, d, a, o.b[m]);
         if (S::GROUPED && (m + 1) % (4 / SETS) == 0) {
           const int set = m / (4 / SETS);
           const int block = unit_block + (SETS == 1 ? half : SETS == 2 ? set : set >> 1);
@@ -453,16 +539,15 @@ struct Product : Sizes<O> {
               float scale, zero;
               group_of(stage + S::CODE_BYTES, (chunk * 16 + row + 8 * i) * O::PARTS + part, scale,
                        zero);
-              (i ? y1 : y0) += scale * ((float)c[2 * i] + 256 * (float)c[2 * i + 1] -
-                                        zero * sums[set]);
+              (i ? y1 : y0) += scale * (value_of(c, d, i) - zero * sums[set]);
             }
           }
-          c[0] = c[1] = c[2] = c[3] = 0;
+          c[0] = c[1] = c[2] = c[3] = d[0] = d[1] = d[2] = d[3] = 0;
         }
       }
       if (!S::GROUPED) {
-        y0 = (float)c[0] + 256 * (float)c[1];
-        y1 = (float)c[2] + 256 * (float)c[3];
+        y0 = value_of(c, d, 0);
+        y1 = value_of(c, d, 1);
       }
       y0 *= scale;
       y1 *= scale;
@@ -544,6 +629,7 @@ struct Product : Sizes<O> {
 
   // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
   // it is there, as a plain row.
+  template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, float eps, float limit, float alpha,
                                                 u64* out, u32 tag, u16* row_out) {
@@ -594,19 +680,20 @@ struct Product : Sizes<O> {
     const float low = __shfl_sync(~0u, y, lane * 2 & 31), high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
     const int pair = tile * (ROWS / 2) + lane;
     if (lane < ROWS / 2 && 2 * pair < O::N) {
-      poke(out + (O::EXPERTS && O::GATED ? nth * O::N : 0) / 2 + pair,
-           word_of(pair_of(low, high), tag));
+      poke(out + To::word(nth, 2 * pair), word_of(pair_of(low, high), tag));
       if (O::RESIDUAL && row_out) ((u32*)row_out)[pair] = pair_of(low, high);
     }
   }
 
-  // x: words with this tag, or a plain row if x_tag is 0.
+  // x: words with this tag, or a plain row if x_tag is 0. To: where what comes out is read.
+  template <class To>
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
                                              const u64* x, u32 x_tag, float eps, float limit,
                                              float alpha, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
     if (!here) return;
+    p.ask_again();
     p.turn ^= 1;
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
@@ -632,7 +719,7 @@ struct Product : Sizes<O> {
     meet();
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
-      finish(p, t, layer, field, eps, limit, alpha, out, tag, row_out);
+      finish<To>(p, t, layer, field, eps, limit, alpha, out, tag, row_out);
   }
 };
 
@@ -719,6 +806,7 @@ struct Producer {
   __device__ __forceinline__ void feed(const Layer& layer, int which) {
     typedef Product<O> P;
     typedef Sizes<O> S;
+    p.ask_again();
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
@@ -827,162 +915,186 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// Which slots of the cache a token at `position` sees, and who has which of them.
+// Attention's programs: each has a kv head, PART of its columns of values, and one of n splits of
+// the slots that a token at `position` sees.
+constexpr int PART = 64, PARTS = HEAD_DIM / PART;
 struct Splits {
   int first, end, chunk, n;
   __device__ __forceinline__ Splits(int position, int window) {
     end = position + 1;
     first = window && end > window ? end - window : 0;
-    const int programs = max(1, (int)gridDim.x / KV_HEADS);
-    n = min(min(LARGEST_SPLITS, programs), (end - first + 63) / 64);
+    const int programs = max(1, (int)gridDim.x / (KV_HEADS * PARTS));
+    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
     chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
     n = (end - first + chunk - 1) / chunk;
   }
 };
 
+// 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
+// slots g and g + 8, an eighth of each 32 elements, and columns 8 g to 8 g + 7 of the values of slots
+// 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+struct Slots {
+  uint4 k[2][EACH], v[4];
+  // The first is `keys`; behind the last, the last again.
+  __device__ __forceinline__ void load_keys(const u16* keys, int last, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u16* row = keys + min((lane >> 2) + r * 8, last) * HEAD_DIM + (lane & 3) * 8;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) k[r][i] = *(const uint4*)(row + 32 * i);
+    }
+  }
+  __device__ __forceinline__ void load_values(const u16* values, int last, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int slot = min(j / 2 * 8 + (lane & 3) * 2 + j % 2, last);
+      v[j] = *(const uint4*)(values + slot * HEAD_DIM + (lane >> 2) * 8);
+    }
+  }
+};
+
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
-// fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total.
-__device__ __forceinline__ void attend_split(const Program& p, const Layer& layer, int kv, int split,
-                                             const Splits& of, const u64* qkv, u64* parts, u64* out,
-                                             u32 tag, int position, float eps, float scale) {
+// fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total. Each warp has every
+// WARPS-th 16 slots and, as in arXiv 2307.08691, its own largest score; in the end they are joined.
+__device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
+                                       const Splits& of, const u64* qkv, u64* parts, u64* out,
+                                       u32 tag, int position, float eps, float scale) {
+  p.ask_again();
   Shared& s = *p.s;
-  const int lane = p.lane, warp = p.warp;
-  const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, of.end);
-  u16 *const k_cache = layer.at<u16>(K_CACHE), *const v_cache = layer.at<u16>(V_CACHE);
-  const HeadNorm *q_norm = layer.at<const HeadNorm>(Q_NORM), *k_norm = layer.at<const HeadNorm>(K_NORM);
-  const float *cos = layer.at<const float>(COS) + (long long)position * HEAD_DIM,
-              *sin = layer.at<const float>(SIN) + (long long)position * HEAD_DIM;
-  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
-  const long long length = (long long)(layer.number_of(WINDOW) >> 32);  // slots of the cache
-  const u16 *const keys = k_cache + kv * length * HEAD_DIM, *const values = v_cache + kv * length * HEAD_DIM;
+  const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
+  const int split = task % of.n, part = task / of.n % PARTS, kv = task / of.n / PARTS;
+  const bool has_new = split + 1 == of.n;
+  // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
+  const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, position);
+  const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
+  const int length = (int)(layer.number_of(WINDOW) >> 32);  // slots of the cache
+  const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
+  Slots slots;
+  if (warp < cached) slots.load_keys(keys + warp * 16 * HEAD_DIM, end - begin - warp * 16 - 1, lane);
 
 #pragma unroll 1
-  for (int i = warp; i < QUERIES + (of.end == end ? 2 : 0); i += WARPS) {
+  for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
-    const int head = i < QUERIES ? kv * QUERIES + i : i == QUERIES ? HEADS + kv : HEADS + KV_HEADS + kv;
-    await_head(x, qkv, head, tag, lane);
-    if (i <= QUERIES) turn(x, i < QUERIES ? q_norm : k_norm, cos, sin, eps, lane);
-    put_head(i < QUERIES ? s.q[i] : i == QUERIES ? s.k : s.v, x, lane);
-    if (i >= QUERIES)
-      put_head((i == QUERIES ? k_cache : v_cache) + (kv * length + position) * HEAD_DIM, x, lane);
+    const bool is_query = i < QUERIES, is_key = i == QUERIES;
+    await_head(x, qkv, is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv, tag, lane);
+    if (is_query || is_key)
+      turn(x, layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
+           layer.at<const float>(COS) + (long long)position * HEAD_DIM,
+           layer.at<const float>(SIN) + (long long)position * HEAD_DIM, eps, lane);
+    put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
+    if (!is_query && part == 0)
+      put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
+                   ((long long)kv * length + position) * HEAD_DIM,
+               x, lane);
   }
-  for (int h = warp * 32 + lane; h < QUERIES; h += WARPS * 32) {
-    s.largest[h] = -1e30f;
-    s.total[h] = 0;
-  }
+  const u16* values =
+      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * PART;
   meet();
 
-  constexpr int COLUMNS = HEAD_DIM / WARPS;  // of values, a warp's
-  constexpr int COLUMN_LANES = COLUMNS / 2, SLOT_LANES = 32 / COLUMN_LANES;
-  const int e = warp * COLUMNS + lane % COLUMN_LANES * 2;
-  float acc[QUERIES][2];
-#pragma unroll
-  for (int h = 0; h < QUERIES; h++) acc[h][0] = acc[h][1] = 0;
+  float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
-  for (int pass = begin; pass < end; pass += PASS) {
-    const int here = min(PASS, end - pass);
-    // Scores: 16 slots of a warp times eight queries.
-    if (warp * 16 < here) {
-      const int g = lane >> 2, t = lane & 3;
-      const u16* row[2];
+  for (int tile = warp; tile < all_tiles; tile += WARPS) {
+    const bool is_new = tile == cached;
+    const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
+    if (is_new || tile >= WARPS) slots.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
+    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
+    float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
+    const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int slot = min(pass + warp * 16 + r * 8 + g, end - 1);
-        row[r] = slot == position ? s.k : keys + (long long)slot * HEAD_DIM;
-      }
-      uint4 k[2][EACH];
+    for (int i = 0; i < EACH; i++) {
+      const uint4 q = *(const uint4*)(query + 32 * i + 8 * t), k0 = slots.k[0][i], k1 = slots.k[1][i];
+      mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
+      mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
+    }
+    float most[2] = {largest[0], largest[1]};
 #pragma unroll
-      for (int i = 0; i < EACH; i++)
+    for (int i = 0; i < 4; i++) {
+      c[i] = g + i / 2 * 8 <= last ? (c[i] + d[i]) * (scale * LOG2_E) : -1e30f;
+      most[i % 2] = fmaxf(most[i % 2], c[i]);
+    }
 #pragma unroll
-        for (int r = 0; r < 2; r++) k[r][i] = *(const uint4*)(row[r] + 32 * i + 8 * t);
+    for (int j = 0; j < 2; j++) {
 #pragma unroll
-      for (int octet = 0; octet < QUERIES; octet += 8) {
-        float c[4] = {0, 0, 0, 0};
-        const u16* query = s.q[min(octet + g, QUERIES - 1)];
+      for (int o = 4; o < 32; o *= 2) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+      const float shrink = exp2f(largest[j] - most[j]);
+      largest[j] = most[j];
+      total[j] *= shrink;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-          const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-          const u32 a[4] = {k[0][i].x, k[1][i].x, k[0][i].y, k[1][i].y};
-          const u32 b[4] = {k[0][i].z, k[1][i].z, k[0][i].w, k[1][i].w};
-          mma(c, a, q.x, q.y);
-          mma(c, b, q.z, q.w);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int slot = warp * 16 + g + i / 2 * 8, h = octet + 2 * t + i % 2;
-          if (h < QUERIES) s.scores[slot][h] = slot < here ? c[i] * scale * LOG2_E : -1e30f;
-        }
+      for (int i = 0; i < 4; i++) {
+        acc[i][j] *= shrink;
+        acc[i][j + 2] *= shrink;
       }
     }
-    meet();
-#pragma unroll 1
-    for (int h = warp; h < QUERIES; h += WARPS) {
-      float most = s.largest[h], sum = 0;
-      for (int slot = lane; slot < here; slot += 32) most = fmaxf(most, s.scores[slot][h]);
-      most = all_lanes(most, larger);
-      for (int slot = lane; slot < here; slot += 32) {
-        const float share = exp2f(s.scores[slot][h] - most);
-        s.scores[slot][h] = share;
-        sum += share;
-      }
-      sum = all_lanes(sum, add);
-      if (lane == 0) {
-        s.shrink[h] = exp2f(s.largest[h] - most);
-        s.total[h] = s.total[h] * s.shrink[h] + sum;
-        s.largest[h] = most;
-      }
-    }
-    meet();
 #pragma unroll
-    for (int h = 0; h < QUERIES; h++) {
-      const float shrink = s.shrink[h];
-      acc[h][0] *= shrink;
-      acc[h][1] *= shrink;
+    for (int i = 0; i < 4; i++) {
+      c[i] = exp2f(c[i] - most[i % 2]);
+      total[i % 2] += c[i];
     }
-#pragma unroll 4
-    for (int i = lane / COLUMN_LANES; i < here; i += SLOT_LANES) {
-      const int slot = pass + i;
-      const u32 v = *(const u32*)((slot == position ? s.v : values + (long long)slot * HEAD_DIM) + e);
+    // The shares as the right operand: pairs of slots of query g.
+    const u32 b0 = transposed(pair_of(c[0], c[1])), b1 = transposed(pair_of(c[2], c[3]));
 #pragma unroll
-      for (int h = 0; h < QUERIES; h++) {
-        const float share = s.scores[i][h];
-        acc[h][0] += share * low_number(v);
-        acc[h][1] += share * high_number(v);
-      }
+    for (int i = 0; i < 4; i++) {  // columns 8 g + 2 i and the next one
+      u32 v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        v[j] = i == 0 ? slots.v[j].x : i == 1 ? slots.v[j].y : i == 2 ? slots.v[j].z : slots.v[j].w;
+      mma(acc[i],
+          {__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
+           __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632)},
+          b0, b1);
     }
-    meet();
   }
 #pragma unroll
-  for (int h = 0; h < QUERIES; h++) {
+  for (int j = 0; j < 2; j++) {
 #pragma unroll
-    for (int o = COLUMN_LANES; o < 32; o *= 2) {
-      acc[h][0] += __shfl_xor_sync(~0u, acc[h][0], o);
-      acc[h][1] += __shfl_xor_sync(~0u, acc[h][1], o);
+    for (int o = 4; o < 32; o *= 2) total[j] += __shfl_xor_sync(~0u, total[j], o);
+    const int h = 2 * t + j;
+    if (h < QUERIES) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s.attended[warp][h][8 * g + 2 * i] = acc[i][j];
+        s.attended[warp][h][8 * g + 2 * i + 1] = acc[i][j + 2];
+      }
+      if (g == 0) {
+        s.largest[warp][h] = largest[j];
+        s.total[warp][h] = total[j];
+      }
     }
-    const int head = kv * QUERIES + h;
+  }
+  meet();
+  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
+  const int busy = min(WARPS, all_tiles);  // warps
+#pragma unroll 1
+  for (int i = warp * 32 + lane; i < QUERIES * PART; i += WARPS * 32) {
+    const int h = i / PART, column = i % PART, head = kv * QUERIES + h;
+    float most = SINKS && of.n == 1 ? sinks[head] * LOG2_E : -1e30f, y = 0;
+    for (int w = 0; w < busy; w++) most = fmaxf(most, s.largest[w][h]);
+    float all = SINKS && of.n == 1 ? exp2f(sinks[head] * LOG2_E - most) : 0;
+#pragma unroll 4
+    for (int w = 0; w < busy; w++) {
+      const float share = exp2f(s.largest[w][h] - most);
+      all += share * s.total[w][h];
+      y += share * s.attended[w][h][column];
+    }
     if (of.n == 1) {
-      const float most = SINKS ? fmaxf(s.largest[h], sinks[head] * LOG2_E) : s.largest[h];
-      const float shrink = exp2f(s.largest[h] - most);
-      const float total = s.total[h] * shrink + (SINKS ? exp2f(sinks[head] * LOG2_E - most) : 0);
-      if (lane < COLUMN_LANES)
-        poke(out + (head * HEAD_DIM + e) / 2,
-             word_of(pair_of(acc[h][0] * shrink / total, acc[h][1] * shrink / total), tag));
+      y /= all;
+      const float next = __shfl_down_sync(~0u, y, 1);
+      if (!(lane & 1))
+        poke(out + Product<Wo>::word(0, head * HEAD_DIM + part * PART + column),
+             word_of(pair_of(y, next), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + split) * (HEAD_DIM + 2);
-      if (lane < COLUMN_LANES) {
-        poke(to + e, word_of(__float_as_uint(acc[h][0]), tag));
-        poke(to + e + 1, word_of(__float_as_uint(acc[h][1]), tag));
-      }
-      if (warp == 0 && lane < 2)
-        poke(to + HEAD_DIM + lane,
-             word_of(__float_as_uint(lane ? s.total[h] : s.largest[h]), tag));
+      poke(to + part * PART + column, word_of(__float_as_uint(y), tag));
+      if (part == 0 && column < 2)
+        poke(to + HEAD_DIM + column, word_of(__float_as_uint(column ? all : most), tag));
     }
   }
 }
 
 // Several splits' parts -> words of `out`. A warp has 32 elements of a head.
-__device__ __forceinline__ void combine(const Program& p, const Layer& layer, int n,
-                                        const u64* parts, u64* out, u32 tag) {
+__device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* parts,
+                                        u64* out, u32 tag) {
+  p.ask_again();
   const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
   const int lane = p.lane;
 #pragma unroll 1
@@ -1013,7 +1125,8 @@ __device__ __forceinline__ void combine(const Program& p, const Layer& layer, in
     }
     y /= total;
     const float next = __shfl_down_sync(~0u, y, 1);
-    if (!(lane & 1)) poke(out + (head * HEAD_DIM + e) / 2, word_of(pair_of(y, next), tag));
+    if (!(lane & 1))
+      poke(out + Product<Wo>::word(0, head * HEAD_DIM + e), word_of(pair_of(y, next), tag));
   }
 }
 
@@ -1072,21 +1185,20 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     const Layer layer = next;
     if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
     const u32 tag = first_tag + i;
-    Product<Qkv>::run(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag);
+    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag);
     const Splits splits(position, (int)(u32)layer.number_of(WINDOW));
 #pragma unroll 1
-    for (int task = blockIdx.x; task < KV_HEADS * splits.n; task += gridDim.x) {
+    for (int task = blockIdx.x; task < KV_HEADS * PARTS * splits.n; task += gridDim.x) {
       if (task != blockIdx.x) meet();  // the task before is done with shared memory
-      attend_split(p, layer, task / splits.n, task % splits.n, splits, qkv, parts, attended, tag,
-                   position, qk_eps, scale);
+      attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);
-    Product<Wo>::run(p, layer, WO, attended, tag, 0, 0, 0, middle, tag);
+    Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, 0, 0, 0, middle, tag);
 #if CHOSEN
-    Product<RouterOp>::run(p, layer, ROUTER, middle, tag, eps, 0, 0, logits, tag);
+    Product<RouterOp, Product<Up>>::run<InOrder>(p, layer, ROUTER, middle, tag, eps, 0, 0, logits, tag);
 #endif
-    Product<Up>::run(p, layer, UP, middle, tag, eps, limit, alpha, gated, tag);
-    Product<Down>::run(p, layer, DOWN, gated, tag, 0, 0, 0, ends, tag,
+    Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, eps, limit, alpha, gated, tag);
+    Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, 0, 0, 0, ends, tag,
                        i + 1 == LAYERS ? y : nullptr);
   }
 }

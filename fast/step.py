@@ -175,6 +175,8 @@ def why_launches(decoder: nn.Module) -> str | None:
             return "gates, shared or normed values, or queries that grow"
         if 2 * len(rope.frequencies) != attn.head_dim or attn.head_dim not in (64, 128, 256):
             return f"heads of {attn.head_dim} of which {2 * len(rope.frequencies)} turn"
+        if attn.sizes[0] > 8 * attn.sizes[1]:
+            return f"{attn.sizes[0] // attn.sizes[1]} queries of a key"
         if cache.k_scale is not None or cache.v_scale is not None:
             return "an int8 cache"
         if cache.k.shape != cache.v.shape:
@@ -216,14 +218,19 @@ class Step:
         of = {operation.name: operation.w for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
         n = self.moe.how.n if self.moe else 1
+
+        def inputs(w: Packed | Plain) -> int:
+            """Words of a row of inputs: whole units of two blocks."""
+            return -(-w.K // (2 * w.block)) * w.block
+
         shapes = (
             of["Qkv"].N // 2,
             H * LARGEST_SPLITS * (E + 2),
-            of["Wo"].K // 2,
-            of["Wo"].N // 2,
+            inputs(of["Wo"]),
+            inputs(of["Up"]),
             len(self.moe.how.weight) if self.moe else 1,
-            n * of["Down"].K // 2,
-            of["Down"].N // 2,
+            n * inputs(of["Down"]),
+            inputs(of["Qkv"]),
         )
         self.words = [torch.zeros(size, dtype=torch.int64, device=device) for size in shapes]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)

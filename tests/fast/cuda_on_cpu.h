@@ -261,16 +261,30 @@ inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long y)
 }
 inline void expect_and_arrive(unsigned long long* b, int bytes) { arrive(b, bytes); }
 inline void meet() { meet(0); }
+inline int thread_number() { return threadIdx.x; }
 inline void give_up() { abort(); }
 // Each lane waits for its own words, and leaves the processor to the others meanwhile.
 inline bool all_there(bool mine) {
   if (!mine) std::this_thread::sleep_for(std::chrono::microseconds(300));
   return mine;
 }
+inline void peek_two(const unsigned long long* p, unsigned long long (&y)[2]) {
+  y[0] = peek(p), y[1] = peek(p + 1);
+}
 inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   multiply(c, a, b0, b1, [](unsigned x, unsigned y) {
     return number(x) * number(y) + number(x >> 16) * number(y >> 16);
   });
+}
+inline unsigned transposed(unsigned pair) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  unsigned y = 0;
+  for (int source = 0; source < 32; source++) {
+    const unsigned other = from_lane(pair, source);
+    for (int j = 0; j < 2; j++)
+      if (source / 4 == 2 * t + j && source % 4 == g / 2) y |= (other >> g % 2 * 16 & 0xFFFF) << 16 * j;
+  }
+  return y;
 }
 
 typedef const unsigned short* Numbers;
