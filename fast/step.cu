@@ -199,7 +199,7 @@ struct Shared {
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
-static_assert(STAGES >= 3, "the ring does not fit in shared memory");
+static_assert(STAGES >= 2 * GROUPS + 1, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
 
 struct Program {  // as a warp sees it
@@ -215,9 +215,14 @@ struct Program {  // as a warp sees it
   }
   __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
 };
-// The part of `all` that this program has: itself, and every gridDim.x-th one behind.
-__device__ __forceinline__ int share_of(int all) {
-  return ((int)blockIdx.x < all) ? (all - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+// Of what is dealt out to the programs in turn: the n-th program from `from` on.
+__device__ __forceinline__ int turn_of(int from) {
+  const int n = (int)blockIdx.x - from;
+  return n < 0 ? n + (int)gridDim.x : n;
+}
+// How many of `all` the n-th program gets: number n, and every gridDim.x-th one behind.
+__device__ __forceinline__ int share_of(int all, int n = blockIdx.x) {
+  return n < all ? (all - 1 - n) / (int)gridDim.x + 1 : 0;
 }
 
 __device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
@@ -455,6 +460,11 @@ struct Product : Sizes<O> {
       chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
     }
   };
+  // The program's place among those that the tiles are dealt out to. The few of a router go to the
+  // last programs, which have the fewest other ones.
+  static __device__ __forceinline__ int first_tile() {
+    return turn_of(O::FLOAT_OUT ? max(0, (int)gridDim.x - S::ALL) : 0);
+  }
   static __device__ __forceinline__ int nth_of(int tile, int unit) {
     return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
   }
@@ -596,18 +606,32 @@ struct Product : Sizes<O> {
     const typename Either<S::PLAIN, PlainUnit, Unit>::Type u(s, there ? step : 0, there ? wl : 0,
                                                             p.lane);
 #pragma unroll 1
-    for (int t = begin; t < here; t += by, at += by_slots) {
-      float y0 = 0, y1 = 0;
-      wait(&s.full[at % STAGES], at / STAGES & 1);
-      if (there) u.multiply(p.slot(at), y0, y1);
+    for (int t = begin; t < here; t += 2 * by, at += 2 * by_slots) {
+      // Two tiles at once, whose instructions need not wait for each other.
+      const bool both = t + by < here;
+      const int slots[2] = {at, both ? at + by_slots : at};
+      float y[2][2] = {};
+      wait(&s.full[slots[0] % STAGES], slots[0] / STAGES & 1);
+      wait(&s.full[slots[1] % STAGES], slots[1] / STAGES & 1);
+      if (there)
+#pragma unroll
+        for (int i = 0; i < 2; i++) u.multiply(p.slot(slots[i]), y[i][0], y[i][1]);
       __syncwarp();
-      if (p.lane == 0) arrive(&s.empty[at % STAGES]);
-      // The four lanes of a row: the odd ones take row + 8.
-      float mine = column & 1 ? y1 : y0, other = column & 1 ? y0 : y1;
-      mine += __shfl_xor_sync(~0u, other, 1);
-      mine += __shfl_xor_sync(~0u, mine, 2);
-      float& sum = s.partial[t][entry][(p.lane >> 2) + 8 * column];
-      if (column < 2) sum = is_first ? mine : sum + mine;
+      if (p.lane == 0) {
+        arrive(&s.empty[slots[0] % STAGES]);
+        if (both) arrive(&s.empty[slots[1] % STAGES]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        // The four lanes of a row: the odd ones take row + 8.
+        float mine = column & 1 ? y[i][1] : y[i][0], other = column & 1 ? y[i][0] : y[i][1];
+        mine += __shfl_xor_sync(~0u, other, 1);
+        mine += __shfl_xor_sync(~0u, mine, 2);
+        if (column < 2 && (i == 0 || both)) {
+          float& sum = s.partial[t + i * by][entry][(p.lane >> 2) + 8 * column];
+          sum = is_first ? mine : sum + mine;
+        }
+      }
     }
   }
 
@@ -634,7 +658,7 @@ struct Product : Sizes<O> {
                                                 int field, float eps, float limit, float alpha,
                                                 u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
-    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
+    const int lane = p.lane, r = lane & 15, mine = first_tile() + t * (int)gridDim.x;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
     const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
     const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
@@ -691,7 +715,7 @@ struct Product : Sizes<O> {
                                              const u64* x, u32 x_tag, float eps, float limit,
                                              float alpha, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
-    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    const int here = share_of(S::ALL, first_tile()), field = which * PER_PRODUCT;
     if (!here) return;
     p.ask_again();
     p.turn ^= 1;
@@ -807,7 +831,7 @@ struct Producer {
     typedef Product<O> P;
     typedef Sizes<O> S;
     p.ask_again();
-    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
+    const int here = share_of(S::ALL, P::first_tile()), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
 #pragma unroll 1
@@ -816,7 +840,7 @@ struct Producer {
       for (int t = 0; t < here; t++)
 #pragma unroll 1
         for (int step = first; step < min(first + P::ABREAST, S::STEPS); step++)
-          feed_slot<O>(codes, scales, blockIdx.x + t * gridDim.x, step);
+          feed_slot<O>(codes, scales, P::first_tile() + t * (int)gridDim.x, step);
   }
 
 #if CHOSEN
@@ -892,24 +916,34 @@ __device__ __forceinline__ void await_head(float (&x)[EACH], const u64* words, i
 #pragma unroll
   for (int i = 0; i < EACH; i++) x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
 }
-// RMSNorm and the rotation of a query or key.
-__device__ __forceinline__ void turn(float (&x)[EACH], const HeadNorm* norm, const float* cos,
-                                     const float* sin, float eps, int lane) {
-  if (QK_NORM) {
-    float squares = 0;
+// RMSNorm and the rotation of a query or key, whose factors are loaded before it is there.
+struct Turn {
+  float norm[EACH], cos[EACH], sin[EACH];
+  __device__ __forceinline__ Turn(const HeadNorm* weight, const float* cosines, const float* sines,
+                                  int lane) {
 #pragma unroll
-    for (int i = 0; i < EACH; i++) squares += x[i] * x[i];
-    const float rms = rsqrtf(all_lanes(squares, add) / HEAD_DIM + eps);
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      x[i] = number(rounded(x[i] * rms * any_number(norm[lane * EACH + i])));
+    for (int i = 0; i < EACH; i++) {
+      norm[i] = QK_NORM ? any_number(weight[lane * EACH + i]) : 1;
+      cos[i] = cosines[lane * EACH + i];
+      sin[i] = sines[lane * EACH + i];
+    }
   }
+  __device__ __forceinline__ void operator()(float (&x)[EACH], float eps, int lane) const {
+    if (QK_NORM) {
+      float squares = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const float other = __shfl_xor_sync(~0u, x[i], 16);
-    x[i] = x[i] * cos[lane * EACH + i] + (lane < 16 ? -other : other) * sin[lane * EACH + i];
+      for (int i = 0; i < EACH; i++) squares += x[i] * x[i];
+      const float rms = rsqrtf(all_lanes(squares, add) / HEAD_DIM + eps);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) x[i] = number(rounded(x[i] * rms * norm[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const float other = __shfl_xor_sync(~0u, x[i], 16);
+      x[i] = x[i] * cos[i] + (lane < 16 ? -other : other) * sin[i];
+    }
   }
-}
+};
 __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int lane) {
 #pragma unroll
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
@@ -969,18 +1003,15 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
   const int length = (int)(layer.number_of(WINDOW) >> 32);  // slots of the cache
   const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
-  Slots slots;
-  if (warp < cached) slots.load_keys(keys + warp * 16 * HEAD_DIM, end - begin - warp * 16 - 1, lane);
-
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
     const bool is_query = i < QUERIES, is_key = i == QUERIES;
+    const Turn turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
+                    layer.at<const float>(COS) + (long long)position * HEAD_DIM,
+                    layer.at<const float>(SIN) + (long long)position * HEAD_DIM, lane);
     await_head(x, qkv, is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv, tag, lane);
-    if (is_query || is_key)
-      turn(x, layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
-           layer.at<const float>(COS) + (long long)position * HEAD_DIM,
-           layer.at<const float>(SIN) + (long long)position * HEAD_DIM, eps, lane);
+    if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
     if (!is_query && part == 0)
       put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
@@ -996,8 +1027,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const bool is_new = tile == cached;
     const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
-    if (is_new || tile >= WARPS) slots.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
-    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
+    Slots slots;
+    slots.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
@@ -1006,6 +1037,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
+    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1187,9 +1219,10 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     const u32 tag = first_tag + i;
     Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag);
     const Splits splits(position, (int)(u32)layer.number_of(WINDOW));
+    const int first_task = turn_of(gridDim.x / 2);  // the first programs have more of the tiles
 #pragma unroll 1
-    for (int task = blockIdx.x; task < KV_HEADS * PARTS * splits.n; task += gridDim.x) {
-      if (task != blockIdx.x) meet();  // the task before is done with shared memory
+    for (int task = first_task; task < KV_HEADS * PARTS * splits.n; task += gridDim.x) {
+      if (task != first_task) meet();  // the task before is done with shared memory
       attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);

@@ -1,0 +1,215 @@
+"""
+All layers of a step in one launch (step.cu), judged by model.py in float64. On a CPU each of its
+threads is a thread, and all programs run at once.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from fast import use_kernels
+from fast.decoder import install_kernels
+from fast.step import Step, why_launches
+from gemv_on_cpu import step_on_cpu
+from helpers import GOLDEN, load_checkpoint, make, on_each_device
+from model import MoE, Transformer
+from quantize import QuantizedExperts, QuantizedLinear, plain_layer, replace_layers
+from test_experts import random_experts
+
+BF16 = torch.bfloat16
+SIZES = dict(
+    hidden_size=256,
+    intermediate_size=320,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=64,
+    num_hidden_layers=2,
+)
+EXPERTS = dict(num_experts=6, num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=64)
+# The kind of model and what its config changes; the format and its groups; the token's position;
+# programs. Of several splits of a text there are at least two programs for each kv head.
+CASES = {
+    "splits": ("llama", dict(num_key_value_heads=1), "int4", 32, 300, 5),
+    "odd sizes": ("qwen2", dict(hidden_size=288, intermediate_size=224), "int8", None, 40, 3),
+    "groups and norms": ("qwen3", dict(head_dim=128, intermediate_size=384), "int4", 128, 0, 4),
+    "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
+    "experts in 16 bits": ("mixtral", EXPERTS | dict(intermediate_size=64), None, None, 17, 3),
+    "mxfp4": ("gpt_oss", EXPERTS | dict(intermediate_size=64, sliding_window=24), None, None, 90, 3),
+}
+
+
+def loaded(directory, case: str, device: str) -> tuple[Transformer, Transformer, int, int]:
+    """A model of random weights over a random cache, and the same in float64."""
+    kind, changes, quantize, group, position, programs = CASES[case]
+    torch.manual_seed(3)
+    make(directory, kind, **SIZES | changes)
+    model = load_checkpoint(directory, torch.device("cpu"), BF16, quantize, group)
+    for part in [part for part in model.modules() if type(part) is MoE]:
+        part.router.weight.data *= 3  # no choice is a matter of a rounding
+        if case == "mxfp4":
+            X, D, F = part.moe.n_expert, *part.w_down.weight.shape[1:]
+            for name, (N, K) in dict(w_gate_up=(2 * F, D), w_down=(D, F)).items():
+                setattr(part, name, random_experts(X, N, K, "mxfp4", 32, "bias", "cpu"))
+    model.setup(320, 1)
+    for layer in model.layers:
+        layer.attn.cache.k.normal_()
+        layer.attn.cache.v.normal_()
+    exact = deepcopy(model)
+    for of in (QuantizedExperts, QuantizedLinear):
+        replace_layers(
+            exact, of, lambda layer: plain_layer(layer.dequantize(torch.float64), layer.bias)
+        )
+    return model.to(device), exact.double(), position, programs
+
+
+@torch.no_grad()
+def through_layers(exact: Transformer, x: torch.Tensor, position: int) -> torch.Tensor:
+    """x [1, D] -> what leaves the last layer [1, D]"""
+    found = []
+    hook = exact.norm.register_forward_pre_hook(lambda norm, given: found.append(given[0]))
+    positions = torch.tensor([[position]])
+    exact(torch.zeros(1, 1, dtype=torch.long), positions, inputs=x.double()[None])
+    hook.remove()
+    return found[0][0]
+
+
+def step_of_model(model: Transformer, programs: int, directory) -> tuple:
+    """The step as a function of x and the position, and its decoder."""
+    if model.embed.weight.is_cuda:
+        decoder = install_kernels(model)
+        assert decoder.one_row is not None
+
+        def run(x, position):
+            positions = torch.tensor([[position]], device="cuda")
+            return decoder.one_row(x.cuda(), positions).cpu()
+
+        return run, decoder
+    decoder = use_kernels(model).decoder
+    assert why_launches(decoder) is None
+    step = Step(decoder, programs, 150_000, warps=8)
+    return lambda x, position: step_on_cpu(directory, step, x, torch.tensor([[position]])), decoder
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> None:
+    """Up to bf16's roundings: of the stream, four times, and of what is added to it."""
+    size = expected.norm() + (expected - x.double()).norm()
+    assert (found.double() - expected).norm() < 0.005 * size
+
+
+@on_each_device
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
+    """What comes out, twice the same to the bit, and the new token's key and value."""
+    model, exact, position, programs = loaded(tmp_path, case, device)
+    run, _ = step_of_model(model, programs, tmp_path)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    expected = through_layers(exact, x, position)
+    found = run(x, position)
+    assert_close(found, expected, x)
+    for layer, same in zip(model.layers, exact.layers):
+        caches = layer.attn.cache, same.attn.cache
+        for a, b in zip(*([cache.k, cache.v] for cache in caches)):
+            torch.testing.assert_close(a.cpu().double(), b, atol=0.03, rtol=0.02)
+    assert torch.equal(run(x, position), found)
+
+
+@on_each_device
+@torch.no_grad()
+def test_equal_logits_choose_as_many_experts(tmp_path, device):
+    """All experts are the same: which of them are taken is not seen, how many are is."""
+    model, exact, position, programs = loaded(tmp_path, "experts in 16 bits", device)
+    for part in [part for m in (model, exact) for part in m.modules() if type(part) is MoE]:
+        part.router.weight.zero_()
+        for experts in (part.w_gate_up, part.w_down):
+            experts.weight.copy_(experts.weight[:1].expand_as(experts.weight).clone())
+    run, _ = step_of_model(model, programs, tmp_path)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    expected = through_layers(exact, x, position)
+    assert_close(run(x, position), expected, x)
+
+
+@on_each_device
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", ["groups and norms", "experts"])
+@torch.no_grad()
+def test_nan_and_infinity_come_out(tmp_path, case, value, device):
+    """In x, or as a weight of a norm, in which nothing else would show it. The router has both, too."""
+    model, _, position, programs = loaded(tmp_path, case, device)
+    model.layers[1].ffn_norm.weight[5] = value
+    run, _ = step_of_model(model, programs, tmp_path)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    assert not run(x, position).isfinite().any()
+    model.layers[1].ffn_norm.weight[5] = 1
+    assert run(x, position).isfinite().all()
+    x[0, 7] = value
+    assert not run(x, position).isfinite().any()
+
+
+def test_layers_of_another_kind_keep_their_launches():
+    reasons = {}
+    for family in ("gemma3", "glm4-moe-lite", "qwen3-5", "olmo2", "llama"):
+        if (GOLDEN / family).exists():
+            model = load_checkpoint(GOLDEN / family, dtype=BF16)
+            model.setup(64, 1)
+            reasons[family] = why_launches(use_kernels(model).decoder)
+    assert len(reasons) > 2 and all(reasons.values())
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_captured_step_gives_what_launches_give(tmp_path):
+    """300 tokens, each behind what the step before wrote into the cache, and another model's step
+    between them."""
+    model, exact, *_ = loaded(tmp_path, "groups and norms", "cuda")
+    other = deepcopy(model)
+    decoders = [install_kernels(m) for m in (model, other)]
+    x = torch.randn(1, model.config.dim, device="cuda").to(BF16)
+    positions = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    for decoder in decoders:
+        decoder.one_row(x, positions)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [decoder.one_row(x, positions) for decoder in decoders]
+    for position in range(300):
+        x.copy_(torch.randn(1, model.config.dim))
+        positions.fill_(position)
+        graph.replay()
+        assert torch.equal(*found)
+        if position % 50 == 49:
+            expected = through_layers(exact_after(exact, model, position), x.cpu(), position)
+            assert_close(found[0].cpu(), expected, x.cpu())
+
+
+def exact_after(exact: Transformer, model: Transformer, position: int) -> Transformer:
+    """exact, with the cache of model up to this position."""
+    for mine, of in zip(exact.layers, model.layers):
+        for name in ("k", "v"):
+            cached = getattr(of.attn.cache, name)[:, :, :position]
+            getattr(mine.attn.cache, name)[:, :, :position] = cached.cpu().double()
+    return exact
+
+
+def test_a_step_that_waits_in_vain_fails(tmp_path):
+    """Of a word that never comes: an error, not a hang. On a CPU that is the end of the process."""
+    import os
+    import signal
+
+    model, _, position, programs = loaded(tmp_path, "groups and norms", "cpu")
+    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    source = step.source().replace("#define TRIES 2097152", "#define TRIES 20")
+    # The first product's words have another tag.
+    first = "Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag)"
+    assert "#define TRIES 20\n" in source and first in source
+    step.source = lambda: source.replace(first, first.replace("qkv, tag)", "qkv, tag + 1)"))
+    child = os.fork()
+    if not child:
+        os.close(2)
+        step_on_cpu(tmp_path, step, torch.randn(1, 256).to(BF16), torch.tensor([[position]]))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT
