@@ -11,6 +11,7 @@ without Triton.
     engine.py         the captured engine
     decoder.py        swaps a model's modules for fast ones, by their type: decode of one row is
                       five launches a layer
+    step.py           or one launch for all layers, in CUDA C++ (step.cu), for models in int4
     linear.py         16-bit linear layers with norm, bias, SiLU gate and residual inside
     packed_linear.py  the same for int4, int8, FP8 and MXFP4 weights, by one of three kernels:
       packed_gemv.py  one row, in CUDA C++ (gemv.cu), 16-bit weights too
@@ -19,7 +20,8 @@ without Triton.
     experts.py        mixtures of experts: the router, and the products of the experts that some row
                       chose
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
-    nvrtc.py          compiles CUDA C++, with the compiler that comes with PyTorch, and launches it
+    nvrtc.py          compiles CUDA C++, with the compiler that comes with PyTorch, and launches it;
+                      ptx.cu has what gemv.cu, few.cu and step.cu ask of the GPU itself
     attention.py      attention with rope and the KV cache's update inside
     delta.py          recurrent layers: the gated delta rule and its norm, for decode
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort

@@ -10,6 +10,8 @@ launches too:
     w_gate_up    norm, product, SiLU gate          fused_linear
     w_down       product, residual                 fused_linear
 
+Of some models in int4 all layers of a step of one row are one launch: see step.py.
+
 With several ranks fused_all_reduce adds the residual, behind wo and w_down. With several rows the
 norms are launches of their own: seven. So is always a norm behind a branch (OLMo, Gemma 3), which
 adds the residual in the product's place. Prefill keeps the model's own forward, with attention and
@@ -549,6 +551,7 @@ class FusedDecoder(nn.Module):
 
     kernels: all layers' attention has a kernel for decode, which finds the slots in use by itself.
     finds_slots: so have prompts; those of latent attention are model.py's, and want slots.
+    one_row: a step.Step for the layers of one row, if they need no launches of their own.
 
     The residual stream is 1 / residual_scale times model.py's: so the scale costs nothing, as
     RMSNorms take it out. A Config field that changes model.py's forward must be handled here before

@@ -1,7 +1,7 @@
-// All layers of a decode step of one row in one launch. step.py has the words and the drawing; it
-// writes the table that stands in front of this: BF16, D, LAYERS, HEADS, KV_HEADS, HEAD_DIM, QK_NORM
-// and FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, MEMORY, IN_FLIGHT and TRIES, and a struct for
-// each product: Qkv, Wo, Up, Down and, of a mixture, RouterOp.
+// All layers of a decode step of one row in one launch. step.py has the words and the drawing, and
+// writes the table that stands in front of this: BF16, D, LAYERS, HEADS, KV_HEADS, HEAD_DIM,
+// QK_NORM, FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, TRIES, and
+// a struct for each product: Qkv, Wo, Up, Down and, of a mixture, RouterOp.
 
 constexpr int GROUP_WARPS = 8, GROUPS = WARPS / GROUP_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
@@ -20,7 +20,10 @@ __device__ __forceinline__ u64 peek(const u64* p) {
   return y;
 }
 __device__ __forceinline__ void peek_two(const u64* p, u64 (&y)[2]) {
-  asm volatile("ld.relaxed.gpu.v2.b64 {%0, %1}, [%2];" : "=l"(y[0]), "=l"(y[1]) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.v2.b64 {%0, %1}, [%2];"
+               : "=l"(y[0]), "=l"(y[1])
+               : "l"(p)
+               : "memory");
 }
 __device__ __forceinline__ void poke(u64* p, u64 y) {
   asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(p), "l"(y) : "memory");
@@ -208,6 +211,7 @@ struct Program {  // as a warp sees it
   int warp, lane;
   int position;  // in the ring, of the next product's first slot
   int turn;      // of what there are two of
+  float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
   __device__ __forceinline__ void ask_again() {
     const int n = thread_number();
     warp = n / 32;
@@ -411,7 +415,7 @@ struct Product : Sizes<O> {
       const Operands o(s, unit, lane);
       const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
       const u32 both[4] = {0x11111111u, 0x11111111u, 0x11111111u, 0x11111111u};
-      int c4[4][4] = {};  // of its own for each m: chains of products that wait for each other are slow
+      int c4[4][4] = {};  // each m has its own, as a chain of products is slow
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         if constexpr (O::BITS == 4) {
@@ -595,6 +599,12 @@ struct Product : Sizes<O> {
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
 
+  static constexpr int ABREAST = S::STEPS < GROUPS ? S::STEPS : GROUPS;  // slots of a tile at once
+  static constexpr int ENTRIES = ABREAST * GROUP_WARPS;  // sums of a tile and a row in partial
+  static constexpr int TEAMS = GROUPS / ABREAST;  // groups of warps that have tiles of their own
+  // Tiles whose instructions need not wait for each other, where a team has many.
+  static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
+
   // A unit of the tiles of this program from begin on, every by-th one, whose slots are `by_slots`
   // apart in the ring. Adds to partial where it is not the first of this warp.
   static __device__ __forceinline__ void multiply_tiles(const Program& p, int step, int begin,
@@ -606,39 +616,33 @@ struct Product : Sizes<O> {
     const typename Either<S::PLAIN, PlainUnit, Unit>::Type u(s, there ? step : 0, there ? wl : 0,
                                                             p.lane);
 #pragma unroll 1
-    for (int t = begin; t < here; t += 2 * by, at += 2 * by_slots) {
-      // Two tiles at once, whose instructions need not wait for each other.
-      const bool both = t + by < here;
-      const int slots[2] = {at, both ? at + by_slots : at};
-      float y[2][2] = {};
-      wait(&s.full[slots[0] % STAGES], slots[0] / STAGES & 1);
-      wait(&s.full[slots[1] % STAGES], slots[1] / STAGES & 1);
+    for (int t = begin; t < here; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
+      float y[AT_ONCE][2] = {};
+      int slots[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        slots[i] = t + i * by < here ? at + i * by_slots : at;  // behind the last, the first again
+        wait(&s.full[slots[i] % STAGES], slots[i] / STAGES & 1);
+      }
       if (there)
 #pragma unroll
-        for (int i = 0; i < 2; i++) u.multiply(p.slot(slots[i]), y[i][0], y[i][1]);
+        for (int i = 0; i < AT_ONCE; i++) u.multiply(p.slot(slots[i]), y[i][0], y[i][1]);
       __syncwarp();
-      if (p.lane == 0) {
-        arrive(&s.empty[slots[0] % STAGES]);
-        if (both) arrive(&s.empty[slots[1] % STAGES]);
-      }
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+      for (int i = 0; i < AT_ONCE; i++) {
         // The four lanes of a row: the odd ones take row + 8.
         float mine = column & 1 ? y[i][1] : y[i][0], other = column & 1 ? y[i][0] : y[i][1];
         mine += __shfl_xor_sync(~0u, other, 1);
         mine += __shfl_xor_sync(~0u, mine, 2);
-        if (column < 2 && (i == 0 || both)) {
+        if (t + i * by >= here) break;
+        if (p.lane == 0) arrive(&s.empty[slots[i] % STAGES]);
+        if (column < 2) {
           float& sum = s.partial[t + i * by][entry][(p.lane >> 2) + 8 * column];
           sum = is_first ? mine : sum + mine;
         }
       }
     }
   }
-
-  // Of a tile and a row there are so many sums in partial.
-  static constexpr int ENTRIES = (S::STEPS < GROUPS ? S::STEPS : GROUPS) * GROUP_WARPS;
-  static constexpr int ABREAST = S::STEPS < GROUPS ? S::STEPS : GROUPS;  // slots of a tile at a time
-  static constexpr int TEAMS = GROUPS / ABREAST;  // groups of warps that have tiles of their own
 
   static __device__ __forceinline__ float gate_function(float gate, float up, float limit,
                                                         float alpha) {
@@ -655,8 +659,7 @@ struct Product : Sizes<O> {
   // it is there, as a plain row.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
-                                                int field, float eps, float limit, float alpha,
-                                                u64* out, u32 tag, u16* row_out) {
+                                                int field, u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
     const int lane = p.lane, r = lane & 15, mine = first_tile() + t * (int)gridDim.x;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
@@ -678,7 +681,7 @@ struct Product : Sizes<O> {
       float squares = 0;
 #pragma unroll 4
       for (int u = 0; u < S::UNITS; u++) squares += s.squares[p.turn][u];
-      y *= rsqrtf(squares / O::K + eps);
+      y *= rsqrtf(squares / O::K + p.eps);
     }
     if (O::BIAS) {
       const u16* bias = layer.at<const u16>(field + BIASES);
@@ -693,7 +696,7 @@ struct Product : Sizes<O> {
       if (lane < 16) s.residual[t][r] = y;
     }
     if (O::GATED) {
-      y = gate_function(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
+      y = gate_function(y, __shfl_down_sync(~0u, y, 8), p.limit, p.alpha);
       if (O::EXPERTS) y *= s.weights[nth];
     }
     constexpr int ROWS = O::GATED ? 8 : 16;
@@ -701,7 +704,8 @@ struct Product : Sizes<O> {
       if (there && lane < ROWS) poke(out + n, word_of(__float_as_uint(y), tag));
       return;
     }
-    const float low = __shfl_sync(~0u, y, lane * 2 & 31), high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
+    const float low = __shfl_sync(~0u, y, lane * 2 & 31);
+    const float high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
     const int pair = tile * (ROWS / 2) + lane;
     if (lane < ROWS / 2 && 2 * pair < O::N) {
       poke(out + To::word(nth, 2 * pair), word_of(pair_of(low, high), tag));
@@ -712,8 +716,7 @@ struct Product : Sizes<O> {
   // x: words with this tag, or a plain row if x_tag is 0. To: where what comes out is read.
   template <class To>
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
-                                             const u64* x, u32 x_tag, float eps, float limit,
-                                             float alpha, u64* out, u32 tag,
+                                             const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
     const int here = share_of(S::ALL, first_tile()), field = which * PER_PRODUCT;
     if (!here) return;
@@ -727,8 +730,8 @@ struct Product : Sizes<O> {
     if constexpr (TEAMS > 1) {
       const int step = group % ABREAST, team = group / ABREAST;
       if (team < TEAMS)
-        multiply_tiles(p, step, team, TEAMS, here, p.position + team * ABREAST + step, TEAMS * ABREAST,
-                       step * GROUP_WARPS + p.warp % GROUP_WARPS, true);
+        multiply_tiles(p, step, team, TEAMS, here, p.position + team * ABREAST + step,
+                       TEAMS * ABREAST, step * GROUP_WARPS + p.warp % GROUP_WARPS, true);
     } else {
       int at = p.position;
 #pragma unroll 1
@@ -743,7 +746,7 @@ struct Product : Sizes<O> {
     meet();
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
-      finish<To>(p, t, layer, field, eps, limit, alpha, out, tag, row_out);
+      finish<To>(p, t, layer, field, out, tag, row_out);
   }
 };
 
@@ -914,7 +917,8 @@ __device__ __forceinline__ void await_head(float (&x)[EACH], const u64* words, i
   for (int i = 0; i < EACH / 2; i++) at[i] = (head * HEAD_DIM + lane * EACH) / 2 + i;
   await(pairs, words, at, tag);
 #pragma unroll
-  for (int i = 0; i < EACH; i++) x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
+  for (int i = 0; i < EACH; i++)
+    x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
 }
 // RMSNorm and the rotation of a query or key, whose factors are loaded before it is there.
 struct Turn {
@@ -965,8 +969,8 @@ struct Splits {
 };
 
 // 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
-// slots g and g + 8, an eighth of each 32 elements, and columns 8 g to 8 g + 7 of the values of slots
-// 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
+// slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 struct Slots {
   uint4 k[2][EACH], v[4];
   // The first is `keys`; behind the last, the last again.
@@ -1010,7 +1014,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     const Turn turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
                     layer.at<const float>(COS) + (long long)position * HEAD_DIM,
                     layer.at<const float>(SIN) + (long long)position * HEAD_DIM, lane);
-    await_head(x, qkv, is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv, tag, lane);
+    const int head = is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv;
+    await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
     if (!is_query && part == 0)
@@ -1029,15 +1034,16 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
     Slots slots;
     slots.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
+    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const uint4 q = *(const uint4*)(query + 32 * i + 8 * t), k0 = slots.k[0][i], k1 = slots.k[1][i];
+      const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
+      const uint4 k0 = slots.k[0][i], k1 = slots.k[1][i];
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
-    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1162,18 +1168,18 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
   }
 }
 
-// x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS words each. started: how
-// many programs have begun, ever; it numbers the steps. qkv, parts, attended, middle, logits, gated,
-// ends: words.
+// x [D], positions [1] -> y [D], what leaves the last layer. layers: FIELDS numbers each. started:
+// how many programs have begun, ever; it numbers the steps. qkv, parts, attended, middle, logits,
+// gated, ends: words.
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
-whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started, u64* qkv,
-     u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends, float eps,
-     float qk_eps, float scale, float expert_scale, float limit, float alpha) {
+whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
+           u64* qkv, u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
+           float eps, float qk_eps, float scale, float expert_scale, float limit, float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 128.
   unsigned char* const memory = shared_memory();
   Shared& s = *(Shared*)(memory + STAGES * SLOT);
-  Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, 0};
+  Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, 0, eps, limit, alpha};
   wait_for_kernel_before();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -1217,7 +1223,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     const Layer layer = next;
     if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
     const u32 tag = first_tag + i;
-    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag);
+    Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag);
     const Splits splits(position, (int)(u32)layer.number_of(WINDOW));
     const int first_task = turn_of(gridDim.x / 2);  // the first programs have more of the tiles
 #pragma unroll 1
@@ -1226,12 +1232,12 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);
-    Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, 0, 0, 0, middle, tag);
+    Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, middle, tag);
 #if CHOSEN
-    Product<RouterOp, Product<Up>>::run<InOrder>(p, layer, ROUTER, middle, tag, eps, 0, 0, logits, tag);
+    Product<RouterOp, Product<Up>>::run<InOrder>(p, layer, ROUTER, middle, tag, logits, tag);
 #endif
-    Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, eps, limit, alpha, gated, tag);
-    Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, 0, 0, 0, ends, tag,
-                       i + 1 == LAYERS ? y : nullptr);
+    Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, gated, tag);
+    Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, ends, tag,
+                                     i + 1 == LAYERS ? y : nullptr);
   }
 }

@@ -21,9 +21,14 @@ hold eight units of a tile (packed_gemv.py draws one), and eight warps share a s
 unit. Of a long row the warps go through the tiles once for each of its slots, or two at once, so
 that a warp's part of x stays in its registers.
 
-Attention: a kv head's slots of the cache are split among programs, 64 slots or more each. Each
-writes its sums, largest score and total, and the programs then share the elements of the heads to
-put these together.
+Attention: a program has a kv head, 64 columns of its values, and, of a long text, a part of the
+slots, 256 or more. Then the programs' sums, largest scores and totals are words, too, which all
+programs put together, each some elements of the heads.
+
+Measured on an H200, 2026-11-28, us a layer, launches and then this: Llama-2-7B in int4 39.0 and
+36.6, Qwen3-30B-A3B 28.2 and 24.5. Llama-3.2-1B in 16 bits takes 40 and 48.5, as sums of 16-bit
+weights are in fp32 and cost more instructions: so 16-bit weights keep their launches, and so do
+int8 and MXFP4, which step.cu multiplies, too, until they are measured.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are 32 words in memory
@@ -34,6 +39,7 @@ Shapes: D the model's width, H query heads and K kv heads of E elements, L slots
 
 import ctypes
 import functools
+import math
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -43,13 +49,14 @@ from torch import Tensor, library, nn
 from fast import nvrtc
 from fast.experts import FusedMoE
 from fast.layout import Packed
-from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, source_of
+from fast.packed_gemv import Experts, Plain, group_in_kernel, has_gemv, row_blocks, source_of
 from fast.packed_linear import PackedLinear
 from model import RMSNorm
 
 WARPS = 16  # of a program, beside the producer
 IN_FLIGHT = 2  # slots that may be on their way to a program
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the launch fails
+LEAST_STAGES = 5  # of the ring, for two groups of eight warps
 LARGEST_SPLITS = 32  # of step.cu
 FIELDS = 28  # of a layer
 PER_PRODUCT = 4
@@ -97,8 +104,8 @@ class Operation(NamedTuple):
     def why_not(self) -> str | None:
         w = self.w
         scales = w.scales_and_zeros
-        if w.kind == "fp8":
-            return "fp8"
+        if w.kind != "int4" and self.name != "RouterOp":
+            return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
         if not w.fits_kernels or w.K % 8 or w.N % 16 and w.gated or w.N % 2:
@@ -118,7 +125,9 @@ def operations(layer: nn.Module) -> list[Operation] | str:
     if not attention.fused or type(attention).__name__ != "AttentionHalf":
         return "a layer without step.cu's attention"
     halves = attention, feed_forward
-    if any(type(half.norm) is not RMSNorm or type(half.post_norm) is not nn.Identity for half in halves):
+    if any(
+        type(half.norm) is not RMSNorm or type(half.post_norm) is not nn.Identity for half in halves
+    ):
         return "norms behind a branch"
     if feed_forward.layer_scale is not None or layer.block.ple is not None:
         return "a layer's own scale or embedding"
@@ -237,6 +246,25 @@ class Step:
         self.layers = torch.tensor([self.fields(layer) for layer in layers], device=device)
         STEPS[self.started.data_ptr()] = self
 
+    def stages(self) -> int:
+        """Slots of the ring: what the rest of step.cu's shared memory leaves room for."""
+        attn, experts = self.fused.attn, len(self.moe.how.weight) if self.moe else 1
+        units, slots, inputs, tiles = [], [], [], []
+        for operation in self.operations:
+            w, n = operation.w, operation.experts
+            plain = w.bits == 16
+            units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
+            inputs.append(units[-1] * 128 * (2 if plain else 8 if w.bits == 4 else 4))
+            scales = w.scales_and_zeros
+            chunk = 0 if scales is None else 16 * w.parts * scales.element_size()
+            slots.append(8 * 2048 + plain * 1024 + 17 * chunk)
+            of_row = row_blocks(w) // experts * (n if w.gated else 1) if n else row_blocks(w)
+            tiles.append(math.ceil(of_row / self.programs))
+        E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
+        rest = max(inputs) + 84 * max(units) + 64 * max(tiles) * (self.warps + 1)
+        rest += self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048
+        return (self.memory - rest) // (math.ceil(max(slots) / 128) * 128)
+
     def fields(self, layer: nn.Module) -> list[int]:
         """A layer's addresses and numbers, in step.cu's order."""
         places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
@@ -305,9 +333,7 @@ class Step:
     def launch(self, x: Tensor, positions: Tensor) -> Tensor:
         arguments = self.arguments(x, positions)
         threads = (self.warps + 1) * 32
-        nvrtc.launch(
-            self.kernel, self.programs, threads, self.memory, arguments, cooperative=True
-        )
+        nvrtc.launch(self.kernel, self.programs, threads, self.memory, arguments, cooperative=True)
         return arguments[2]
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -326,10 +352,9 @@ def step_of(decoder: nn.Module) -> Step | None:
         return None
     if not has_gemv(device) or why_launches(decoder):
         return None
-    properties = torch.cuda.get_device_properties(device)
-    return Step(
-        decoder, properties.multi_processor_count, properties.shared_memory_per_block_optin
-    )
+    of = torch.cuda.get_device_properties(device)
+    step = Step(decoder, of.multi_processor_count, of.shared_memory_per_block_optin)
+    return step if step.stages() >= LEAST_STAGES else None
 
 
 # torch.compile does not look inside; a step is found by the address of its counter.

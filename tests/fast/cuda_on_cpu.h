@@ -282,7 +282,8 @@ inline unsigned transposed(unsigned pair) {
   for (int source = 0; source < 32; source++) {
     const unsigned other = from_lane(pair, source);
     for (int j = 0; j < 2; j++)
-      if (source / 4 == 2 * t + j && source % 4 == g / 2) y |= (other >> g % 2 * 16 & 0xFFFF) << 16 * j;
+      if (source / 4 == 2 * t + j && source % 4 == g / 2)
+        y |= (other >> g % 2 * 16 & 0xFFFF) << 16 * j;
   }
   return y;
 }
@@ -291,17 +292,17 @@ typedef const unsigned short* Numbers;
 typedef const unsigned char* Bytes;
 #ifdef STEP
 typedef unsigned long long* Words;
-extern "C" void whole_step(Numbers, const long long*, unsigned short*, const unsigned long long*, Words,
-                     Words, Words, Words, Words, Words, Words, Words, float, float, float, float,
-                     float, float);
+extern "C" void whole_step(Numbers, const long long*, unsigned short*, const unsigned long long*,
+                           Words, Words, Words, Words, Words, Words, Words, Words, float, float,
+                           float, float, float, float);
 extern "C" bool run(int programs, int threads, int shared_bytes, Numbers x,
                     const long long* positions, unsigned short* y, const unsigned long long* layers,
                     Words started, Words qkv, Words parts, Words attended, Words middle,
                     Words logits, Words gated, Words ends, float eps, float qk_eps, float scale,
                     float expert_scale, float limit, float alpha) {
   return run_programs(programs, threads, shared_bytes, [=] {
-    whole_step(x, positions, y, layers, started, qkv, parts, attended, middle, logits, gated, ends, eps,
-         qk_eps, scale, expert_scale, limit, alpha);
+    whole_step(x, positions, y, layers, started, qkv, parts, attended, middle, logits, gated, ends,
+               eps, qk_eps, scale, expert_scale, limit, alpha);
   });
 }
 #elif defined(FEW)

@@ -3,6 +3,7 @@ All layers of a step in one launch (step.cu), judged by model.py in float64. On 
 threads is a thread, and all programs run at once.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import nn
 
 from fast import use_kernels
-from fast.decoder import install_kernels
-from fast.step import Step, why_launches
+from fast.decoder import FusedDecoder, install_kernels
+from fast.step import LEAST_STAGES, Step, why_launches
 from gemv_on_cpu import step_on_cpu
-from helpers import GOLDEN, load_checkpoint, make, on_each_device
+from helpers import load_checkpoint, make, on_each_device
 from model import MoE, Transformer
 from quantize import QuantizedExperts, QuantizedLinear, plain_layer, replace_layers
 from test_experts import random_experts
@@ -37,7 +38,14 @@ CASES = {
     "groups and norms": ("qwen3", dict(head_dim=128, intermediate_size=384), "int4", 128, 0, 4),
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
     "experts in 16 bits": ("mixtral", EXPERTS | dict(intermediate_size=64), None, None, 17, 3),
-    "mxfp4": ("gpt_oss", EXPERTS | dict(intermediate_size=64, sliding_window=24), None, None, 90, 3),
+    "mxfp4": (
+        "gpt_oss",
+        EXPERTS | dict(intermediate_size=64, sliding_window=24),
+        None,
+        None,
+        90,
+        3,
+    ),
 }
 
 
@@ -76,21 +84,18 @@ def through_layers(exact: Transformer, x: torch.Tensor, position: int) -> torch.
     return found[0][0]
 
 
-def step_of_model(model: Transformer, programs: int, directory) -> tuple:
-    """The step as a function of x and the position, and its decoder."""
+def step_of_model(model: Transformer, programs: int, directory) -> Callable:
+    """The step as a function of x and the position, whether or not launches are faster."""
     if model.embed.weight.is_cuda:
-        decoder = install_kernels(model)
-        assert decoder.one_row is not None
+        step = on_gpu(install_kernels(model))
+        return lambda x, at: step(x.cuda(), torch.tensor([[at]], device="cuda")).cpu()
+    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    return lambda x, at: step_on_cpu(directory, step, x, torch.tensor([[at]]))
 
-        def run(x, position):
-            positions = torch.tensor([[position]], device="cuda")
-            return decoder.one_row(x.cuda(), positions).cpu()
 
-        return run, decoder
-    decoder = use_kernels(model).decoder
-    assert why_launches(decoder) is None
-    step = Step(decoder, programs, 150_000, warps=8)
-    return lambda x, position: step_on_cpu(directory, step, x, torch.tensor([[position]])), decoder
+def on_gpu(decoder: FusedDecoder) -> Step:
+    of = torch.cuda.get_device_properties(0)
+    return Step(decoder, of.multi_processor_count, of.shared_memory_per_block_optin)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> None:
@@ -105,7 +110,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -
 def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
     """What comes out, twice the same to the bit, and the new token's key and value."""
     model, exact, position, programs = loaded(tmp_path, case, device)
-    run, _ = step_of_model(model, programs, tmp_path)
+    run = step_of_model(model, programs, tmp_path)
     x = torch.randn(1, model.config.dim).to(BF16)
     expected = through_layers(exact, x, position)
     found = run(x, position)
@@ -126,7 +131,7 @@ def test_equal_logits_choose_as_many_experts(tmp_path, device):
         part.router.weight.zero_()
         for experts in (part.w_gate_up, part.w_down):
             experts.weight.copy_(experts.weight[:1].expand_as(experts.weight).clone())
-    run, _ = step_of_model(model, programs, tmp_path)
+    run = step_of_model(model, programs, tmp_path)
     x = torch.randn(1, model.config.dim).to(BF16)
     expected = through_layers(exact, x, position)
     assert_close(run(x, position), expected, x)
@@ -134,13 +139,12 @@ def test_equal_logits_choose_as_many_experts(tmp_path, device):
 
 @on_each_device
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("case", ["groups and norms", "experts"])
 @torch.no_grad()
-def test_nan_and_infinity_come_out(tmp_path, case, value, device):
-    """In x, or as a weight of a norm, in which nothing else would show it. The router has both, too."""
-    model, _, position, programs = loaded(tmp_path, case, device)
+def test_nan_and_infinity_come_out(tmp_path, value, device):
+    """In x, or as a norm's weight, where the digits of a product have neither. A router too."""
+    model, _, position, programs = loaded(tmp_path, "experts", device)
     model.layers[1].ffn_norm.weight[5] = value
-    run, _ = step_of_model(model, programs, tmp_path)
+    run = step_of_model(model, programs, tmp_path)
     x = torch.randn(1, model.config.dim).to(BF16)
     assert not run(x, position).isfinite().any()
     model.layers[1].ffn_norm.weight[5] = 1
@@ -149,14 +153,42 @@ def test_nan_and_infinity_come_out(tmp_path, case, value, device):
     assert not run(x, position).isfinite().any()
 
 
-def test_layers_of_another_kind_keep_their_launches():
-    reasons = {}
-    for family in ("gemma3", "glm4-moe-lite", "qwen3-5", "olmo2", "llama"):
-        if (GOLDEN / family).exists():
-            model = load_checkpoint(GOLDEN / family, dtype=BF16)
-            model.setup(64, 1)
-            reasons[family] = why_launches(use_kernels(model).decoder)
-    assert len(reasons) > 2 and all(reasons.values())
+@pytest.mark.parametrize(
+    "kind, changes, quantize, sizes, reason",
+    [
+        ("qwen3", {}, "int4", {}, None),
+        ("qwen3_moe", EXPERTS, "int4", {}, None),
+        ("qwen3", {}, None, {}, "16-bit weights"),
+        ("qwen3", {}, "int8", {}, "int8 weights"),
+        ("qwen3", {}, "int4", dict(cache="int8"), "an int8 cache"),
+        ("qwen3", {}, "int4", dict(features=(1,)), "hidden states that a draft reads"),
+        ("qwen3", dict(head_dim=32), "int4", {}, "heads of 32 of which 32 turn"),
+        ("qwen3", dict(num_attention_heads=32), "int4", {}, "16 queries of a key"),
+        ("phi3", dict(partial_rotary_factor=0.5), "int4", {}, "heads of 64 of which 32 turn"),
+        ("olmo2", {}, "int4", {}, "norms behind a branch"),
+        ("gemma3_text", {}, "int4", {}, "norms behind a branch"),
+        ("qwen3_moe", EXPERTS | dict(decoder_sparse_step=2), "int4", {}, "layers that differ"),
+    ],
+)
+def test_which_layers_keep_their_launches(tmp_path, kind, changes, quantize, sizes, reason):
+    make(tmp_path, kind, **SIZES | changes)
+    model = load_checkpoint(tmp_path, torch.device("cpu"), BF16, quantize)
+    model.setup(64, 1, **sizes)
+    assert why_launches(use_kernels(model).decoder) == reason
+
+
+def test_what_does_not_fit_in_shared_memory_keeps_its_launches(tmp_path):
+    """stages() is no larger than step.cu's own count, which would not compile below LEAST_STAGES."""
+    model, _, _, programs = loaded(tmp_path, "splits", "cpu")
+    decoder = use_kernels(model).decoder
+    least = next(
+        memory
+        for memory in range(50_000, 200_000, 1000)
+        if Step(decoder, programs, memory, 8).stages() == LEAST_STAGES
+    )
+    step = Step(decoder, programs, least, 8)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    assert step_on_cpu(tmp_path, step, x, torch.tensor([[2]])).isfinite().all()
 
 
 @pytest.mark.gpu
@@ -166,15 +198,15 @@ def test_a_captured_step_gives_what_launches_give(tmp_path):
     between them."""
     model, exact, *_ = loaded(tmp_path, "groups and norms", "cuda")
     other = deepcopy(model)
-    decoders = [install_kernels(m) for m in (model, other)]
+    steps = [install_kernels(m).one_row for m in (model, other)]
     x = torch.randn(1, model.config.dim, device="cuda").to(BF16)
     positions = torch.zeros(1, 1, dtype=torch.long, device="cuda")
-    for decoder in decoders:
-        decoder.one_row(x, positions)
+    for step in steps:
+        step(x, positions)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [decoder.one_row(x, positions) for decoder in decoders]
+        found = [step(x, positions) for step in steps]
     for position in range(300):
         x.copy_(torch.randn(1, model.config.dim))
         positions.fill_(position)
@@ -203,9 +235,9 @@ def test_a_step_that_waits_in_vain_fails(tmp_path):
     step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
     source = step.source().replace("#define TRIES 2097152", "#define TRIES 20")
     # The first product's words have another tag.
-    first = "Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, eps, 0, 0, qkv, tag)"
-    assert "#define TRIES 20\n" in source and first in source
-    step.source = lambda: source.replace(first, first.replace("qkv, tag)", "qkv, tag + 1)"))
+    words = "qkv, tag);"
+    assert "#define TRIES 20\n" in source and source.count(words) == 1
+    step.source = lambda: source.replace(words, "qkv, tag + 1);")
     child = os.fork()
     if not child:
         os.close(2)
