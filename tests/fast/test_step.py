@@ -3,6 +3,9 @@ All layers of a step in one launch (step.cu), judged by model.py in float64. On 
 threads is a thread, and all programs run at once.
 """
 
+import faulthandler
+import os
+import signal
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -178,7 +181,7 @@ def test_which_layers_keep_their_launches(tmp_path, kind, changes, quantize, siz
 
 
 def test_what_does_not_fit_in_shared_memory_keeps_its_launches(tmp_path):
-    """stages() is no larger than step.cu's own count, which would not compile below LEAST_STAGES."""
+    """stages() is no larger than step.cu's own count, which does not compile below the least."""
     model, _, _, programs = loaded(tmp_path, "splits", "cpu")
     decoder = use_kernels(model).decoder
     least = next(
@@ -228,9 +231,6 @@ def exact_after(exact: Transformer, model: Transformer, position: int) -> Transf
 
 def test_a_step_that_waits_in_vain_fails(tmp_path):
     """Of a word that never comes: an error, not a hang. On a CPU that is the end of the process."""
-    import os
-    import signal
-
     model, _, position, programs = loaded(tmp_path, "groups and norms", "cpu")
     step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
     source = step.source().replace("#define TRIES 2097152", "#define TRIES 20")
@@ -240,6 +240,7 @@ def test_a_step_that_waits_in_vain_fails(tmp_path):
     step.source = lambda: source.replace(words, "qkv, tag + 1);")
     child = os.fork()
     if not child:
+        faulthandler.disable()
         os.close(2)
         step_on_cpu(tmp_path, step, torch.randn(1, 256).to(BF16), torch.tensor([[position]]))
         os._exit(0)
