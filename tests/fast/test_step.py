@@ -159,8 +159,9 @@ def test_nan_and_infinity_come_out(tmp_path, value, device):
 @pytest.mark.parametrize(
     "kind, changes, quantize, sizes, reason",
     [
-        ("qwen3", {}, "int4", {}, None),
         ("qwen3_moe", EXPERTS, "int4", {}, None),
+        ("qwen3_moe", EXPERTS, "int4", dict(max_seq_len=5000), "a cache of more than 4,096 slots"),
+        ("qwen3", {}, "int4", {}, "a dense model"),
         ("qwen3", {}, None, {}, "16-bit weights"),
         ("qwen3", {}, "int8", {}, "int8 weights"),
         ("qwen3", {}, "int4", dict(cache="int8"), "an int8 cache"),
@@ -176,7 +177,7 @@ def test_nan_and_infinity_come_out(tmp_path, value, device):
 def test_which_layers_keep_their_launches(tmp_path, kind, changes, quantize, sizes, reason):
     make(tmp_path, kind, **SIZES | changes)
     model = load_checkpoint(tmp_path, torch.device("cpu"), BF16, quantize)
-    model.setup(64, 1, **sizes)
+    model.setup(**dict(max_seq_len=64, batch_size=1) | sizes)
     assert why_launches(use_kernels(model).decoder) == reason
 
 
@@ -201,7 +202,7 @@ def test_a_captured_step_gives_what_launches_give(tmp_path):
     between them."""
     model, exact, *_ = loaded(tmp_path, "groups and norms", "cuda")
     other = deepcopy(model)
-    steps = [install_kernels(m).one_row for m in (model, other)]
+    steps = [on_gpu(install_kernels(m)) for m in (model, other)]
     x = torch.randn(1, model.config.dim, device="cuda").to(BF16)
     positions = torch.zeros(1, 1, dtype=torch.long, device="cuda")
     for step in steps:
