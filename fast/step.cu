@@ -3,7 +3,7 @@
 // QK_NORM, FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, TRIES, and
 // a struct for each product: Qkv, Wo, Up, Down and, of a mixture, RouterOp.
 
-constexpr int GROUP_WARPS = 8, GROUPS = WARPS / GROUP_WARPS;  // warps that share a slot
+constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -14,6 +14,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 #else
 #define X_TYPE "f16"
 #endif
+// Words of 64 bits come and go as one, and nothing else is published by them: relaxed is enough. Of
+// two in one load each is one by itself.
 __device__ __forceinline__ u64 peek(const u64* p) {
   u64 y;
   asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(y) : "l"(p) : "memory");
@@ -32,8 +34,8 @@ __device__ __forceinline__ void expect_and_arrive(u64* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(b)), "r"(bytes)
                : "memory");
 }
-// The thread's number, as if it might have changed: the compiler would keep what follows from it in
-// registers over all layers, for each product, and what does not fit in memory.
+// The thread's number, read anew: else the compiler computes the places of all products once, keeps
+// them in registers over all layers, and spills others for it.
 __device__ __forceinline__ int thread_number() {
   int n;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(n));
@@ -78,7 +80,8 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 __device__ __forceinline__ u64 word_of(u32 value, u32 tag) { return (u64)tag << 32 | value; }
 
 // Waits for words at p + at[i] with this tag, and keeps their values. Tag 0: p is a plain row of
-// 16-bit numbers. All lanes of a warp call this together; at[i] < 0: this lane wants none.
+// 16-bit numbers. All lanes of a warp call this together; at[i] < 0: this lane wants none. What
+// never comes ends in a trap, after which the process can use the GPU no longer.
 template <int N>
 __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int (&at)[N], u32 tag) {
   if (tag == 0) {
@@ -99,10 +102,20 @@ __device__ __forceinline__ void await(u32 (&values)[N], const u64* p, const int 
   }
 }
 
-// A layer's part of the table in memory, each 8 bytes: step.py's LAYER has the order.
+// A layer's numbers in memory, 8 bytes each, in this order: Step.fields() in step.py writes them.
 enum { CODES, SCALES, NORM_WEIGHT, BIASES, PER_PRODUCT };
 enum { QKV, WO, ROUTER, UP, DOWN, PRODUCTS };
-enum { K_CACHE = PRODUCTS * PER_PRODUCT, V_CACHE, Q_NORM, K_NORM, SINK, COS, SIN, WINDOW, FIELDS };
+enum {
+  K_CACHE = PRODUCTS * PER_PRODUCT,
+  V_CACHE,
+  Q_NORM,
+  K_NORM,
+  SINK,
+  COS,
+  SIN,
+  LENGTH_AND_WINDOW,  // the cache's slots in the high half
+  FIELDS
+};
 static_assert(FIELDS <= 32, "a lane holds one");
 
 struct Layer {  // of a warp, whose lane i holds field i
@@ -133,7 +146,11 @@ __device__ __forceinline__ float any_number(u16 bits) { return number(bits); }
 __device__ __forceinline__ float any_number(float x) { return x; }
 
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
-// PARTS, FLOAT_SCALES, GATED, EXPERTS, NORM, FLOAT_NORM, BIAS, RESIDUAL, FLOAT_OUT. As in gemv.cu.
+// PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
+// FLOAT_NORM, BIAS, RESIDUAL, and FLOAT_OUT, of a router, whose logits are a word each. As in
+// gemv.cu: a block is 1 KiB of 16 rows, BLOCK inputs wide; a chunk, the scales of 16 rows for
+// PER_CHUNK blocks; SUMMED, down of a mixture, whose row is the experts' rows one behind the other;
+// SETS, groups whose sums are apart in half a unit.
 template <class O>
 struct Sizes {
   static constexpr bool PLAIN = O::BITS == 16, GROUPED = O::GROUP > 0;
@@ -142,18 +159,19 @@ struct Sizes {
   static constexpr int CHUNKS = GROUPED ? (BLOCKS + PER_CHUNK - 1) / PER_CHUNK : 1;
   static constexpr bool BYTE_SCALES = O::E2M1 && !O::FLOAT_SCALES;
   static constexpr int CHUNK_BYTES = (BYTE_SCALES ? 16 : 64) * O::PARTS;
-  static constexpr int UNIT = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
+  static constexpr int UNIT_INPUTS = 2 * BLOCK, ROW_UNITS = (BLOCKS + 1) / 2;
   static constexpr bool SUMMED = O::EXPERTS && !O::GATED;
   static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
-  static constexpr int STEPS = (UNITS + GROUP_WARPS - 1) / GROUP_WARPS;  // slots of a tile
+  static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
   static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
-  static constexpr int ROW_BYTES = GROUP_WARPS * 128 + 64;  // if PLAIN: 64 for the banks' sake
-  static constexpr int CODE_BYTES = PLAIN ? 16 * ROW_BYTES : GROUP_WARPS * 2048;
+  static constexpr int ROW_BYTES = SQUAD_WARPS * 128 + 64;  // if PLAIN: 64 for the banks' sake
+  static constexpr int CODE_BYTES = PLAIN ? 16 * ROW_BYTES : SQUAD_WARPS * 2048;
   static constexpr int SLOT =
       CODE_BYTES +
-      (GROUPED && !PLAIN ? (GROUP_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
-  static constexpr int WORDS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;  // of x, that a lane has of a unit
+      (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
+  // Of a unit of x a lane has so many inputs, which become so many words of digits.
   static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
   static constexpr int SETS = PLAIN ? 1 : O::PARTS;
   static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
@@ -166,8 +184,8 @@ constexpr int largest_of() {
 }
 template <class O> struct SlotBytes { static constexpr int value = Sizes<O>::SLOT; };
 template <class O> struct UnitsOf { static constexpr int value = Sizes<O>::UNITS; };
-template <class O> struct InputBytes {
-  static constexpr int value = Sizes<O>::UNITS * 128 * Sizes<O>::WORDS;
+template <class O> struct DigitBytes {
+  static constexpr int value = Sizes<O>::UNITS * 128 * Sizes<O>::DIGIT_WORDS;
 };
 template <class O> struct TilesHere {
   static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
@@ -185,11 +203,12 @@ constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at o
 
 // A program's shared memory but for the ring.
 struct Shared {
-  alignas(16) unsigned char inputs[largest_of<InputBytes, OPERATIONS>()];
+  alignas(16) unsigned char inputs[largest_of<DigitBytes, OPERATIONS>()];
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[2][MOST_UNITS], squares[2][MOST_UNITS];
   float partial[MOST_TILES][WARPS][16];
+  // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
   float residual[TilesHere<Wo>::value][16];
   float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
@@ -202,7 +221,8 @@ struct Shared {
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
-static_assert(STAGES >= 2 * GROUPS + 1, "the ring does not fit in shared memory");
+// A squad holds up to AT_ONCE = 2 slots while it waits for none, and one more must have room.
+static_assert(STAGES >= 2 * SQUADS + 1, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
 
 struct Program {  // as a warp sees it
@@ -210,21 +230,21 @@ struct Program {  // as a warp sees it
   unsigned char* ring;
   int warp, lane;
   int position;  // in the ring, of the next product's first slot
-  int turn;      // of what there are two of
+  int parity;    // offset[] and squares[] of one product are read while the next is prepared
   float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
-  __device__ __forceinline__ void ask_again() {
+  __device__ __forceinline__ void reload_ids() {
     const int n = thread_number();
     warp = n / 32;
     lane = n % 32;
   }
   __device__ __forceinline__ unsigned char* slot(int at) const { return ring + at % STAGES * SLOT; }
 };
-// Of what is dealt out to the programs in turn: the n-th program from `from` on.
-__device__ __forceinline__ int turn_of(int from) {
+// This program's number, counted from program `from` on.
+__device__ __forceinline__ int place_from(int from) {
   const int n = (int)blockIdx.x - from;
   return n < 0 ? n + (int)gridDim.x : n;
 }
-// How many of `all` the n-th program gets: number n, and every gridDim.x-th one behind.
+// How many of `all` a program with number n has: the n-th, and every gridDim.x-th one behind.
 __device__ __forceinline__ int share_of(int all, int n = blockIdx.x) {
   return n < all ? (all - 1 - n) / (int)gridDim.x + 1 : 0;
 }
@@ -250,13 +270,14 @@ struct InOrder {
 template <class A, class B> struct IsSame { static constexpr bool value = false; };
 template <class A> struct IsSame<A, A> { static constexpr bool value = true; };
 
-// Place, if x is not where this product's own word() has it.
+// Place: the product whose word() says where x is, if it is another's input, too: a router reads
+// what Up reads.
 template <class O, class Place = void>
 struct Product : Sizes<O> {
   typedef Sizes<O> S;
   static constexpr bool SAME = IsSame<void, Place>::value;
   typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
-  static constexpr int WORDS = S::WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
+  static constexpr int DIGIT_WORDS = S::DIGIT_WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
 
   static __device__ __forceinline__ int in_row(int unit) {
     return S::SUMMED ? unit % S::ROW_UNITS : unit;
@@ -264,15 +285,16 @@ struct Product : Sizes<O> {
   // Where a row of this product's inputs has the word of inputs k and k + 1: what a lane wants of a
   // unit, and what its neighbours want, lies side by side. nth: of the experts' rows.
   static __device__ __forceinline__ int word(int nth, int k) {
-    const int unit = (S::SUMMED ? nth * S::ROW_UNITS : 0) + k / S::UNIT, at = k % S::UNIT;
-    if (S::PLAIN) return (unit * S::UNIT + at) / 2;
+    const int unit = (S::SUMMED ? nth * S::ROW_UNITS : 0) + k / S::UNIT_INPUTS;
+    const int at = k % S::UNIT_INPUTS;
+    if (S::PLAIN) return (unit * S::UNIT_INPUTS + at) / 2;
     constexpr int QUARTER = S::BLOCK / 4;
     const int lane = at / QUARTER * 4 + at % 8 / 2, pair = at % QUARTER / 8;
-    return unit * (S::UNIT / 2) + pair / 2 * 64 + lane * 2 + pair % 2;
+    return unit * (S::UNIT_INPUTS / 2) + pair / 2 * 64 + lane * 2 + pair % 2;
   }
   // The n-th input of a lane is number k of its row.
   static __device__ __forceinline__ int input(int unit, int lane, int n) {
-    return in_row(unit) * S::UNIT + (S::PLAIN ? lane * 2 + n
+    return in_row(unit) * S::UNIT_INPUTS + (S::PLAIN ? lane * 2 + n
                                               : (lane >> 2) * (S::BLOCK / 4) + (n & ~1) * 4 +
                                                     (lane & 3) * 2 + (n & 1));
   }
@@ -282,9 +304,9 @@ struct Product : Sizes<O> {
     u32 b[4][2][2];
     __device__ __forceinline__ Operands(const Shared& s, int unit, int lane) {
       const int half = lane >> 4;
-      const u32* digits = (const u32*)s.inputs + (unit * 32 + lane) * WORDS;
+      const u32* digits = (const u32*)s.inputs + (unit * 32 + lane) * DIGIT_WORDS;
       u32 d[4][2];
-      if constexpr (WORDS == 8) {
+      if constexpr (DIGIT_WORDS == 8) {
         const uint4 p = *(const uint4*)digits, q = *(const uint4*)(digits + 4);
         d[0][0] = p.x, d[0][1] = p.y, d[1][0] = p.z, d[1][1] = p.w;
         d[2][0] = q.x, d[2][1] = q.y, d[3][0] = q.z, d[3][1] = q.w;
@@ -297,7 +319,7 @@ struct Product : Sizes<O> {
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
-          for (int kind = 0; kind < WORDS / 4; kind++) {
+          for (int kind = 0; kind < DIGIT_WORDS / 4; kind++) {
             const int q = SETS == 1 ? (m & 1) * 2 + r : SETS == 2 ? (m >> 1) * 2 + r : m;
             const bool mine = half == (SETS == 1 ? m >> 1 : SETS == 2 ? m & 1 : r);
             b[m][r][kind] = mine ? d[q][kind] : 0;
@@ -312,8 +334,9 @@ struct Product : Sizes<O> {
       bool there = true;
       if constexpr (S::PLAIN) {
         const u64 word = peek(words + lane);
-        pairs[0] = (u32)word;
-        there = (u32)(word >> 32) == tag || input(unit, lane, 0) >= O::K;
+        const bool wanted = input(unit, lane, 0) < O::K;
+        pairs[0] = wanted ? (u32)word : 0;
+        there = (u32)(word >> 32) == tag || !wanted;
       } else {
 #pragma unroll
         for (int i = 0; i < INPUTS / 2; i += 2) {
@@ -321,7 +344,7 @@ struct Product : Sizes<O> {
           peek_two(words + i * 32 + lane * 2, both);
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            const bool wanted = O::K % S::UNIT == 0 || input(unit, lane, 2 * (i + j)) < O::K;
+            const bool wanted = O::K % S::UNIT_INPUTS == 0 || input(unit, lane, 2 * (i + j)) < O::K;
             pairs[i + j] = wanted ? (u32)both[j] : 0;
             there &= (u32)(both[j] >> 32) == tag || !wanted;
           }
@@ -356,7 +379,7 @@ struct Product : Sizes<O> {
       }
       await(pairs, x, at, tag);
     } else {
-      await_unit(pairs, x + unit * (S::UNIT / 2), unit, lane, tag);
+      await_unit(pairs, x + unit * (S::UNIT_INPUTS / 2), unit, lane, tag);
     }
     float v[INPUTS], squares = 0;
     u32 most = 0x20000000;  // 1e-19
@@ -372,10 +395,10 @@ struct Product : Sizes<O> {
     }
     if (O::NORM) {
       squares = all_lanes(squares, add);
-      if (lane == 0) s.squares[p.turn][unit] = squares;
+      if (lane == 0) s.squares[p.parity][unit] = squares;
     }
     if constexpr (S::PLAIN) {
-      *(float2*)((float*)s.inputs + unit * S::UNIT + lane * 2) = make_float2(v[0], v[1]);
+      *(float2*)((float*)s.inputs + unit * S::UNIT_INPUTS + lane * 2) = make_float2(v[0], v[1]);
     } else {
       // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26.
       const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
@@ -384,7 +407,7 @@ struct Product : Sizes<O> {
       // Which half of the columns this quarter is for, and which of its four chunks.
       const int half = SETS == 1 ? c >> 2 : SETS == 2 ? c >> 1 & 1 : c & 1;
       const int q = SETS == 1 ? c & 3 : SETS == 2 ? (c >> 2) * 2 + (c & 1) : c >> 1;
-      u32* digits = (u32*)s.inputs + unit * 32 * WORDS;
+      u32* digits = (u32*)s.inputs + unit * 32 * DIGIT_WORDS;
       u32 rows[4], d[4];
       if constexpr (O::BITS == 4) {
         int high[4], low[4];
@@ -402,14 +425,14 @@ struct Product : Sizes<O> {
           transpose(rows, d);
 #pragma unroll
           for (int n = 0; n < 4; n++)
-            digits[(half * 16 + n * 4 + column) * WORDS + q * 2 + kind] = d[n];
+            digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q * 2 + kind] = d[n];
         }
       } else {
 #pragma unroll
         for (int j = 0; j < 4; j++) rows[j] = to_digits(__float2int_rn(v[j] * scale));
         transpose(rows, d);
 #pragma unroll
-        for (int n = 0; n < 4; n++) digits[(half * 16 + n * 4 + column) * WORDS + q] = d[n];
+        for (int n = 0; n < 4; n++) digits[(half * 16 + n * 4 + column) * DIGIT_WORDS + q] = d[n];
       }
       __syncwarp();
       const Operands o(s, unit, lane);
@@ -449,25 +472,26 @@ struct Product : Sizes<O> {
         offset *= lane & 1 ? one * 65536 : one;
         offset += __shfl_xor_sync(~0u, offset, 1);
         offset += __shfl_xor_sync(~0u, offset, 2);
-        if (lane == 0) s.offset[p.turn][unit] = offset;
+        if (lane == 0) s.offset[p.parity][unit] = offset;
       }
     }
   }
 
-  // The units of a slot that are of one expert's row, from the one that holds its unit w on.
-  struct Run {
-    int begin, first_block, chunk;  // its first unit, block of the row, place among the scales
-    __device__ __forceinline__ Run(int step, int w) {
-      const int unit = in_row(step * GROUP_WARPS + w);
+  // Of a slot, the units that belong to the same expert's row as its unit w. begin: the first of
+  // them; first_block: that one's first block in its row; chunk: where the slot has their scales.
+  struct RowPart {
+    int begin, first_block, chunk;
+    __device__ __forceinline__ RowPart(int nth_slot, int w) {
+      const int unit = in_row(nth_slot * SQUAD_WARPS + w);
       begin = S::SUMMED && unit < w ? w - unit : 0;
       first_block = 2 * (unit - (w - begin));
       chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
     }
   };
-  // The program's place among those that the tiles are dealt out to. The few of a router go to the
-  // last programs, which have the fewest other ones.
+  // The first tile of this program, which has every gridDim.x-th one behind. A router's few go to
+  // the last programs, which have the fewest of the others.
   static __device__ __forceinline__ int first_tile() {
-    return turn_of(O::FLOAT_OUT ? max(0, (int)gridDim.x - S::ALL) : 0);
+    return place_from(O::FLOAT_OUT ? max(0, (int)gridDim.x - S::ALL) : 0);
   }
   static __device__ __forceinline__ int nth_of(int tile, int unit) {
     return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
@@ -519,12 +543,12 @@ struct Product : Sizes<O> {
   // What a lane needs of x and of the slot's order for the same unit of several tiles.
   struct Unit {
     Operands o;
-    Run run;
+    RowPart run;
     int unit, wl, lane;
     float sums[SETS], scale;
-    __device__ __forceinline__ Unit(const Shared& s, int step, int wl, int lane)
-        : o(s, step * GROUP_WARPS + wl, lane), run(step, wl), unit(step * GROUP_WARPS + wl), wl(wl),
-          lane(lane) {
+    __device__ __forceinline__ Unit(const Shared& s, int nth_slot, int wl, int lane)
+        : o(s, nth_slot * SQUAD_WARPS + wl, lane), run(nth_slot, wl),
+          unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
 #pragma unroll
       for (int i = 0; i < SETS; i++) sums[i] = s.sums[unit][i][lane & 3];
       scale = lane & 1 ? s.scale[unit] * 65536 : s.scale[unit];
@@ -570,15 +594,15 @@ struct Product : Sizes<O> {
   struct PlainUnit {
     const float* x;
     int unit, wl, lane;
-    __device__ __forceinline__ PlainUnit(const Shared& s, int step, int wl, int lane)
-        : x((const float*)s.inputs + (step * GROUP_WARPS + wl) * S::UNIT),
-          unit(step * GROUP_WARPS + wl), wl(wl), lane(lane) {}
+    __device__ __forceinline__ PlainUnit(const Shared& s, int nth_slot, int wl, int lane)
+        : x((const float*)s.inputs + (nth_slot * SQUAD_WARPS + wl) * S::UNIT_INPUTS),
+          unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {}
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
                                              float& y1) const {
       const int row = lane >> 2;
 #pragma unroll
       for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
-        if (in_row(unit) * S::UNIT + c * 8 >= O::K) break;
+        if (in_row(unit) * S::UNIT_INPUTS + c * 8 >= O::K) break;
         const float4 first = *(const float4*)&x[c * 8], second = *(const float4*)&x[c * 8 + 4];
         const float v[8] = {first.x,  first.y,  first.z,  first.w,
                             second.x, second.y, second.z, second.w};
@@ -599,22 +623,24 @@ struct Product : Sizes<O> {
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
 
-  static constexpr int ABREAST = S::STEPS < GROUPS ? S::STEPS : GROUPS;  // slots of a tile at once
-  static constexpr int ENTRIES = ABREAST * GROUP_WARPS;  // sums of a tile and a row in partial
-  static constexpr int TEAMS = GROUPS / ABREAST;  // groups of warps that have tiles of their own
+  // Slots of a tile that squads take at once; where one is enough, squads have tiles of their own.
+  static constexpr int ABREAST = S::TILE_SLOTS < SQUADS ? S::TILE_SLOTS : SQUADS;
+  static constexpr int TEAMS = SQUADS / ABREAST;
+  static constexpr int ENTRIES = ABREAST * SQUAD_WARPS;  // sums of a tile and a row in partial
   // Tiles whose instructions need not wait for each other, where a team has many.
   static constexpr int AT_ONCE = TilesHere<O>::value >= 4 * TEAMS ? 2 : 1;
 
-  // A unit of the tiles of this program from begin on, every by-th one, whose slots are `by_slots`
-  // apart in the ring. Adds to partial where it is not the first of this warp.
-  static __device__ __forceinline__ void multiply_tiles(const Program& p, int step, int begin,
+  // This warp's unit of its squad's tiles: of the program's, from number begin on, every by-th one.
+  // nth_slot: which of a tile's slots; at: where the first tile's is in the ring; by_slots: how far
+  // the next tile's is behind. The sums are entry `entry` of partial, new ones or added to.
+  static __device__ __forceinline__ void multiply_tiles(const Program& p, int nth_slot, int begin,
                                                         int by, int here, int at, int by_slots,
                                                         int entry, bool is_first) {
     Shared& s = *p.s;
-    const int wl = p.warp % GROUP_WARPS, unit = step * GROUP_WARPS + wl, column = p.lane & 3;
+    const int wl = p.warp % SQUAD_WARPS, unit = nth_slot * SQUAD_WARPS + wl, column = p.lane & 3;
     const bool there = unit < S::UNITS;
-    const typename Either<S::PLAIN, PlainUnit, Unit>::Type u(s, there ? step : 0, there ? wl : 0,
-                                                            p.lane);
+    typedef typename Either<S::PLAIN, PlainUnit, Unit>::Type MyUnit;
+    const MyUnit u(s, there ? nth_slot : 0, there ? wl : 0, p.lane);
 #pragma unroll 1
     for (int t = begin; t < here; t += AT_ONCE * by, at += AT_ONCE * by_slots) {
       float y[AT_ONCE][2] = {};
@@ -672,7 +698,7 @@ struct Product : Sizes<O> {
     y += __shfl_xor_sync(~0u, y, 16);
     if (!S::GROUPED && !S::PLAIN) {
       float offset = 0, scale, zero;
-      for (int u = 0; u < S::UNITS; u++) offset += s.offset[p.turn][u];
+      for (int u = 0; u < S::UNITS; u++) offset += s.offset[p.parity][u];
       const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
       group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
       y = (y - zero * offset) * scale;
@@ -680,7 +706,7 @@ struct Product : Sizes<O> {
     if (O::NORM) {
       float squares = 0;
 #pragma unroll 4
-      for (int u = 0; u < S::UNITS; u++) squares += s.squares[p.turn][u];
+      for (int u = 0; u < S::UNITS; u++) squares += s.squares[p.parity][u];
       y *= rsqrtf(squares / O::K + p.eps);
     }
     if (O::BIAS) {
@@ -713,36 +739,37 @@ struct Product : Sizes<O> {
     }
   }
 
-  // x: words with this tag, or a plain row if x_tag is 0. To: where what comes out is read.
+  // x: words with this tag, or a plain row if x_tag is 0. To: the product that reads what comes
+  // out, whose word() says where it goes.
   template <class To>
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
     const int here = share_of(S::ALL, first_tile()), field = which * PER_PRODUCT;
     if (!here) return;
-    p.ask_again();
-    p.turn ^= 1;
+    p.reload_ids();
+    p.parity ^= 1;
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
     meet();
-    const int group = p.warp / GROUP_WARPS;
+    const int group = p.warp / SQUAD_WARPS;
     if constexpr (TEAMS > 1) {
-      const int step = group % ABREAST, team = group / ABREAST;
+      const int nth_slot = group % ABREAST, team = group / ABREAST;
       if (team < TEAMS)
-        multiply_tiles(p, step, team, TEAMS, here, p.position + team * ABREAST + step,
-                       TEAMS * ABREAST, step * GROUP_WARPS + p.warp % GROUP_WARPS, true);
+        multiply_tiles(p, nth_slot, team, TEAMS, here, p.position + team * ABREAST + nth_slot,
+                       TEAMS * ABREAST, nth_slot * SQUAD_WARPS + p.warp % SQUAD_WARPS, true);
     } else {
       int at = p.position;
 #pragma unroll 1
-      for (int first = 0; first < S::STEPS; first += ABREAST) {
-        const int width = min(ABREAST, S::STEPS - first);
+      for (int first = 0; first < S::TILE_SLOTS; first += ABREAST) {
+        const int width = min(ABREAST, S::TILE_SLOTS - first);
         if (group < width)
           multiply_tiles(p, first + group, 0, 1, here, at + group, width, p.warp, first == 0);
         at += here * width;
       }
     }
-    p.position += here * S::STEPS;
+    p.position += here * S::TILE_SLOTS;
     meet();
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
@@ -750,8 +777,9 @@ struct Product : Sizes<O> {
   }
 };
 
-// The producer: a warp that copies the slots in the order in which they are multiplied, and waits
-// for nothing but a free slot and, of a mixture, the router's choice.
+// The producer: a warp that copies the slots in the order in which they are multiplied. It waits
+// for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the router's
+// logits, of which it chooses the experts itself.
 struct Producer {
   Program p;
   int back = 0;  // the first slot that may be on its way
@@ -769,23 +797,23 @@ struct Producer {
 
   template <class O>
   __device__ __forceinline__ void feed_slot(const unsigned char* codes, const unsigned char* scales,
-                                            int mine, int step) {
+                                            int mine, int nth_slot) {
     typedef Product<O> P;
     typedef Sizes<O> S;
     Shared& s = *p.s;
-    const int w_end = min(GROUP_WARPS, S::UNITS - step * GROUP_WARPS);
+    const int w_end = min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS);
     int bytes = 0;
     if constexpr (S::PLAIN) {
       for (int w = 0; w < w_end;) {
-        const typename P::Run run(step, w);
-        const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
-        bytes += min(units * S::UNIT, O::K - run.first_block * S::BLOCK) * 32;
+        const typename P::RowPart run(nth_slot, w);
+        const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
+        bytes += min(units * S::UNIT_INPUTS, O::K - run.first_block * S::BLOCK) * 32;
         w += units;
       }
     } else {
       for (int w = 0; w < w_end;) {
-        const typename P::Run run(step, w);
-        const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
+        const typename P::RowPart run(nth_slot, w);
+        const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
         const int blocks = min(2 * units, S::BLOCKS - run.first_block);
         const int chunk = run.first_block / S::PER_CHUNK;
         bytes += blocks * 1024;
@@ -798,9 +826,9 @@ struct Producer {
     unsigned char* slot = p.slot(at);
     u64* full = &s.full[at % STAGES];
     for (int w = 0; w < w_end;) {
-      const typename P::Run run(step, w);
-      const int units = min(S::ROW_UNITS - run.first_block / 2, GROUP_WARPS - w);
-      const int nth = P::nth_of(mine, step * GROUP_WARPS + w);
+      const typename P::RowPart run(nth_slot, w);
+      const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
+      const int nth = P::nth_of(mine, nth_slot * SQUAD_WARPS + w);
       const int expert = O::EXPERTS ? s.experts[nth] : 0;
       const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
       if constexpr (S::PLAIN) {
@@ -811,7 +839,7 @@ struct Producer {
                         (O::GATED && r >= 8 ? O::N : 0);
           const long long row = (long long)expert * O::N * (O::GATED ? 2 : 1) + n;
           copy(slot + r * S::ROW_BYTES + w * 128, codes + (row * O::K + k) * 2,
-               min(units * S::UNIT, O::K - k) * 2, full);
+               min(units * S::UNIT_INPUTS, O::K - k) * 2, full);
         }
       } else if (p.lane == 0) {
         const long long rows = (long long)expert * S::TILES + tile;
@@ -833,17 +861,17 @@ struct Producer {
   __device__ __forceinline__ void feed(const Layer& layer, int which) {
     typedef Product<O> P;
     typedef Sizes<O> S;
-    p.ask_again();
+    p.reload_ids();
     const int here = share_of(S::ALL, P::first_tile()), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
 #pragma unroll 1
-    for (int first = 0; first < S::STEPS; first += P::ABREAST)
+    for (int first = 0; first < S::TILE_SLOTS; first += P::ABREAST)
 #pragma unroll 1
       for (int t = 0; t < here; t++)
 #pragma unroll 1
-        for (int step = first; step < min(first + P::ABREAST, S::STEPS); step++)
-          feed_slot<O>(codes, scales, P::first_tile() + t * (int)gridDim.x, step);
+        for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++)
+          feed_slot<O>(codes, scales, P::first_tile() + t * (int)gridDim.x, n);
   }
 
 #if CHOSEN
@@ -921,10 +949,10 @@ __device__ __forceinline__ void await_head(float (&x)[EACH], const u64* words, i
     x[i] = i & 1 ? high_number(pairs[i / 2]) : low_number(pairs[i / 2]);
 }
 // RMSNorm and the rotation of a query or key, whose factors are loaded before it is there.
-struct Turn {
+struct NormAndRope {
   float norm[EACH], cos[EACH], sin[EACH];
-  __device__ __forceinline__ Turn(const HeadNorm* weight, const float* cosines, const float* sines,
-                                  int lane) {
+  __device__ __forceinline__ NormAndRope(const HeadNorm* weight, const float* cosines,
+                                         const float* sines, int lane) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       norm[i] = QK_NORM ? any_number(weight[lane * EACH + i]) : 1;
@@ -953,15 +981,15 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// Attention's programs: each has a kv head, PART of its columns of values, and one of n splits of
-// the slots that a token at `position` sees.
-constexpr int PART = 64, PARTS = HEAD_DIM / PART;
+// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
+// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
 struct Splits {
   int first, end, chunk, n;
   __device__ __forceinline__ Splits(int position, int window) {
     end = position + 1;
     first = window && end > window ? end - window : 0;
-    const int programs = max(1, (int)gridDim.x / (KV_HEADS * PARTS));
+    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
     n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
     chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
     n = (end - first + chunk - 1) / chunk;
@@ -971,7 +999,7 @@ struct Splits {
 // 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
 // slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
 // slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
-struct Slots {
+struct CacheTile {
   uint4 k[2][EACH], v[4];
   // The first is `keys`; behind the last, the last again.
   __device__ __forceinline__ void load_keys(const u16* keys, int last, int lane) {
@@ -997,21 +1025,21 @@ struct Slots {
 __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
                                        const Splits& of, const u64* qkv, u64* parts, u64* out,
                                        u32 tag, int position, float eps, float scale) {
-  p.ask_again();
+  p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
-  const int split = task % of.n, part = task / of.n % PARTS, kv = task / of.n / PARTS;
+  const int split = task % of.n, part = task / of.n % COLUMN_PARTS, kv = task / of.n / COLUMN_PARTS;
   const bool has_new = split + 1 == of.n;
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, position);
   const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
-  const int length = (int)(layer.number_of(WINDOW) >> 32);  // slots of the cache
+  const int length = (int)(layer.number_of(LENGTH_AND_WINDOW) >> 32);  // slots of the cache
   const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
     const bool is_query = i < QUERIES, is_key = i == QUERIES;
-    const Turn turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
+    const NormAndRope turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
                     layer.at<const float>(COS) + (long long)position * HEAD_DIM,
                     layer.at<const float>(SIN) + (long long)position * HEAD_DIM, lane);
     const int head = is_query ? kv * QUERIES + i : HEADS + (is_key ? 0 : KV_HEADS) + kv;
@@ -1024,7 +1052,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
                x, lane);
   }
   const u16* values =
-      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * PART;
+      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * COLUMNS;
   meet();
 
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
@@ -1032,15 +1060,16 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const bool is_new = tile == cached;
     const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
-    Slots slots;
-    slots.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
-    slots.load_values(is_new ? s.v + part * PART : values + first * HEAD_DIM, last, lane);
+    CacheTile cached_tile;
+    cached_tile.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
+    cached_tile.load_values(is_new ? s.v + part * COLUMNS : values + first * HEAD_DIM, last, lane);
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
+      // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-      const uint4 k0 = slots.k[0][i], k1 = slots.k[1][i];
+      const uint4 k0 = cached_tile.k[0][i], k1 = cached_tile.k[1][i];
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
@@ -1074,8 +1103,10 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     for (int i = 0; i < 4; i++) {  // columns 8 g + 2 i and the next one
       u32 v[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        v[j] = i == 0 ? slots.v[j].x : i == 1 ? slots.v[j].y : i == 2 ? slots.v[j].z : slots.v[j].w;
+      for (int j = 0; j < 4; j++) {
+        const uint4 words = cached_tile.v[j];
+        v[j] = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+      }
       mma(acc[i],
           {__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
            __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632)},
@@ -1103,8 +1134,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
   const int busy = min(WARPS, all_tiles);  // warps
 #pragma unroll 1
-  for (int i = warp * 32 + lane; i < QUERIES * PART; i += WARPS * 32) {
-    const int h = i / PART, column = i % PART, head = kv * QUERIES + h;
+  for (int i = warp * 32 + lane; i < QUERIES * COLUMNS; i += WARPS * 32) {
+    const int h = i / COLUMNS, column = i % COLUMNS, head = kv * QUERIES + h;
     float most = SINKS && of.n == 1 ? sinks[head] * LOG2_E : -1e30f, y = 0;
     for (int w = 0; w < busy; w++) most = fmaxf(most, s.largest[w][h]);
     float all = SINKS && of.n == 1 ? exp2f(sinks[head] * LOG2_E - most) : 0;
@@ -1118,11 +1149,12 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
       y /= all;
       const float next = __shfl_down_sync(~0u, y, 1);
       if (!(lane & 1))
-        poke(out + Product<Wo>::word(0, head * HEAD_DIM + part * PART + column),
+        poke(out + Product<Wo>::word(0, head * HEAD_DIM + part * COLUMNS + column),
              word_of(pair_of(y, next), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + split) * (HEAD_DIM + 2);
-      poke(to + part * PART + column, word_of(__float_as_uint(y), tag));
+      poke(to + part * COLUMNS + column, word_of(__float_as_uint(y), tag));
+      // All parts of a head have the same scores, and so the same totals.
       if (part == 0 && column < 2)
         poke(to + HEAD_DIM + column, word_of(__float_as_uint(column ? all : most), tag));
     }
@@ -1132,7 +1164,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
 // Several splits' parts -> words of `out`. A warp has 32 elements of a head.
 __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* parts,
                                         u64* out, u32 tag) {
-  p.ask_again();
+  p.reload_ids();
   const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
   const int lane = p.lane;
 #pragma unroll 1
@@ -1174,7 +1206,7 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, u64* started,
            u64* qkv, u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
-           float eps, float qk_eps, float scale, float expert_scale, float limit, float alpha) {
+           float eps, float qk_eps, float scale, float route_scale, float limit, float alpha) {
   const int lane = threadIdx.x % 32;
   // The ring begins at a multiple of 128.
   unsigned char* const memory = shared_memory();
@@ -1184,10 +1216,11 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       init(&s.full[i], 1);
-      init(&s.empty[i], GROUP_WARPS);
+      init(&s.empty[i], SQUAD_WARPS);
     }
     barriers_are_ready();
-    s.tag = (u32)(atomicAdd(started, 1ull) / gridDim.x) * LAYERS + 1;
+    // The first layer's. No layer's is 0, which says that there is none.
+    s.tag = (u32)(atomicAdd(started, 1ull) / gridDim.x % (0xFFFFFFFFu / LAYERS - 1)) * LAYERS + 1;
   }
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {
     const int n = (blockIdx.x + t * gridDim.x) * 16 + lane;
@@ -1197,6 +1230,10 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   const u32 first_tag = s.tag;
   const int position = (int)positions[0];
 
+  // Both loops have the same products in the same order, as a slot of the ring is known by its
+  // number alone. Another product is a line in each, its place in the enum above and in OPERATIONS,
+  // its words among the arguments, and in step.py a line in operations(), in Step's words and in
+  // fields(). Its words must be on the chain that step.py's docstring describes.
   if (p.warp == WARPS) {
     Producer producer{p};
     Layer next(layers, lane);
@@ -1209,7 +1246,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
 #if CHOSEN
       producer.feed<RouterOp>(layer, ROUTER);
       if (share_of(Sizes<Up>::ALL) || share_of(Sizes<Down>::ALL))
-        producer.route(logits, first_tag + i, expert_scale);
+        producer.route(logits, first_tag + i, route_scale);
 #endif
       producer.feed<Up>(layer, UP);
       producer.feed<Down>(layer, DOWN);
@@ -1224,11 +1261,11 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
     const u32 tag = first_tag + i;
     Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag);
-    const Splits splits(position, (int)(u32)layer.number_of(WINDOW));
-    const int first_task = turn_of(gridDim.x / 2);  // the first programs have more of the tiles
+    const Splits splits(position, (int)(u32)layer.number_of(LENGTH_AND_WINDOW));
+    const int first_task = place_from(gridDim.x / 2);  // the first programs have more of the tiles
 #pragma unroll 1
-    for (int task = first_task; task < KV_HEADS * PARTS * splits.n; task += gridDim.x) {
-      if (task != first_task) meet();  // the task before is done with shared memory
+    for (int task = first_task; task < KV_HEADS * COLUMN_PARTS * splits.n; task += gridDim.x) {
+      if (task != first_task) meet();  // all warps have put the task before together
       attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);

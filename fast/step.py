@@ -5,40 +5,57 @@ and up.
 Launches leave a gap between one product and the next, in which the memory is idle: 3.5 to 4.3 us of
 the 6 to 20 us that a product of a small model or of a mixture takes. Here one program a
 multiprocessor runs through all layers. Its last warp, the producer, copies the weights of one
-product after the other into a ring in shared memory and does not ask whether their inputs are
-there; so while the other warps wait for these, the next weights come in:
+product after the other into a ring in shared memory, before their inputs are there; so while the
+other warps wait for these, the next weights come in:
 
-    producer        Qkv ......  Wo ...  Up ................  Down .......  Qkv ......  ->
-    other warps     Qkv   attention  Wo  (router) Up    Down        Qkv
+    producer       Qkv ....  Wo ..  Router . (waits, chooses)  Up .......  Down ....  Qkv ....
+    other warps    Qkv   attention  Wo    Router               Up          Down
+
+Of a mixture the producer waits once a layer: for the router's logits, of which it chooses the
+experts itself, whose weights it then copies.
 
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
-barrier of all programs or anything to clear. A word is written again a layer later. By then it has
-been read, as what was computed from it, and from that, has been waited for in between.
+barrier of all programs or anything to clear. A word is written again a layer later, when all
+programs have read it: who writes words of a product has read a whole row that was made of another
+whole row, and so on along
+
+    qkv -> (parts) -> attended -> middle -> (logits) -> gated -> ends -> the next layer's qkv
+
+back to that product; a program that had not read the old word would have left one of these rows
+incomplete. A new kind of word must be on this chain.
+
+Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
+earlier in an order that is the same in all of them; and the ring has more slots than warps hold
+while they wait for one more.
 
 A product's rows come in tiles of 16, and a program has every PROGRAMS-th tile. Slots of the ring
-hold eight units of a tile (packed_gemv.py draws one), and eight warps share a slot, each with a
-unit. Of a long row the warps go through the tiles once for each of its slots, or two at once, so
-that a warp's part of x stays in its registers.
+hold eight units of a tile (packed_gemv.py draws one), and a squad of eight warps takes a slot, each
+a unit. Where a row is longer than a slot, each squad takes one of its slots through all tiles, and
+then another, so that a warp's part of x stays in its registers. Where it is not, the squads have
+tiles of their own.
 
-Attention: a program has a kv head, 64 columns of its values, and, of a long text, a part of the
-slots, 256 or more. Then the programs' sums, largest scores and totals are words, too, which all
+Attention: a program has a kv head, 64 columns of its values and, of a text of more than 256 slots,
+a part of these. Then the programs' sums, largest scores and totals are words, too, which all
 programs put together, each some elements of the heads.
 
-Measured on an H200, 2026-11-28, us a layer at slot 200, launches and then this, all in int4:
+Measured on an H200, 2026-11-28, us a layer at slot 200, all in int4:
 
-    Qwen3-30B-A3B    28.0    24.5      832 tokens/s with an int8 head, with launches 696
-    Llama-2-7B       39.0    36.2
-    Llama-3.1-8B     39.1    38.5      at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
+                     launches    one launch
+    Qwen3-30B-A3B        28.0    24.5          before a last change that saved more; behind it 832
+                                               tokens/s with an int8 head, with launches 696
+    Llama-2-7B           39.0    36.2
+    Llama-3.1-8B         39.1    38.5          at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
 
 A mixture's products are small, and gain most. Long texts lose, as two programs read the keys of a
-head, each for half of its values, and wait for them: so step_of() takes mixtures alone, and caches of
-up to LONGEST slots. In 16 bits Llama-3.2-1B takes 40 and 48.5, as sums of 16-bit weights are in fp32
-and want more instructions; int8 and MXFP4, which step.cu multiplies, too, were not measured.
+head, each for half of its values, and wait for them: so why_launches() lets through mixtures alone,
+with caches of up to LONGEST slots. In 16 bits Llama-3.2-1B takes 40 and 48.5, as sums of 16-bit
+weights are in fp32 and want more instructions; int8 and MXFP4, which step.cu multiplies, too, were
+not measured.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
-structs in front of step.cu, and addresses, which differ from layer to layer, are 32 words in memory
-that a warp's lanes load a layer ahead. Which models: why_launches().
+structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
+memory, one a lane, which a warp loads a layer ahead. Weights and caches must stay where they are.
 
 Shapes: D the model's width, H query heads and K kv heads of E elements, L slots, X experts.
 """
@@ -61,7 +78,7 @@ from model import RMSNorm
 
 WARPS = 16  # of a program, beside the producer
 IN_FLIGHT = 2  # slots that may be on their way to a program
-TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the launch fails
+TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 LONGEST = 4096  # slots of a cache
 LEAST_STAGES = 5  # of the ring, for two groups of eight warps
 LARGEST_SPLITS = 32  # of step.cu
@@ -84,6 +101,7 @@ class Operation(NamedTuple):
         """What step.cu is compiled for."""
         w = self.w
         scales = w.scales_and_zeros
+        # group_in_kernel() asks only whether there are any.
         some = Experts(torch.empty(self.experts + 1), None) if self.experts else None
         return tuple(
             dict(
@@ -241,16 +259,18 @@ class Step:
             """Words of a row of inputs: whole units of two blocks."""
             return -(-w.K // (2 * w.block)) * w.block
 
-        shapes = (
-            of["Qkv"].N // 2,
-            H * LARGEST_SPLITS * (E + 2),
-            inputs(of["Wo"]),
-            inputs(of["Up"]),
-            len(self.moe.how.weight) if self.moe else 1,
-            n * inputs(of["Down"]),
-            inputs(of["Qkv"]),
+        words = dict(
+            qkv=of["Qkv"].N // 2,
+            parts=H * LARGEST_SPLITS * (E + 2),
+            attended=inputs(of["Wo"]),
+            middle=inputs(of["Up"]),
+            logits=len(self.moe.how.weight) if self.moe else 1,
+            gated=n * inputs(of["Down"]),
+            ends=inputs(of["Qkv"]),
         )
-        self.words = [torch.zeros(size, dtype=torch.int64, device=device) for size in shapes]
+        self.words = [
+            torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
+        ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
         self.layers = torch.tensor([self.fields(layer) for layer in layers], device=device)
         STEPS[self.started.data_ptr()] = self
@@ -270,12 +290,14 @@ class Step:
             of_row = row_blocks(w) // experts * (n if w.gated else 1) if n else row_blocks(w)
             tiles.append(math.ceil(of_row / self.programs))
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
+        # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
+        # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
         rest = max(inputs) + 84 * max(units) + 64 * max(tiles) * (self.warps + 1)
         rest += self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048
         return (self.memory - rest) // (math.ceil(max(slots) / 128) * 128)
 
     def fields(self, layer: nn.Module) -> list[int]:
-        """A layer's addresses and numbers, in step.cu's order."""
+        """A layer's addresses and numbers, in the order of step.cu's enums."""
         places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
         found = [0] * FIELDS
         for operation in operations(layer):
@@ -366,7 +388,8 @@ def step_of(decoder: nn.Module) -> Step | None:
     return step if step.stages() >= LEAST_STAGES else None
 
 
-# torch.compile does not look inside; a step is found by the address of its counter.
+# torch.compile does not look inside; a step is found by the address of its counter, which changes
+# with each step, as do words and caches that are no arguments: so none is left out or moved.
 STEPS = WeakValueDictionary()
 
 
