@@ -21,7 +21,7 @@ without Triton.
                       chose
     layout.py         puts int4, int8, FP8 and MXFP4 weights into the matrix unit's order, at load
     nvrtc.py          compiles CUDA C++, with the compiler that comes with PyTorch, and launches it;
-                      ptx.cu has what gemv.cu, few.cu and step.cu ask of the GPU itself
+                      common.cu has what gemv.cu, few.cu and step.cu share
     attention.py      attention with rope and the KV cache's update inside
     delta.py          recurrent layers: the gated delta rule and its norm, for decode
     sampling.py       temperature, top-k, top-p, min-p and speculative acceptance without a sort

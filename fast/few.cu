@@ -385,7 +385,7 @@ few(const u16* x, const unsigned char* codes, const unsigned char* scales, const
       }
       if (GATED)
 #pragma unroll
-        for (int c = 0; c < 2; c++) y[c] = gated(y[c], y[c + 2], 0, 0);
+        for (int c = 0; c < 2; c++) y[c] = gated<GATED>(y[c], y[c + 2], 0, 0);
     }
   };
   const auto store = [&](int tile) {

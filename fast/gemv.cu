@@ -85,16 +85,6 @@ __device__ __forceinline__ void group_of(const void* here, long long i, float& s
   }
 }
 
-// model.gated()
-__device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
-  if (GATED == 3) {
-    gate = fminf(gate, limit);
-    return __fdividef(gate, 1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
-  }
-  const float z = GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-  return __fdividef(gate, 1 + __expf(-z)) * up;
-}
-
 #ifndef FEW
 
 // A warp's two blocks: inputs; of a row of w.
@@ -125,18 +115,6 @@ struct Team {
   int experts[EXPERTS + 1];
   volatile int busy;
 };
-
-// A number below 2^31 as four signed digits, one a byte.
-__device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
-// rows[i] as bytes -> columns[i], byte i of each.
-__device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4]) {
-  u32 a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[2], rows[3], 0x5140);
-  u32 c = __byte_perm(rows[0], rows[1], 0x7362), d = __byte_perm(rows[2], rows[3], 0x7362);
-  columns[0] = __byte_perm(a, b, 0x5410);
-  columns[1] = __byte_perm(a, b, 0x7632);
-  columns[2] = __byte_perm(c, d, 0x5410);
-  columns[3] = __byte_perm(c, d, 0x7632);
-}
 
 // A lane's digits of a unit as the right operands of its products: b[m][register][high or low
 // codes].
@@ -316,13 +294,6 @@ __device__ __forceinline__ float prepare(Team& t, int wl, int lane, const Inputs
 __device__ __forceinline__ void to_halves(u32 word, u32& first, u32& second) {
   first = word & 0xbf80bf80u;
   second = word << 7 & 0x3f803f80u | word << 1 & 0x80008000u;
-}
-
-// Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the
-// zero point. Where a code's sign is set, the first table gives eight times the highest bit of a
-// byte, 0, and where it is not, the second.
-__device__ __forceinline__ u32 to_bytes(u32 codes) {
-  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
 }
 
 // What a lane sums up of four words of 16 rows, and the number that two columns of it make.
@@ -615,7 +586,7 @@ gemv(const u16* x, const unsigned char* codes, const unsigned char* scales, cons
       }
       y += extra;
       if (GATED) {
-        y = gated(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
+        y = gated<GATED>(y, __shfl_down_sync(~0u, y, 8), limit, alpha);
         if (EXPERTS) y *= weights[t.experts[nth]];
       }
       if (there && lane < (GATED ? 8 : 16))

@@ -41,7 +41,7 @@ The experts that a row of x chose are one weight: gate and up have the experts' 
 other, each with the same x, and down has longer rows, an expert's behind the other's, so that their
 sum needs no other program.
 
-This file, ptx.cu, gemv.cu, nvrtc.py and layout.py are all that another project needs:
+This file, common.cu, gemv.cu, nvrtc.py and layout.py are all that another project needs:
 
     packed = pack(codes, scales, zeros)    # uint8 [N, K], fp16 [N, C], [N, C], on the GPU
     y = gemv(x, packed)                    # x [1, K] -> [1, N]
@@ -65,10 +65,10 @@ MOST_STAGES = 8
 
 
 def source_of(name: str) -> str:
-    """ptx.cu and, behind it, gemv.cu, step.cu, or few.cu behind the part of gemv.cu that both
+    """common.cu and, behind it, gemv.cu, step.cu, or few.cu behind the part of gemv.cu that both
     share."""
     files = dict(gemv=["gemv"], few=["gemv", "few"], step=["step"])[name]
-    source = "".join((HERE / f"{file}.cu").read_text() for file in ["ptx", *files])
+    source = "".join((HERE / f"{file}.cu").read_text() for file in ["common", *files])
     return "#define FEW\n" + source if name == "few" else source
 
 

@@ -249,20 +249,6 @@ __device__ __forceinline__ int share_of(int all, int n = blockIdx.x) {
   return n < all ? (all - 1 - n) / (int)gridDim.x + 1 : 0;
 }
 
-__device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
-// rows[i] as bytes -> columns[i], byte i of each.
-__device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4]) {
-  u32 a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[2], rows[3], 0x5140);
-  u32 c = __byte_perm(rows[0], rows[1], 0x7362), d = __byte_perm(rows[2], rows[3], 0x7362);
-  columns[0] = __byte_perm(a, b, 0x5410);
-  columns[1] = __byte_perm(a, b, 0x7632);
-  columns[2] = __byte_perm(c, d, 0x5410);
-  columns[3] = __byte_perm(c, d, 0x7632);
-}
-__device__ __forceinline__ u32 to_bytes(u32 codes) {
-  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
-}
-
 // Words in the order of their numbers, as attention reads them.
 struct InOrder {
   static __device__ __forceinline__ int word(int, int k) { return k / 2; }
@@ -670,17 +656,6 @@ struct Product : Sizes<O> {
     }
   }
 
-  static __device__ __forceinline__ float gate_function(float gate, float up, float limit,
-                                                        float alpha) {
-    if (O::GATED == 3) {
-      gate = fminf(gate, limit);
-      return __fdividef(gate, 1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
-    }
-    const float z = O::GATED == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)
-                                  : gate;
-    return __fdividef(gate, 1 + __expf(-z)) * up;
-  }
-
   // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
   // it is there, as a plain row.
   template <class To>
@@ -722,7 +697,7 @@ struct Product : Sizes<O> {
       if (lane < 16) s.residual[t][r] = y;
     }
     if (O::GATED) {
-      y = gate_function(y, __shfl_down_sync(~0u, y, 8), p.limit, p.alpha);
+      y = gated<O::GATED>(y, __shfl_down_sync(~0u, y, 8), p.limit, p.alpha);
       if (O::EXPERTS) y *= s.weights[nth];
     }
     constexpr int ROWS = O::GATED ? 8 : 16;

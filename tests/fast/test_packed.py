@@ -426,7 +426,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in
 @on_each_device
 def test_the_int4_kernel_is_five_files(device, tmp_path):
     (tmp_path / "fast").mkdir()
-    for name in ("layout.py", "nvrtc.py", "packed_gemv.py", "ptx.cu", "gemv.cu"):
+    for name in ("layout.py", "nvrtc.py", "packed_gemv.py", "common.cu", "gemv.cu"):
         shutil.copy(ROOT / "fast" / name, tmp_path / "fast")
     (tmp_path / "try.py").write_text(COPIED)
     done = python("try.py", device, cwd=tmp_path, PYTHONPATH="")

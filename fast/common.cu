@@ -1,4 +1,5 @@
-// What PTX does for gemv.cu, few.cu and step.cu, which stand behind this. BF16: x's type, else fp16.
+// What gemv.cu, few.cu and step.cu share, which stand behind this: what PTX does, digits, gates.
+// BF16: x's type, else fp16.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -93,3 +94,33 @@ __device__ __forceinline__ void hmma(float (&c)[4], const u32 (&a)[4], u32 b0, u
 }
 
 #endif
+
+// A number below 2^31 as four signed digits, one a byte.
+__device__ __forceinline__ u32 to_digits(int x) { return (u32)(x + 0x00808080) ^ 0x00808080u; }
+// rows[i] as bytes -> columns[i], byte i of each.
+__device__ __forceinline__ void transpose(const u32 (&rows)[4], u32 (&columns)[4]) {
+  u32 a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[2], rows[3], 0x5140);
+  u32 c = __byte_perm(rows[0], rows[1], 0x7362), d = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(a, b, 0x5410);
+  columns[1] = __byte_perm(a, b, 0x7632);
+  columns[2] = __byte_perm(c, d, 0x5410);
+  columns[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Four e2m1 codes, the lower half of a word, as a byte each: twice the number plus 16, which is the
+// zero point. Where a code's sign is set, the first table gives eight times the highest bit of a
+// byte, 0, and where it is not, the second.
+__device__ __forceinline__ u32 to_bytes(u32 codes) {
+  return pick(0x13121110, 0x1c181614, codes) | pick(0x0d0e0f10, 0x04080a0c, codes ^ 0x8888);
+}
+
+// model.Gate. KIND 1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's.
+template <int KIND>
+__device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
+  if (KIND == 3) {
+    gate = fminf(gate, limit);
+    return __fdividef(gate, 1 + __expf(-alpha * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
+  }
+  const float z = KIND == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return __fdividef(gate, 1 + __expf(-z)) * up;
+}
