@@ -98,6 +98,7 @@ OPERATORS = (
     "fused_all_gather",
     "mixture",
     "few_rows_mixture",
+    "all_layers",
     "grouped_linear",
 )
 

@@ -1106,14 +1106,14 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     }
   }
   meet();
-  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
+  const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int busy = min(WARPS, all_tiles);  // warps
 #pragma unroll 1
   for (int i = warp * 32 + lane; i < QUERIES * COLUMNS; i += WARPS * 32) {
     const int h = i / COLUMNS, column = i % COLUMNS, head = kv * QUERIES + h;
-    float most = SINKS && of.n == 1 ? sinks[head] * LOG2_E : -1e30f, y = 0;
+    float most = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f, y = 0;
     for (int w = 0; w < busy; w++) most = fmaxf(most, s.largest[w][h]);
-    float all = SINKS && of.n == 1 ? exp2f(sinks[head] * LOG2_E - most) : 0;
+    float all = SINKS && of.n == 1 ? exp2f(number(sinks[head]) * LOG2_E - most) : 0;
 #pragma unroll 4
     for (int w = 0; w < busy; w++) {
       const float share = exp2f(s.largest[w][h] - most);
@@ -1140,7 +1140,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
 __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, const u64* parts,
                                         u64* out, u32 tag) {
   p.reload_ids();
-  const float* sinks = SINKS ? layer.at<const float>(SINK) : nullptr;
+  const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int lane = p.lane;
 #pragma unroll 1
   for (int i = blockIdx.x + gridDim.x * p.warp; i < HEADS * EACH; i += gridDim.x * WARPS) {
@@ -1152,10 +1152,10 @@ __device__ __forceinline__ void combine(Program& p, const Layer& layer, int n, c
     await(found, from, ends, tag);
     const float largest_here = lane < n ? __uint_as_float(found[0]) : -1e30f;
     float most = all_lanes(largest_here, larger);
-    if (SINKS) most = fmaxf(most, sinks[head] * LOG2_E);
+    if (SINKS) most = fmaxf(most, number(sinks[head]) * LOG2_E);
     const float share = lane < n ? exp2f(largest_here - most) : 0;
     float total = all_lanes(lane < n ? __uint_as_float(found[1]) * share : 0.0f, add), y = 0;
-    if (SINKS) total += exp2f(sinks[head] * LOG2_E - most);
+    if (SINKS) total += exp2f(number(sinks[head]) * LOG2_E - most);
     for (int first = 0; first < n; first += 4) {
       int at[4];
       u32 some[4];

@@ -225,7 +225,8 @@ def why_launches(decoder: nn.Module) -> str | None:
             [operation.constants() for operation in found],
             (attn.sizes, attn.head_dim, attn.scale, fused.eps, attn.sinks is None, tuple(eps)),
             None if type(norm) is nn.Identity else norm.weight.dtype,
-            getattr(layer.feed_forward.ffn, "how", None) and layer.feed_forward.ffn.how[2:6],
+            layer.feed_forward.experts and layer.feed_forward.ffn.how[2:6],
+            layer.feed_forward.experts and layer.feed_forward.ffn.moe.moe.clamp,
         )
         if first is None:
             first = these
@@ -243,13 +244,13 @@ class Step:
     programs share. `programs` of them run at once, each with `memory` bytes of shared memory."""
 
     def __init__(self, decoder: nn.Module, programs: int, memory: int, warps: int = WARPS):
-        layers, model = decoder.layers, decoder.model
-        self.decoder, self.programs, self.memory, self.warps = decoder, programs, memory, warps
-        device = model.embed.weight.device
+        layers, self.weight = decoder.layers, decoder.model.embed.weight
+        self.programs, self.memory, self.warps = programs, memory, warps
+        device = self.weight.device
         first = layers[0]
         self.operations = operations(first)
         self.moe = first.feed_forward.ffn if first.feed_forward.experts else None
-        self.fused = first.attention.attn
+        self.fused, self.eps = first.attention.attn, first.attention.before["eps"]
         attn = self.fused.attn
         of = {operation.name: operation.w for operation in self.operations}
         E, H = attn.head_dim, attn.sizes[0] // attn.head_dim
@@ -318,12 +319,11 @@ class Step:
         """What step.cu is compiled for, beside the products."""
         attn, norm = self.fused.attn, self.fused.attn.q_norm
         norm = getattr(norm, "weight", None)
-        weight = self.decoder.model.embed.weight
         heads, kv_heads = (size // attn.head_dim for size in attn.sizes[:2])
         return dict(
-            BF16=weight.dtype == torch.bfloat16,
-            D=weight.shape[1],
-            LAYERS=len(self.decoder.layers),
+            BF16=self.weight.dtype == torch.bfloat16,
+            D=self.weight.shape[1],
+            LAYERS=len(self.layers),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=attn.head_dim,
@@ -347,13 +347,12 @@ class Step:
 
     def arguments(self, x: Tensor, positions: Tensor) -> list:
         """step.cu's; the third is what comes out."""
-        eps = self.decoder.layers[0].attention.before["eps"]
         moe = self.moe
         clamp = moe.moe.moe.clamp if moe else None
-        limit, alpha = map(float, clamp or (0, 0))
-        numbers = eps, self.fused.eps, self.fused.attn.scale, moe.how.scale if moe else 1.0
+        scales = self.fused.attn.scale, moe.how.scale if moe else 1
+        numbers = map(float, (self.eps, self.fused.eps, *scales, *(clamp or (0, 0))))
         out = torch.empty_like(x)
-        return [x, positions, out, self.layers, self.started, *self.words, *numbers, limit, alpha]
+        return [x, positions, out, self.layers, self.started, *self.words, *numbers]
 
     @functools.cached_property
     def kernel(self) -> ctypes.c_void_p:

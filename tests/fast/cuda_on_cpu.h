@@ -265,7 +265,7 @@ inline int thread_number() { return threadIdx.x; }
 inline void give_up() { abort(); }
 // Each lane waits for its own words, and leaves the processor to the others meanwhile.
 inline bool all_there(bool mine) {
-  if (!mine) std::this_thread::sleep_for(std::chrono::microseconds(300));
+  if (!mine) std::this_thread::sleep_for(std::chrono::microseconds(3000));
   return mine;
 }
 inline void peek_two(const unsigned long long* p, unsigned long long (&y)[2]) {

@@ -33,6 +33,8 @@ SIZES = dict(
     num_hidden_layers=2,
 )
 EXPERTS = dict(num_experts=6, num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=64)
+WIDER = "experts in 16 bits"  # with two squads of warps, and rows of two slots
+GPT_OSS = dict(intermediate_size=64, sliding_window=24, num_key_value_heads=1)
 # The kind of model and what its config changes; the format and its groups; the token's position;
 # programs. Of several splits of a text there are at least two programs for each kv head.
 CASES = {
@@ -40,15 +42,9 @@ CASES = {
     "odd sizes": ("qwen2", dict(hidden_size=288, intermediate_size=224), "int8", None, 40, 3),
     "groups and norms": ("qwen3", dict(head_dim=128, intermediate_size=384), "int4", 128, 0, 4),
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
-    "experts in 16 bits": ("mixtral", EXPERTS | dict(intermediate_size=64), None, None, 17, 3),
-    "mxfp4": (
-        "gpt_oss",
-        EXPERTS | dict(intermediate_size=64, sliding_window=24),
-        None,
-        None,
-        90,
-        3,
-    ),
+    WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
+    # With sinks, behind a window and, in splits, without.
+    "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
 
 
@@ -66,6 +62,8 @@ def loaded(directory, case: str, device: str) -> tuple[Transformer, Transformer,
                 setattr(part, name, random_experts(X, N, K, "mxfp4", 32, "bias", "cpu"))
     model.setup(320, 1)
     for layer in model.layers:
+        if layer.attn.sinks is not None:
+            layer.attn.sinks.data = torch.tensor([4, -4, 3, -3]).to(BF16)
         layer.attn.cache.k.normal_()
         layer.attn.cache.v.normal_()
     exact = deepcopy(model)
@@ -87,12 +85,13 @@ def through_layers(exact: Transformer, x: torch.Tensor, position: int) -> torch.
     return found[0][0]
 
 
-def step_of_model(model: Transformer, programs: int, directory) -> Callable:
+def step_of_model(model: Transformer, programs: int, directory, case: str = "") -> Callable:
     """The step as a function of x and the position, whether or not launches are faster."""
     if model.embed.weight.is_cuda:
         step = on_gpu(install_kernels(model))
         return lambda x, at: step(x.cuda(), torch.tensor([[at]], device="cuda")).cpu()
-    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    warps = 16 if case == WIDER else 8
+    step = Step(use_kernels(model).decoder, programs, 150_000, warps)
     return lambda x, at: step_on_cpu(directory, step, x, torch.tensor([[at]]))
 
 
@@ -113,7 +112,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -
 def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
     """What comes out, twice the same to the bit, and the new token's key and value."""
     model, exact, position, programs = loaded(tmp_path, case, device)
-    run = step_of_model(model, programs, tmp_path)
+    run = step_of_model(model, programs, tmp_path, case)
     x = torch.randn(1, model.config.dim).to(BF16)
     expected = through_layers(exact, x, position)
     found = run(x, position)
@@ -129,7 +128,7 @@ def test_a_step_equals_the_layers_in_float64(tmp_path, case, device):
 @torch.no_grad()
 def test_equal_logits_choose_as_many_experts(tmp_path, device):
     """All experts are the same: which of them are taken is not seen, how many are is."""
-    model, exact, position, programs = loaded(tmp_path, "experts in 16 bits", device)
+    model, exact, position, programs = loaded(tmp_path, WIDER, device)
     for part in [part for m in (model, exact) for part in m.modules() if type(part) is MoE]:
         part.router.weight.zero_()
         for experts in (part.w_gate_up, part.w_down):
@@ -154,6 +153,19 @@ def test_nan_and_infinity_come_out(tmp_path, value, device):
     assert run(x, position).isfinite().all()
     x[0, 7] = value
     assert not run(x, position).isfinite().any()
+
+
+@torch.no_grad()
+def test_tags_begin_anew_before_they_are_too_large(tmp_path):
+    """The steps around the one, every 2 ** 32 layers, at which a tag would be 0."""
+    model, exact, position, programs = loaded(tmp_path, "groups and norms", "cpu")
+    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    x = torch.randn(1, model.config.dim).to(BF16)
+    expected = through_layers(exact, x, position)
+    step.started.fill_((2**31 - 3) * programs)
+    for _ in range(4):
+        found = step_on_cpu(tmp_path, step, x, torch.tensor([[position]]))
+        assert_close(found, expected, x)
 
 
 @pytest.mark.parametrize(
