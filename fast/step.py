@@ -51,7 +51,7 @@ A mixture's products are small, and gain most. Long texts lose, as two programs 
 head, each for half of its values, and wait for them: so why_launches() lets through mixtures alone,
 with caches of up to LONGEST slots. In 16 bits Llama-3.2-1B takes 40 and 48.5, as sums of 16-bit
 weights are in fp32 and want more instructions; int8 and MXFP4, which step.cu multiplies, too, were
-not measured.
+not measured. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
