@@ -48,7 +48,6 @@ def run_on_cpu(
 ) -> Tensor:
     """out, of so many programs of this name, whose threads are threads of the CPU. source: if it is
     not packed_gemv.source_of()'s."""
-    library = directory / f"{name}{abs(hash(str(macros)))}.so"
     lines = [
         '#include "library.h"',
         *(f"#define {macro} {int(value)}" for macro, value in macros.items()),
@@ -57,8 +56,11 @@ def run_on_cpu(
         f'#include "{HEADER}"',
         source or source_of(name),
     ]
-    library.with_suffix(".cpp").write_text("\n".join(lines))
-    build("-shared", "-I", prepared().name, library.with_suffix(".cpp"), "-o", library)
+    text = "\n".join(lines)
+    library = directory / f"{name}{abs(hash(text))}.so"
+    if not library.exists():
+        library.with_suffix(".cpp").write_text(text)
+        build("-shared", "-I", prepared().name, library.with_suffix(".cpp"), "-o", library)
     out.fill_(torch.nan)
     assert ctypes.CDLL(library).run(programs, threads, shared_bytes, *map(in_c, arguments))
     return out
