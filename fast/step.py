@@ -42,8 +42,8 @@ programs put together, each some elements of the heads.
 Measured on an H200, 2026-11-28, us a layer at slot 200, all in int4:
 
                      launches    one launch
-    Qwen3-30B-A3B        28.0    24.5          before the last changes, which were measured as a whole:
-                                               832 tokens/s with an int8 head, by 11-26 696
+    Qwen3-30B-A3B        28.0    24.5          before the last changes; behind them 832
+                                               tokens/s with an int8 head, by 11-26 696
     Llama-2-7B           39.0    36.2
     Llama-3.1-8B         39.1    38.5          at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
 
