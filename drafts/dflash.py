@@ -296,8 +296,15 @@ class DFlashCheckpoint(Checkpoint):
             raise ValueError(
                 f"architectures={kinds!r:.60}: want one of DFlashDraftModel and DFlash2DraftModel"
             )
-        # layer_types say what Qwen3's use_sliding_window says.
-        return text_settings(hf | dict(tie_word_embeddings=False, use_sliding_window=False))
+        # Its layers are Qwen3's, whatever its target is: model_type may be the target's. layer_types
+        # say what Qwen3's use_sliding_window says. Biases: __init__().
+        as_qwen3 = dict(
+            model_type="qwen3",
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            attention_bias=False,
+        )
+        return text_settings(hf | as_qwen3)
 
     def __init__(self, directory: Path, target: Checkpoint):
         super().__init__(directory)
@@ -360,6 +367,7 @@ class DFlashCheckpoint(Checkpoint):
                         f"{self.config.dim}"
                     )
             scale = value_of(own, "input_embedding_scale", float, 1.0)
+            bias = value_of(given, "attention_bias", bool, False)  # of gpt-oss's drafts
             self.block = BlockConfig(
                 self.places,
                 whole.dim,
@@ -372,6 +380,8 @@ class DFlashCheckpoint(Checkpoint):
                 self.config,
                 layers=tuple(layers),
                 vocab_size=whole.vocab_size,
+                qkv_bias=bias,
+                o_bias=bias,
                 embedding_scale=scale,
                 logits_scale=value_of(own, "output_multiplier", float, 1.0),
                 # 0 stands for none.

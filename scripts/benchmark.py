@@ -106,7 +106,8 @@ def parse_args() -> Namespace:
     )
     add(
         "--draft-tokens",
-        "with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto)",
+        "with --speculate; each 1 to 32, auto, hf or bass; a line for each (default: auto; 3 with "
+        "--draft mtp, a block with dflash)",
         metavar="LIST",
     )
     number("--seed", 0, 0, "of weights, prompts and texts (default: 0)")
@@ -147,8 +148,8 @@ def parse_args() -> Namespace:
         args.tokens_per_step = wanted and [float(tokens) for tokens in wanted]
     except ValueError:
         parser.error(f"--tokens-per-step {args.tokens_per_step}: want numbers, with commas")
-    args.draft_tokens = args.draft_tokens or KINDS.get(args.draft, "auto")
-    for tokens in args.draft_tokens.split(","):
+    args.draft_tokens = args.draft_tokens or ("" if args.draft in KINDS else "auto")
+    for tokens in filter(None, args.draft_tokens.split(",")):
         Options(draft="prompt-lookup", draft_tokens=tokens)  # ValueError if it is none
     if args.group_size and not args.quantize:
         parser.error(

@@ -31,16 +31,25 @@ from scripts.measuring import Setup
 from scripts.shapes import MXFP4_SHAPES, SHAPES, fill, random_model
 from speculative import SLACK, Speculator, accept
 
-KINDS = {"mtp": "3", "dflash": "15"}  # and what is drafted where nothing is said
+KINDS = "mtp", "dflash"
+MTP_TOKENS = 3  # drafted where nothing is said; of DFlash it is a block's
 STEPS = 2, 3, 4  # tokens of a step
 DFLASH_LAYERS, BLOCK_SIZE = 5, 16  # as Qwen3-4B's and 8B's drafts have them
+GPT_OSS = dict(n_layer=8, ffn_dim=7680, qkv_bias=True, o_bias=True)
+# shape -> what the published draft (z-lab's) has that is not as large as the target: places are the
+# target's layers whose output it reads, size a block's tokens.
+DFLASH = {
+    "qwen3.5-27b": dict(n_head=32, n_kv_head=8, head_dim=128, places=(1, 16, 31, 46, 61)),
+    "gpt-oss-20b": GPT_OSS | dict(places=(1, 6, 11, 16, 21), size=8),
+    "gpt-oss-120b": GPT_OSS | dict(places=(1, 9, 17, 25, 33), size=10),
+}
 
 
-def random_draft(kind: str, target: Transformer, setup: Setup) -> Transformer:
-    """Rounded as the target is; it takes embedding and head from there."""
+def random_draft(kind: str, own: dict, target: Transformer, setup: Setup) -> Transformer:
+    """own: what dflash_sizes() takes. Rounded as the target is; it takes embedding and head from there."""
     config = target.config
-    own = (layer for layer in reversed(config.layers) if not layer.delta and layer.kv_of is None)
-    layer = next(own)
+    kinds = (layer for layer in reversed(config.layers) if not layer.delta and layer.kv_of is None)
+    layer = next(kinds)
     before = torch.get_default_dtype()
     torch.set_default_dtype(setup.dtype)
     try:
@@ -50,7 +59,7 @@ def random_draft(kind: str, target: Transformer, setup: Setup) -> Transformer:
                 draft = MtpHead(replace(one, vocab_size=1), config.n_layer)
                 draft.head_size = config.vocab_size
             else:
-                draft = DFlash(*dflash_sizes(config))
+                draft = DFlash(*dflash_sizes(config, own))
     finally:
         torch.set_default_dtype(before)
     draft = fill(draft, setup.device)
@@ -59,18 +68,21 @@ def random_draft(kind: str, target: Transformer, setup: Setup) -> Transformer:
     return draft
 
 
-def dflash_sizes(config: Config) -> tuple[Config, BlockConfig]:
-    """Of a draft whose layers are as large as a dense target's."""
-    if any(layer.moe for layer in config.layers):
+def dflash_sizes(config: Config, own: dict) -> tuple[Config, BlockConfig]:
+    """Of a draft whose layers are as large as a dense target's, but for what own says (DFLASH).
+    ValueError for a mixture of which that is not known."""
+    if not own and any(layer.moe for layer in config.layers):
         raise ValueError(
-            "--draft dflash: want a dense shape: drafts of mixtures have sizes of their own"
+            f"--draft dflash: want a dense shape, or one of {', '.join(DFLASH)}: drafts of mixtures "
+            "have sizes of their own"
         )
-    layer = next(layer for layer in config.layers if not layer.delta)
-    layers = (LayerConfig(rope=layer.rope),) * DFLASH_LAYERS
     names = "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "context", "norm_eps"
-    sizes = {name: getattr(config, name) for name in names}
-    ids = default_layers(config.n_layer, DFLASH_LAYERS)
-    block = BlockConfig(tuple(i + 1 for i in ids), config.dim, BLOCK_SIZE, mask=0)
+    sizes = {name: getattr(config, name) for name in names} | own
+    n, size = sizes.pop("n_layer", DFLASH_LAYERS), sizes.pop("size", BLOCK_SIZE)
+    places = sizes.pop("places", default_layers(config.n_layer, n))
+    layer = next(layer for layer in config.layers if not layer.delta)
+    layers = (LayerConfig(rope=layer.rope),) * n
+    block = BlockConfig(tuple(i + 1 for i in places), config.dim, size, mask=0)
     return Config(layers=layers, vocab_size=1, qk_norm="head", **sizes), block
 
 
@@ -110,8 +122,10 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
         raise ValueError(f"--draft {args.draft}: {what} is no shape: acceptance is simulated")
     if setup.team.ranks > 1:
         raise ValueError(f"--draft {args.draft}: want --ranks 1")
-    names = args.draft_tokens.split(",")
-    k = max((int(name) for name in names if name.isdecimal()), default=int(KINDS[args.draft]))
+    own = DFLASH.get(what, {}) if args.draft == "dflash" else {}
+    most = MTP_TOKENS if args.draft == "mtp" else own.get("size", BLOCK_SIZE) - 1
+    names = (args.draft_tokens or str(most)).split(",")
+    k = max((int(name) for name in names if name.isdecimal()), default=most)
     steps = args.tokens_per_step or [step for step in STEPS if step <= k + 1]
     for wanted in steps:
         if not 1 <= wanted <= k + 1:
@@ -123,7 +137,7 @@ def simulate(what: str, setup: Setup, bar: tqdm) -> Iterator[dict]:
     where = setup.device, setup.dtype
     model = random_model(SHAPES[what], *where, None, what in MXFP4_SHAPES)
     model = setup.finish(model, None)
-    draft = random_draft(args.draft, model, setup)
+    draft = random_draft(args.draft, own, model, setup)
     length = args.prompt_length + args.new_tokens
     places = draft.target_places if args.draft == "mtp" else draft.block.places
     target = setup.engine(model, length, features=places, spare=SLACK)

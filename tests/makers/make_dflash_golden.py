@@ -56,6 +56,18 @@ DRAFTS = {
 }
 SECOND = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5)
 DRAFTS["second"] = COMMON | WINDOWED | dict(is_causal=False, dflash_config=IDS | SECOND)
+# gpt-oss-20b's and 120b's files: biases, and the target's kind and rope.
+YARN = dict(
+    rope_type="yarn",
+    factor=4.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=32,
+)
+DRAFTS["gpt-oss"] = COMMON | dict(
+    attention_bias=True, rope_theta=150000, rope_scaling=YARN, dflash_config=IDS
+)
 # Tokens of context that come before each block, and tokens of the block.
 STEPS = (9, 8), (1, 8), (5, 3), (8, 8)
 
@@ -131,7 +143,8 @@ def main() -> None:
                 }
         out = OUT / name
         out.mkdir(parents=True, exist_ok=True)
-        held = settings | dict(architectures=[kind.__name__], model_type="qwen3")
+        model_type = "gpt_oss" if name == "gpt-oss" else "qwen3"
+        held = settings | dict(architectures=[kind.__name__], model_type=model_type)
         (out / "config.json").write_text(json.dumps(held, indent=2) + "\n")
         save_file(
             {  # without the ending of an embedding's

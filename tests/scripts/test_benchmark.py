@@ -25,7 +25,7 @@ from helpers import (
     tiny_head,
 )
 from model import Config, LayerConfig
-from scripts import benchmark_speculation
+from scripts import benchmark_drafts, benchmark_speculation
 from scripts.benchmark import main
 from scripts.benchmark_speculation import part_for, widen, widen_head
 from scripts.shapes import SHAPES, random_model
@@ -252,13 +252,31 @@ def test_drafts_whose_acceptance_is_simulated(benchmark, monkeypatch, kind, toke
     assert lines[2]["tokens_per_step"] == pytest.approx(2, rel=0.2)
 
 
+def test_a_mixture_has_the_published_drafts_sizes(benchmark, monkeypatch):
+    """Biases, layers of its own number and width, and blocks of eight where nothing is said."""
+    config = load_checkpoint(ROOT / "tests" / "golden" / "gpt-oss").config
+    config = replace(config, layers=config.layers[:1] * 24, context=999)
+    monkeypatch.setitem(SHAPES, "gpt-oss-20b", config)
+    made = []
+    random_draft = benchmark_drafts.random_draft
+    keep = lambda *given: made.append(random_draft(*given)) or made[0]  # noqa: E731
+    monkeypatch.setattr(benchmark_drafts, "random_draft", keep)
+    options = "--speculate --draft dflash --runs 1 --new-tokens 60 --tokens-per-step 8"
+    [line] = benchmark(options, "gpt-oss-20b")
+    assert line["draft_tokens"] == "7" and line["tokens_per_step"] == 8
+    [draft], layers = made, made[0].layers
+    assert len(layers) == 8 and layers[0].ffn.w_down.weight.shape[1] == 7680
+    assert layers[7].attn.wqkv.bias is not None and layers[7].attn.wo.bias is not None
+    assert draft.block.places == (2, 7, 12, 17, 22)
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
         ("llama-3.2-1b --draft mtp --tokens-per-step 5", "--tokens-per-step 5: want 1 to 4"),
         ("llama-3.2-1b --draft mtp --tokens-per-step x", "--tokens-per-step x: want numbers"),
         ("llama-3.2-1b --draft eagle --tokens-per-step 2", "goes with --draft mtp or dflash"),
-        ("mixtral-8x7b --draft dflash", "--draft dflash: want a dense shape"),
+        ("mixtral-8x7b --draft dflash", "--draft dflash: want a dense shape, or one of"),
         ("checkpoints/tiny --draft dflash", "is no shape"),
     ],
 )
