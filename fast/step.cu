@@ -44,6 +44,26 @@ __device__ __forceinline__ int thread_number() {
 __device__ __forceinline__ void meet() {  // all warps but the producer
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
 }
+__device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for any thread of theirs
+  int any;
+  asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 1, %2, p; "
+               "selp.s32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"((int)mine), "n"(WARPS * 32)
+               : "memory");
+  return any;
+}
+// A line of 128 bytes into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+// Eight bytes into shared memory, there once this thread has waited for its copies.
+__device__ __forceinline__ void copy_word(u64* to, const u64* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 __device__ __forceinline__ bool all_there(bool mine) { return __all_sync(~0u, mine); }
 __device__ __forceinline__ void give_up() { asm volatile("trap;"); }
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -61,10 +81,11 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
 
 #endif
 
-template <class T>
-__device__ __forceinline__ T all_lanes(T y, T (*join)(T, T)) {
+// Of groups of LANES neighbours, each by itself.
+template <int LANES = 32>
+__device__ __forceinline__ float all_lanes(float y, float (*join)(float, float)) {
 #pragma unroll
-  for (int o = 16; o; o >>= 1) y = join(y, __shfl_xor_sync(~0u, y, o));
+  for (int o = LANES / 2; o; o >>= 1) y = join(y, __shfl_xor_sync(~0u, y, o));
   return y;
 }
 __device__ __forceinline__ float add(float x, float y) { return x + y; }
@@ -116,21 +137,13 @@ enum {
   LENGTH_AND_WINDOW,  // the cache's slots in the high half
   FIELDS
 };
-static_assert(FIELDS <= 32, "a lane holds one");
+static_assert(FIELDS <= 32, "a lane copies one");
 
-struct Layer {  // of a warp, whose lane i holds field i
-  u32 low, high;
-  __device__ __forceinline__ Layer(const u64* fields, int lane) {
-    const u64 mine = lane < FIELDS ? fields[lane] : 0;
-    low = (u32)mine;
-    high = (u32)(mine >> 32);
-  }
-  __device__ __forceinline__ u64 number_of(int field) const {
-    return (u64)__shfl_sync(~0u, high, field) << 32 | __shfl_sync(~0u, low, field);
-  }
+struct Layer {
+  const u64* fields;  // in shared memory
   template <class T>
   __device__ __forceinline__ T* at(int field) const {
-    return (T*)number_of(field);
+    return (T*)fields[field];
   }
 };
 
@@ -147,8 +160,7 @@ __device__ __forceinline__ float any_number(float x) { return x; }
 
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
 // PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
-// FLOAT_NORM, BIAS, RESIDUAL, and FLOAT_OUT, of a router, whose logits are a word each. As in
-// gemv.cu: a block is 1 KiB of 16 rows, BLOCK inputs wide; a chunk, the scales of 16 rows for
+// FLOAT_NORM, BIAS and RESIDUAL. As in gemv.cu: a block is 1 KiB of 16 rows, BLOCK inputs wide; a chunk, the scales of 16 rows for
 // PER_CHUNK blocks; SUMMED, down of a mixture, whose row is the experts' rows one behind the other;
 // SETS, groups whose sums are apart in half a unit.
 template <class O>
@@ -190,11 +202,9 @@ template <class O> struct DigitBytes {
 template <class O> struct TilesHere {
   static constexpr int value = (Sizes<O>::ALL + PROGRAMS - 1) / PROGRAMS;
 };
-#if CHOSEN
-#define OPERATIONS Qkv, Wo, RouterOp, Up, Down
-#else
 #define OPERATIONS Qkv, Wo, Up, Down
-#endif
+// Whether a program has any of an expert's rows.
+#define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
 constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 127) / 128 * 128;
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
@@ -209,14 +219,20 @@ struct Shared {
   float offset[2][MOST_UNITS], squares[2][MOST_UNITS];
   float partial[MOST_TILES][WARPS][16];
   // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
-  float residual[TilesHere<Wo>::value][16];
+  alignas(16) float residual[TilesHere<Wo>::value][16];
   float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
-  float largest[WARPS][QUERIES], total[WARPS][QUERIES];
+  float largest[QUERIES][WARPS], total[QUERIES][WARPS];
   int experts[32];
   float weights[32];
+#if CHOSEN
+  u64 before[RouterOp::N + 1];  // its sums, as the layer before left them
+  alignas(16) int keys[(RouterOp::N + 31) / 32 * 32];  // ordered as the logits are
+#endif
   u32 tag;
-  u64 full[32], empty[32];
+  int odd;  // whether the step's number is
+  u64 full[32], empty[32], chosen;
+  u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
@@ -244,8 +260,9 @@ __device__ __forceinline__ int place_from(int from) {
   const int n = (int)blockIdx.x - from;
   return n < 0 ? n + (int)gridDim.x : n;
 }
-// How many of `all` a program with number n has: the n-th, and every gridDim.x-th one behind.
-__device__ __forceinline__ int share_of(int all, int n = blockIdx.x) {
+// How many of `all` this program has: that of its number, and every gridDim.x-th one behind.
+__device__ __forceinline__ int share_of(int all) {
+  const int n = blockIdx.x;
   return n < all ? (all - 1 - n) / (int)gridDim.x + 1 : 0;
 }
 
@@ -253,16 +270,13 @@ __device__ __forceinline__ int share_of(int all, int n = blockIdx.x) {
 struct InOrder {
   static __device__ __forceinline__ int word(int, int k) { return k / 2; }
 };
-template <class A, class B> struct IsSame { static constexpr bool value = false; };
-template <class A> struct IsSame<A, A> { static constexpr bool value = true; };
 
-// Place: the product whose word() says where x is, if it is another's input, too: a router reads
-// what Up reads.
-template <class O, class Place = void>
+template <class O>
 struct Product : Sizes<O> {
   typedef Sizes<O> S;
-  static constexpr bool SAME = IsSame<void, Place>::value;
   typedef typename NumberOf<O::FLOAT_NORM>::Type Norm;
+  // All programs read what enters a layer of a mixture, as its size is the router's unit.
+  static constexpr bool MEASURES = CHOSEN && O::NORM && !O::GATED;
   static constexpr int DIGIT_WORDS = S::DIGIT_WORDS, SETS = S::SETS, INPUTS = S::INPUTS;
 
   static __device__ __forceinline__ int in_row(int unit) {
@@ -355,13 +369,12 @@ struct Product : Sizes<O> {
       }
     }
     u32 pairs[INPUTS / 2];
-    if (tag == 0 || !SAME) {
+    if (tag == 0) {
       int at[INPUTS / 2];
 #pragma unroll
       for (int i = 0; i < INPUTS / 2; i++) {
         const int k = input(unit, lane, 2 * i);
         at[i] = k < O::K ? k / 2 : -1;
-        if constexpr (!SAME) at[i] = k < O::K ? Place::word(0, k) : -1;
       }
       await(pairs, x, at, tag);
     } else {
@@ -474,11 +487,6 @@ struct Product : Sizes<O> {
       chunk = begin * S::UNIT_CHUNKS + (S::PER_CHUNK > 1 && begin > 0);
     }
   };
-  // The first tile of this program, which has every gridDim.x-th one behind. A router's few go to
-  // the last programs, which have the fewest of the others.
-  static __device__ __forceinline__ int first_tile() {
-    return place_from(O::FLOAT_OUT ? max(0, (int)gridDim.x - S::ALL) : 0);
-  }
   static __device__ __forceinline__ int nth_of(int tile, int unit) {
     return S::SUMMED ? unit / S::ROW_UNITS : O::EXPERTS ? tile / S::TILES : 0;
   }
@@ -662,7 +670,7 @@ struct Product : Sizes<O> {
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
                                                 int field, u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
-    const int lane = p.lane, r = lane & 15, mine = first_tile() + t * (int)gridDim.x;
+    const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
     const int n = O::GATED ? tile * 8 + (r & 7) : tile * 16 + r;  // of the outputs
     const int row = n + (O::GATED && r >= 8 ? O::N : 0);  // of w
@@ -701,10 +709,6 @@ struct Product : Sizes<O> {
       if (O::EXPERTS) y *= s.weights[nth];
     }
     constexpr int ROWS = O::GATED ? 8 : 16;
-    if (O::FLOAT_OUT) {
-      if (there && lane < ROWS) poke(out + n, word_of(__float_as_uint(y), tag));
-      return;
-    }
     const float low = __shfl_sync(~0u, y, lane * 2 & 31);
     const float high = __shfl_sync(~0u, y, lane * 2 + 1 & 31);
     const int pair = tile * (ROWS / 2) + lane;
@@ -720,10 +724,10 @@ struct Product : Sizes<O> {
   static __device__ __forceinline__ void run(Program& p, const Layer& layer, int which,
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
-    const int here = share_of(S::ALL, first_tile()), field = which * PER_PRODUCT;
-    if (!here) return;
-    p.reload_ids();
+    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
     p.parity ^= 1;
+    if (!here && !MEASURES) return;
+    p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
@@ -752,6 +756,174 @@ struct Product : Sizes<O> {
   }
 };
 
+#if CHOSEN
+// A router's logits are sums over the residual stream, of which each program has some rows: it
+// multiplies those and adds what they give to the words of `logits`, one an expert and one more for
+// the squares of the stream. Sums of fixed-point numbers are the same in any order. The lowest bits
+// of a word count what has come; what is no number, or too large, adds so much that no others come
+// near it. A step begins with zeros, as those before and behind have other words (their numbers are even
+// and odd), and within it a layer's sum is what a word grows by. COPIES of each word, which the
+// reader adds, as all programs' additions to one wait for each other.
+constexpr int STREAM_TILES = Sizes<Wo>::TILES, COUNT_BITS = 10, COPIES = 4;
+constexpr int bits_of(int x) { return x ? 1 + bits_of(x / 2) : 0; }
+// Of a sum above its count, which has 54 bits with its sign.
+constexpr int BAD_BIT = 53 - bits_of(STREAM_TILES), MOST_BIT = BAD_BIT - 1 - bits_of(STREAM_TILES);
+// Below the point, of a logit and of the squares, in units of the stream that enters the layer.
+constexpr int LOGIT_BITS = 22, SQUARES_BITS = 16;
+constexpr int SUMS = RouterOp::N + 1;  // of one copy
+static_assert(STREAM_TILES < 1 << COUNT_BITS);
+
+// The largest power of two below the size of the stream that enters the layer, from Qkv's squares.
+__device__ __forceinline__ float stream_unit(const Program& p) {
+  float size = 0;
+  for (int u = 0; u < Sizes<Qkv>::UNITS; u++) size += p.s->squares[p.parity ^ 1][u];
+  const float rms = sqrtf(fminf(fmaxf(size / D + p.eps, 1e-30f), 1e30f));
+  return __uint_as_float(__float_as_uint(rms) & 0x7f800000);
+}
+__device__ __forceinline__ void add_number(u64* sum, float y) {
+  const bool fits = fabsf(y) < (float)(1ull << MOST_BIT);  // no NaN does
+  const long long number = fits ? llrintf(y) : 1ll << BAD_BIT;
+  atomicAdd(sum, ((u64)number << COUNT_BITS) + 1);
+}
+__device__ __forceinline__ void add_to_logits(Program& p, const Layer& layer, u64* logits) {
+  typedef NumberOf<RouterOp::FLOAT_NORM>::Type Norm;
+  constexpr int X = RouterOp::N;
+  p.reload_ids();
+  Shared& s = *p.s;
+  const int here = share_of(STREAM_TILES), lane = p.lane, quarter = lane & 3;
+  if (!here) return;
+  const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
+  const Norm* norm = layer.at<const Norm>(ROUTER * PER_PRODUCT + NORM_WEIGHT);
+  const int e_here = p.warp * 8 + (lane >> 2), k_here = (int)blockIdx.x * 16 + quarter * 4;
+  const auto load = [&](int e, int k) {
+    return k < D ? *(const uint2*)(weight + (long long)min(e, X - 1) * D + k) : uint2{0, 0};
+  };
+  uint2 w = load(e_here, k_here);
+  const float one = 1 / stream_unit(p), scale = one * (1 << LOGIT_BITS);
+  u64* sums = logits + (s.odd * COPIES + blockIdx.x % COPIES) * SUMS;
+  meet();  // the rows are there
+#pragma unroll 1
+  for (int t = 0; t < here; t++) {
+    const int k = k_here + t * (int)gridDim.x * 16;
+    float4 rows = *(const float4*)&s.residual[t][quarter * 4];
+    if (p.warp == t % WARPS) {
+      float squares = k < D && lane < 4 ? rows.x * rows.x + rows.y * rows.y + rows.z * rows.z +
+                                              rows.w * rows.w
+                                        : 0;
+      squares = all_lanes<4>(squares, add);
+      if (lane == 0) add_number(sums + X, squares * one * one * (1 << SQUARES_BITS));
+    }
+    if (k < D) {
+      rows.x *= any_number(norm[k]);
+      rows.y *= any_number(norm[k + 1]);
+      rows.z *= any_number(norm[k + 2]);
+      rows.w *= any_number(norm[k + 3]);
+    }
+#pragma unroll 1
+    for (int e = e_here; e - (lane >> 2) < X; e += WARPS * 8) {
+      if (t || e != e_here) w = load(e, k);
+      float y = low_number(w.x) * rows.x + high_number(w.x) * rows.y + low_number(w.y) * rows.z +
+                high_number(w.y) * rows.w;
+      y += __shfl_xor_sync(~0u, y, 1);
+      y += __shfl_xor_sync(~0u, y, 2);
+      if (quarter == 0 && e < X) add_number(sums + e, y * scale);
+    }
+  }
+}
+
+// What the n-th sum of a copy has grown by. All lanes of a warp call this together.
+__device__ __forceinline__ float await_sum(Program& p, const u64* sums, int n, u64& before) {
+  for (int tries = 0;; tries++) {
+    u64 grown = -before;
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) grown += peek(sums + c * SUMS + n);
+    if (all_there((grown & (1 << COUNT_BITS) - 1) == STREAM_TILES)) {
+      before += grown;
+      const long long sum = (long long)grown >> COUNT_BITS;
+      return sum < 1ll << BAD_BIT - 1 ? (float)sum : __uint_as_float(0x7fc00000);
+    }
+    if (tries > TRIES) give_up();
+  }
+}
+
+// The experts with the largest logits, of equal ones those with the lowest numbers, and their
+// weights. A NaN among the logits makes all weights NaN. An expert's place is how many come before
+// it, which all warps count.
+__device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, const u64* logits,
+                                               float scale) {
+  constexpr int X = RouterOp::N, ALL = (X + 31) / 32 * 32;
+  constexpr int LOWEST = -0x7fffffff;  // below all numbers
+  p.reload_ids();
+  Shared& s = *p.s;
+  const int lane = p.lane;
+  bool nan = false;
+  u64 before_squares = 0;
+  if (p.warp * 32 < X) {
+    const float unit = stream_unit(p);
+    const u16* bias = layer.at<const u16>(ROUTER * PER_PRODUCT + BIASES);
+    const u64* sums = logits + s.odd * COPIES * SUMS;
+    // First the squares, which programs add last: asking for the others delays those who add.
+    u64 squares_before = s.before[X];
+    const float squares = await_sum(p, sums, X, squares_before);
+    const float one =
+        rsqrtf(squares * unit * unit / (1 << SQUARES_BITS) / D + p.eps) * unit / (1 << LOGIT_BITS);
+#pragma unroll 1
+    for (int e = p.warp * 32 + lane; e - lane < X; e += WARPS * 32) {
+      const int n = min(e, X - 1);
+      u64 before = s.before[n];
+      float logit = await_sum(p, sums, n, before) * one;
+      __syncwarp();  // all have read before one writes
+      if (RouterOp::BIAS) logit += number(bias[n]);
+      if (e < X) s.before[e] = before;
+      const int bits = __float_as_uint(logit);
+      nan |= logit != logit;
+      s.keys[e] = e < X && logit == logit ? bits ^ (bits >> 31 & 0x7fffffff) : LOWEST;
+    }
+    before_squares = squares_before;
+  }
+  nan = meet_any(nan);
+  if (p.warp == 0 && lane == 0) s.before[X] = before_squares;
+#pragma unroll 1
+  for (int first = p.warp * 8; first < X; first += WARPS * 8) {
+    const int e = min(first + (lane >> 2), X - 1), mine = s.keys[e];
+    int before = 0;
+#pragma unroll 2
+    for (int i = (lane & 3) * 4; i < ALL; i += 16) {
+      const uint4 four = *(const uint4*)&s.keys[i];
+      const int keys[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
+      if (i / 4 == e / 4) {  // mine is one of these
+#pragma unroll
+        for (int j = 0; j < 4; j++) before += keys[j] > mine - (i + j < e);
+      } else {
+        const int least = i < e ? mine - 1 : mine;
+#pragma unroll
+        for (int j = 0; j < 4; j++) before += keys[j] > least;
+      }
+    }
+    before += __shfl_xor_sync(~0u, before, 1);
+    before += __shfl_xor_sync(~0u, before, 2);
+    if (before < CHOSEN) {
+      s.experts[before] = e;
+      s.weights[before] = __uint_as_float(mine ^ (mine >> 31 & 0x7fffffff));  // its logit
+    }
+  }
+  meet();
+  if (p.warp) return;
+  if (lane == 0) arrive(&s.chosen);
+  const float top = s.weights[0];
+  const float share = lane < CHOSEN ? exp2f((s.weights[lane] - top) * LOG2_E) : 0;
+  float all = NORMALIZE ? share : 0;
+  if (!NORMALIZE)
+    for (int e = lane; e < X; e += 32) {
+      const int key = s.keys[e];
+      all += exp2f((__uint_as_float(key ^ (key >> 31 & 0x7fffffff)) - top) * LOG2_E);
+    }
+  all = all_lanes(all, add);
+  __syncwarp();
+  if (lane < CHOSEN) s.weights[lane] = nan ? __uint_as_float(0x7fc00000) : share / all * scale;
+}
+#endif
+
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
 // for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the router's
 // logits, of which it chooses the experts itself.
@@ -776,58 +948,45 @@ struct Producer {
     typedef Product<O> P;
     typedef Sizes<O> S;
     Shared& s = *p.s;
-    const int w_end = min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS);
-    int bytes = 0;
-    if constexpr (S::PLAIN) {
-      for (int w = 0; w < w_end;) {
-        const typename P::RowPart run(nth_slot, w);
-        const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
-        bytes += min(units * S::UNIT_INPUTS, O::K - run.first_block * S::BLOCK) * 32;
-        w += units;
-      }
-    } else {
-      for (int w = 0; w < w_end;) {
-        const typename P::RowPart run(nth_slot, w);
-        const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
-        const int blocks = min(2 * units, S::BLOCKS - run.first_block);
-        const int chunk = run.first_block / S::PER_CHUNK;
-        bytes += blocks * 1024;
-        if (S::GROUPED)
-          bytes += ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES;
-        w += units;
-      }
-    }
-    const int at = begin(bytes);
+    // Lane w has the copies of the units that belong to the same row as unit w, if that is the
+    // first of them.
+    const int w = p.lane, w_end = min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS);
+    const typename P::RowPart run(nth_slot, w);
+    const bool mine_begins = w < w_end && run.begin == w;
+    const int units = min(S::ROW_UNITS - run.first_block / 2, w_end - w);
+    const int blocks = min(2 * units, S::BLOCKS - run.first_block);
+    const int k = run.first_block * S::BLOCK, inputs = min(units * S::UNIT_INPUTS, O::K - k);
+    const int chunk = run.first_block / S::PER_CHUNK;
+    const int chunk_bytes =
+        S::GROUPED && !S::PLAIN
+            ? ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES
+            : 0;
+    const int bytes = S::PLAIN ? inputs * 32 : blocks * 1024 + chunk_bytes;
+    const int at = begin(__reduce_add_sync(~0u, mine_begins ? bytes : 0));
     unsigned char* slot = p.slot(at);
     u64* full = &s.full[at % STAGES];
-    for (int w = 0; w < w_end;) {
-      const typename P::RowPart run(nth_slot, w);
-      const int units = min(S::ROW_UNITS - run.first_block / 2, SQUAD_WARPS - w);
-      const int nth = P::nth_of(mine, nth_slot * SQUAD_WARPS + w);
-      const int expert = O::EXPERTS ? s.experts[nth] : 0;
-      const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
-      if constexpr (S::PLAIN) {
-        const int k = run.first_block * S::BLOCK;
-        if (p.lane < 16) {
-          const int r = p.lane;
-          const int n = min(O::GATED ? tile * 8 + r % 8 : tile * 16 + r, O::N - 1) +
-                        (O::GATED && r >= 8 ? O::N : 0);
-          const long long row = (long long)expert * O::N * (O::GATED ? 2 : 1) + n;
-          copy(slot + r * S::ROW_BYTES + w * 128, codes + (row * O::K + k) * 2,
-               min(units * S::UNIT_INPUTS, O::K - k) * 2, full);
-        }
-      } else if (p.lane == 0) {
-        const long long rows = (long long)expert * S::TILES + tile;
-        const int blocks = min(2 * units, S::BLOCKS - run.first_block);
-        const int chunk = run.first_block / S::PER_CHUNK;
-        copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
-             full);
-        if (S::GROUPED)
-          copy(slot + S::CODE_BYTES + run.chunk * S::CHUNK_BYTES,
-               scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES,
-               ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES, full);
+    const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
+    const int expert = O::EXPERTS && mine_begins
+                     ? s.experts[P::nth_of(mine, nth_slot * SQUAD_WARPS + w)]
+                     : 0;
+    if constexpr (S::PLAIN) {  // lane r has row r
+      const int r = p.lane & 15, n = min(O::GATED ? tile * 8 + r % 8 : tile * 16 + r, O::N - 1) +
+                                     (O::GATED && r >= 8 ? O::N : 0);
+      for (u32 of = __ballot_sync(~0u, mine_begins); of; of &= of - 1) {
+        const int first = __ffs(of) - 1, of_expert = __shfl_sync(~0u, expert, first);
+        const int at_k = __shfl_sync(~0u, k, first), n_inputs = __shfl_sync(~0u, inputs, first);
+        const long long row = (long long)of_expert * O::N * (O::GATED ? 2 : 1) + n;
+        if (p.lane < 16)
+          copy(slot + r * S::ROW_BYTES + first * 128, codes + (row * O::K + at_k) * 2,
+               n_inputs * 2, full);
       }
-      w += units;
+    } else if (mine_begins) {
+      const long long rows = (long long)expert * S::TILES + tile;
+      copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
+           full);
+      if (S::GROUPED)
+        copy(slot + S::CODE_BYTES + run.chunk * S::CHUNK_BYTES,
+             scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES, chunk_bytes, full);
     }
     __syncwarp();
   }
@@ -837,7 +996,7 @@ struct Producer {
     typedef Product<O> P;
     typedef Sizes<O> S;
     p.reload_ids();
-    const int here = share_of(S::ALL, P::first_tile()), field = which * PER_PRODUCT;
+    const int here = share_of(S::ALL), field = which * PER_PRODUCT;
     const unsigned char* codes = layer.at<const unsigned char>(field + CODES);
     const unsigned char* scales = layer.at<const unsigned char>(field + SCALES);
 #pragma unroll 1
@@ -846,66 +1005,18 @@ struct Producer {
       for (int t = 0; t < here; t++)
 #pragma unroll 1
         for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++)
-          feed_slot<O>(codes, scales, P::first_tile() + t * (int)gridDim.x, n);
+          feed_slot<O>(codes, scales, blockIdx.x + t * gridDim.x, n);
   }
 
 #if CHOSEN
-  // The experts with the largest logits, of equal ones those with the lowest numbers, and their
-  // weights. A NaN among the logits makes all weights NaN.
-  __device__ __forceinline__ void route(const u64* logits, u32 tag, float scale) {
-    constexpr int X = RouterOp::N, MINE = (X + 31) / 32;
-    Shared& s = *p.s;
-    u32 values[MINE];
-    int at[MINE], key[MINE];
-    const int lane = p.lane;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) at[i] = i * 32 + lane < X ? i * 32 + lane : -1;
-    await(values, logits, at, tag);
-    float all = 0, nan = 0;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      const float logit = __uint_as_float(values[i]);
-      const int bits = (int)values[i];
-      // Ordered as the numbers are.
-      key[i] = at[i] < 0 || logit != logit ? (int)0x80000000 : bits ^ (bits >> 31 & 0x7fffffff);
-      if (at[i] >= 0 && logit != logit) nan = logit;
-    }
-    float top = 0, total = 0, mine = 0;
-#pragma unroll 1
-    for (int r = 0; r < CHOSEN; r++) {
-      int best = key[0];
-#pragma unroll
-      for (int i = 1; i < MINE; i++) best = best > key[i] ? best : key[i];
-      best = __reduce_max_sync(~0u, (u32)best ^ 0x80000000u) ^ 0x80000000u;
-      int lowest = X;
-#pragma unroll
-      for (int i = MINE - 1; i >= 0; i--)
-        if (at[i] >= 0 && key[i] == best) lowest = at[i];
-      lowest = X - __reduce_max_sync(~0u, (u32)(X - lowest));
-      const float logit = __uint_as_float((u32)(best ^ (best >> 31 & 0x7fffffff)));
-      if (r == 0) {
-        top = logit;
-        if (!NORMALIZE) {
-#pragma unroll
-          for (int i = 0; i < MINE; i++)
-            if (at[i] >= 0) all += exp2f((__uint_as_float(values[i]) - top) * LOG2_E);
-          all = all_lanes(all, add);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < MINE; i++)
-        if (at[i] == lowest) key[i] = (int)0x80000000;
-      const float share = exp2f((logit - top) * LOG2_E);
-      total += share;
-      if (lane == r) {
-        mine = share;
-        s.experts[r] = lowest < X ? lowest : 0;
-      }
-    }
-    nan = all_lanes(nan, add);
-    if (lane < CHOSEN) s.weights[lane] = mine / (NORMALIZE ? total : all) * scale + nan;
-    __syncwarp();
+  // What this program's rows will be multiplied by, on its way into the L2 cache.
+  __device__ __forceinline__ void prefetch_router(const Layer& layer) {
+    const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
+    for (int t = 0; t < share_of(STREAM_TILES); t++)
+      for (int e = p.lane; e < RouterOp::N; e += 32)
+        prefetch(weight + (long long)e * D + (blockIdx.x + t * gridDim.x) * 16);
   }
+
 #endif
 };
 
@@ -964,6 +1075,9 @@ struct Splits {
   __device__ __forceinline__ Splits(int position, int window) {
     end = position + 1;
     first = window && end > window ? end - window : 0;
+    n = 1;
+    chunk = (end - first + 15) / 16 * 16;
+    if (chunk <= PASS) return;
     const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
     n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
     chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
@@ -1003,13 +1117,26 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
-  const int split = task % of.n, part = task / of.n % COLUMN_PARTS, kv = task / of.n / COLUMN_PARTS;
+  const int whole = of.n > 1 ? task / of.n : task, split = task - whole * of.n;
+  const int part = whole % COLUMN_PARTS, kv = whole / COLUMN_PARTS;
   const bool has_new = split + 1 == of.n;
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, position);
   const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
-  const int length = (int)(layer.number_of(LENGTH_AND_WINDOW) >> 32);  // slots of the cache
+  const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
   const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
+  const u16* all_values = layer.at<const u16>(V_CACHE) + (keys - layer.at<const u16>(K_CACHE));
+  // A warp's tiles come into the L2 cache two tiles before it loads them.
+  const auto fetch_ahead = [&](int tile) {
+    const int first = tile * 16 * HEAD_DIM, last = min(first + 16 * HEAD_DIM, (end - begin) * HEAD_DIM);
+#pragma unroll 1
+    for (int i = first + lane * 64; i < last; i += 32 * 64) {
+      prefetch(keys + i);
+      prefetch(all_values + i);
+    }
+  };
+  fetch_ahead(warp);
+  fetch_ahead(warp + WARPS);
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
@@ -1026,8 +1153,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
                    ((long long)kv * length + position) * HEAD_DIM,
                x, lane);
   }
-  const u16* values =
-      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * COLUMNS;
+  const u16* values = all_values + part * COLUMNS;
   meet();
 
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
@@ -1035,6 +1161,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const bool is_new = tile == cached;
     const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
+    fetch_ahead(tile + 2 * WARPS);
     CacheTile cached_tile;
     cached_tile.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
     cached_tile.load_values(is_new ? s.v + part * COLUMNS : values + first * HEAD_DIM, last, lane);
@@ -1100,8 +1227,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
         s.attended[warp][h][8 * g + 2 * i + 1] = acc[i][j + 2];
       }
       if (g == 0) {
-        s.largest[warp][h] = largest[j];
-        s.total[warp][h] = total[j];
+        s.largest[h][warp] = largest[j];
+        s.total[h][warp] = total[j];
       }
     }
   }
@@ -1111,17 +1238,19 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
 #pragma unroll 1
   for (int i = warp * 32 + lane; i < QUERIES * COLUMNS; i += WARPS * 32) {
     const int h = i / COLUMNS, column = i % COLUMNS, head = kv * QUERIES + h;
-    float most = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f, y = 0;
-    for (int w = 0; w < busy; w++) most = fmaxf(most, s.largest[w][h]);
-    float all = SINKS && of.n == 1 ? exp2f(number(sinks[head]) * LOG2_E - most) : 0;
+    // Lane w has what warp w found; all lanes are of the same head.
+    const int of_warp = lane % WARPS;
+    const float here = of_warp < busy ? s.largest[h][of_warp] : -1e30f;
+    const float sink = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f;
+    const float most = fmaxf(all_lanes<WARPS>(here, larger), sink);
+    const float share = of_warp < busy ? exp2f(here - most) : 0;
+    float all = all_lanes<WARPS>(of_warp < busy ? share * s.total[h][of_warp] : 0.0f, add), y = 0;
+    if (SINKS && of.n == 1) all += exp2f(sink - most);
 #pragma unroll 4
-    for (int w = 0; w < busy; w++) {
-      const float share = exp2f(s.largest[w][h] - most);
-      all += share * s.total[w][h];
-      y += share * s.attended[w][h][column];
-    }
+    for (int w = 0; w < busy; w++)
+      y += __shfl_sync(~0u, share, w) * s.attended[w][h][column];
     if (of.n == 1) {
-      y /= all;
+      y = __fdividef(y, all);
       const float next = __shfl_down_sync(~0u, y, 1);
       if (!(lane & 1))
         poke(out + Product<Wo>::word(0, head * HEAD_DIM + part * COLUMNS + column),
@@ -1193,16 +1322,29 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       init(&s.full[i], 1);
       init(&s.empty[i], SQUAD_WARPS);
     }
+    init(&s.chosen, 1);
     barriers_are_ready();
     // The first layer's. No layer's is 0, which says that there is none.
-    s.tag = (u32)(atomicAdd(started, 1ull) / gridDim.x % (0xFFFFFFFFu / LAYERS - 1)) * LAYERS + 1;
+    const u64 step = atomicAdd(started, 1ull) / gridDim.x;
+    s.tag = (u32)(step % (0xFFFFFFFFu / LAYERS - 1)) * LAYERS + 1;
+    s.odd = step & 1;
   }
+  if (threadIdx.x < 2 * FIELDS)
+    s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
   for (int t = p.warp; t < share_of(Sizes<Wo>::ALL); t += WARPS + 1) {
     const int n = (blockIdx.x + t * gridDim.x) * 16 + lane;
     if (lane < 16) s.residual[t][lane] = n < D ? number(x[n]) : 0;
   }
+#if CHOSEN
+  for (int e = threadIdx.x; e < SUMS; e += (WARPS + 1) * 32) s.before[e] = 0;
+#endif
   __syncthreads();
   const u32 first_tag = s.tag;
+#if CHOSEN
+  if (blockIdx.x == 0)  // zeros for the next step
+    for (int e = threadIdx.x; e < COPIES * SUMS; e += (WARPS + 1) * 32)
+      logits[(1 - s.odd) * COPIES * SUMS + e] = 0;
+#endif
   const int position = (int)positions[0];
 
   // Both loops have the same products in the same order, as a slot of the ring is known by its
@@ -1211,32 +1353,37 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   // fields(). Its words must be on the chain that step.py's docstring describes.
   if (p.warp == WARPS) {
     Producer producer{p};
-    Layer next(layers, lane);
 #pragma unroll 1
     for (int i = 0; i < LAYERS; i++) {
-      const Layer layer = next;
-      if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
+      const Layer layer{s.fields[0][i % 2]};
+      if (i + 1 < LAYERS && lane < FIELDS)
+        copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
+#if CHOSEN
+      producer.prefetch_router(layer);
+#endif
       producer.feed<Qkv>(layer, QKV);
       producer.feed<Wo>(layer, WO);
 #if CHOSEN
-      producer.feed<RouterOp>(layer, ROUTER);
-      if (share_of(Sizes<Up>::ALL) || share_of(Sizes<Down>::ALL))
-        producer.route(logits, first_tag + i, route_scale);
+      if (CHOOSES) wait(&s.chosen, i & 1);
 #endif
       producer.feed<Up>(layer, UP);
       producer.feed<Down>(layer, DOWN);
+      wait_for_copies();
+      __syncwarp();
     }
     return;
   }
 
-  Layer next(layers, lane);
 #pragma unroll 1
   for (int i = 0; i < LAYERS; i++) {
-    const Layer layer = next;
-    if (i + 1 < LAYERS) next = Layer(layers + (i + 1) * FIELDS, lane);
+    const Layer layer{s.fields[1][i % 2]};
     const u32 tag = first_tag + i;
     Product<Qkv>::run<InOrder>(p, layer, QKV, i ? ends : (const u64*)x, i ? tag - 1 : 0, qkv, tag);
-    const Splits splits(position, (int)(u32)layer.number_of(LENGTH_AND_WINDOW));
+    if (!share_of(Sizes<Qkv>::ALL)) meet();
+    // All warps are behind the layer before, whose fields go.
+    if (i + 1 < LAYERS && p.warp == 0 && lane < FIELDS)
+      copy_word(&s.fields[1][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
+    const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
     const int first_task = place_from(gridDim.x / 2);  // the first programs have more of the tiles
 #pragma unroll 1
     for (int task = first_task; task < KV_HEADS * COLUMN_PARTS * splits.n; task += gridDim.x) {
@@ -1246,9 +1393,12 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);
     Product<Wo>::run<Product<Up>>(p, layer, WO, attended, tag, middle, tag);
 #if CHOSEN
-    Product<RouterOp, Product<Up>>::run<InOrder>(p, layer, ROUTER, middle, tag, logits, tag);
+    add_to_logits(p, layer, logits);
+    if (CHOOSES) choose_experts(p, layer, logits, route_scale);
 #endif
     Product<Up>::run<Product<Down>>(p, layer, UP, middle, tag, gated, tag);
+    wait_for_copies();
+    if (!share_of(Sizes<Down>::ALL)) meet();  // else they meet within
     Product<Down>::run<Product<Qkv>>(p, layer, DOWN, gated, tag, ends, tag,
                                      i + 1 == LAYERS ? y : nullptr);
   }

@@ -81,7 +81,7 @@ IN_FLIGHT = 2  # slots that may be on their way to a program
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 LONGEST = 4096  # slots of a cache
 LEAST_STAGES = 5  # of the ring, for two groups of eight warps
-LARGEST_SPLITS = 32  # of step.cu
+LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
 FIELDS = 28  # of a layer
 PER_PRODUCT = 4
 
@@ -95,7 +95,6 @@ class Operation(NamedTuple):
     bias: Tensor | None = None
     residual: bool = False
     experts: int = 0  # how many a row takes
-    float_out: bool = False
 
     def constants(self) -> tuple:
         """What step.cu is compiled for."""
@@ -118,7 +117,6 @@ class Operation(NamedTuple):
                 FLOAT_NORM=self.norm is not None and self.norm.dtype == torch.float32,
                 BIAS=self.bias is not None,
                 RESIDUAL=self.residual,
-                FLOAT_OUT=self.float_out,
             ).items()
         )
 
@@ -167,7 +165,7 @@ def operations(layer: nn.Module) -> list[Operation] | str:
             return "a router that is no softmax of its logits, or a shared expert"
         if how.expert_scale is not None or how.n > 32 or len(how.weight) > 1024:
             return "a router of another kind"
-        router = Operation("RouterOp", Plain(how.weight), norms[1], how.bias, float_out=True)
+        router = Operation("RouterOp", Plain(how.weight), norms[1], how.bias)
         found += [
             (part.weight(moe.w_gate_up, part.number), moe.w_gate_up.bias),
             (part.weight(moe.w_down, 0), moe.w_down.bias),
@@ -265,7 +263,7 @@ class Step:
             parts=H * LARGEST_SPLITS * (E + 2),
             attended=inputs(of["Wo"]),
             middle=inputs(of["Up"]),
-            logits=len(self.moe.how.weight) if self.moe else 1,
+            logits=2 * COPIES * (len(self.moe.how.weight) + 1) if self.moe else 1,
             gated=n * inputs(of["Down"]),
             ends=inputs(of["Qkv"]),
         )
@@ -281,6 +279,8 @@ class Step:
         attn, experts = self.fused.attn, len(self.moe.how.weight) if self.moe else 1
         units, slots, inputs, tiles = [], [], [], []
         for operation in self.operations:
+            if operation.name == "RouterOp":
+                continue
             w, n = operation.w, operation.experts
             plain = w.bits == 16
             units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
@@ -294,7 +294,7 @@ class Step:
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
         # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
         rest = max(inputs) + 84 * max(units) + 64 * max(tiles) * (self.warps + 1)
-        rest += self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048
+        rest += self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
         return (self.memory - rest) // (math.ceil(max(slots) / 128) * 128)
 
     def fields(self, layer: nn.Module) -> list[int]:

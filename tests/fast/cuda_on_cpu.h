@@ -28,6 +28,9 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Warp {
   std::barrier<> all{32};
@@ -40,6 +43,7 @@ struct Running {
   int rank;
   std::vector<unsigned char*>* memories;
   std::barrier<>* cluster;
+  std::atomic<bool> any{false};
 };
 thread_local struct {
   int x;
@@ -261,6 +265,28 @@ inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long y)
 }
 inline void expect_and_arrive(unsigned long long* b, int bytes) { arrive(b, bytes); }
 inline void meet() { meet(0); }
+inline bool meet_any(bool mine) {
+  if (mine) program->any = true;
+  meet();
+  const bool any = program->any;
+  meet();
+  program->any = false;
+  meet();
+  return any;
+}
+inline void prefetch(const void*) {}
+inline void copy_word(unsigned long long* to, const unsigned long long* from) { *to = *from; }
+inline void wait_for_copies() {}
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; lane++) all |= (unsigned)from_lane((int)mine, lane) << lane;
+  return all;
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+inline int __reduce_add_sync(unsigned, int value) {
+  for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0, value, mask);
+  return value;
+}
 inline int thread_number() { return threadIdx.x; }
 inline void give_up() { abort(); }
 // Each lane waits for its own words, and leaves the processor to the others meanwhile.
