@@ -183,7 +183,7 @@ struct Sizes {
       (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
   // Of a unit of x a lane has so many inputs, which become so many words of digits.
   static constexpr int INPUTS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
-  static constexpr int DIGIT_WORDS = PLAIN ? 2 : O::BITS == 4 ? 8 : 4;
+  static constexpr int DIGIT_WORDS = PLAIN ? 3 : O::BITS == 4 ? 8 : 4;
   static constexpr int SETS = PLAIN ? 1 : O::PARTS;
   static constexpr int TILES = (O::N + (O::GATED ? 7 : 15)) / (O::GATED ? 8 : 16);  // of an expert
   static constexpr int ALL = TILES * (O::EXPERTS && O::GATED ? O::EXPERTS : 1);
@@ -232,6 +232,7 @@ struct Shared {
   u32 tag;
   int odd;  // whether the step's number is
   u64 full[32], empty[32], chosen;
+  u64 touched[2];
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -355,7 +356,7 @@ struct Product : Sizes<O> {
     }
   }
 
-  // A unit of x, times the norm's weight, as digits or, for 16-bit weights, as it is.
+  // A unit of x, times the norm's weight, as digits or, for 16-bit weights, as three numbers.
   static __device__ __forceinline__ void prepare(Program& p, int unit, const u64* x, u32 tag,
                                                  const Norm* norm) {
     Shared& s = *p.s;
@@ -396,11 +397,24 @@ struct Product : Sizes<O> {
       squares = all_lanes(squares, add);
       if (lane == 0) s.squares[p.parity][unit] = squares;
     }
+    // All |v| are below 2^(exponent - 126).
+    const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
     if constexpr (S::PLAIN) {
-      *(float2*)((float*)s.inputs + unit * S::UNIT_INPUTS + lane * 2) = make_float2(v[0], v[1]);
+      // Three numbers of 16 bits, below 8, whose sum is that of 24.
+      const float scale = __uint_as_float((256 - (exponent < 255 ? exponent : 200)) << 23);
+      v[0] *= scale;
+      v[1] *= scale;
+#pragma unroll
+      for (int part = 0; part < 3; part++) {
+        const u32 pair = pair_of(v[0], v[1]);
+        ((u32*)s.inputs)[(unit * 3 + part) * 32 + lane] = pair;
+        v[0] -= low_number(pair);
+        v[1] -= high_number(pair);
+      }
+      if (lane == 0)
+        s.scale[unit] = __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - 2) << 23);
     } else {
-      // All |v| are below 2^(exponent - 126), and |v * scale| below 2^26.
-      const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
+      // |v * scale| is below 2^26.
       const float scale = __uint_as_float((127 + 152 - (exponent < 255 ? exponent : 200)) << 23);
       const int c = lane >> 2, column = lane & 3;
       // Which half of the columns this quarter is for, and which of its four chunks.
@@ -586,32 +600,34 @@ struct Product : Sizes<O> {
     }
   };
   struct PlainUnit {
-    const float* x;
+    uint4 x[2];  // of eight inputs of each 32 the part that is column lane / 4 of mma()'s operand
+    float scale;
     int unit, wl, lane;
     __device__ __forceinline__ PlainUnit(const Shared& s, int nth_slot, int wl, int lane)
-        : x((const float*)s.inputs + (nth_slot * SQUAD_WARPS + wl) * S::UNIT_INPUTS),
-          unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {}
+        : unit(nth_slot * SQUAD_WARPS + wl), wl(wl), lane(lane) {
+      const int part = lane >> 2;
+      const uint4* from = (const uint4*)s.inputs + (unit * 3 + min(part, 2)) * 8 + (lane & 3);
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[i] = part < 3 ? from[i * 4] : uint4{0, 0, 0, 0};
+      scale = s.scale[unit];
+    }
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
                                              float& y1) const {
-      const int row = lane >> 2;
+      const unsigned char* at = stage + (lane >> 2) * S::ROW_BYTES + wl * 128 + (lane & 3) * 16;
+      float c[4] = {}, d[4] = {};
 #pragma unroll
-      for (int c = lane & 3; c < 8; c += 4) {  // eight inputs
-        if (in_row(unit) * S::UNIT_INPUTS + c * 8 >= O::K) break;
-        const float4 first = *(const float4*)&x[c * 8], second = *(const float4*)&x[c * 8 + 4];
-        const float v[8] = {first.x,  first.y,  first.z,  first.w,
-                            second.x, second.y, second.z, second.w};
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const uint4 w = *(const uint4*)(stage + (row + 8 * r) * S::ROW_BYTES + wl * 128 + c * 16);
-          const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            float& y = r ? y1 : y0;
-            y += low_number(words[i]) * v[2 * i];
-            y += high_number(words[i]) * v[2 * i + 1];
-          }
+      for (int i = 0; i < 2; i++) {
+        uint4 low = {0, 0, 0, 0}, high = low;  // of rows lane / 4 and lane / 4 + 8
+        if (in_row(unit) * S::UNIT_INPUTS + i * 32 + (lane & 3) * 8 < O::K) {
+          low = *(const uint4*)(at + i * 64);
+          high = *(const uint4*)(at + i * 64 + 8 * S::ROW_BYTES);
         }
+        // Both operands have their inputs in the same other order, which a sum does not see.
+        mma(c, {low.x, high.x, low.y, high.y}, x[i].x, x[i].y);
+        mma(d, {low.z, high.z, low.w, high.w}, x[i].z, x[i].w);
       }
+      y0 = (c[0] + c[1] + d[0] + d[1]) * scale;
+      y1 = (c[2] + c[3] + d[2] + d[3]) * scale;
     }
   };
   template <bool, class A, class B> struct Either { typedef A Type; };
@@ -924,6 +940,24 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
 }
 #endif
 
+// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
+// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
+struct Splits {
+  int first, end, chunk, n;
+  __device__ __forceinline__ Splits(int position, int window) {
+    end = position + 1;
+    first = window && end > window ? end - window : 0;
+    n = 1;
+    chunk = (end - first + 15) / 16 * 16;
+    if (chunk <= PASS) return;
+    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
+    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
+    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
+    n = (end - first + chunk - 1) / chunk;
+  }
+};
+
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
 // for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the router's
 // logits, of which it chooses the experts itself.
@@ -1008,6 +1042,19 @@ struct Producer {
           feed_slot<O>(codes, scales, blockIdx.x + t * gridDim.x, n);
   }
 
+  // Reads a number of the keys and of the values that this program will attend to, so that their
+  // pages are known by then: what is not translated is not prefetched.
+  __device__ __forceinline__ void touch_cache(const Layer& layer, int position) {
+    const Splits of(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
+    const int task = place_from(gridDim.x / 2);
+    if (task >= KV_HEADS * COLUMN_PARTS * of.n || p.lane > 1) return;
+    const int kv = task / (COLUMN_PARTS * of.n);
+    const int slot = of.first + task % of.n * of.chunk;
+    const u64 length = layer.fields[LENGTH_AND_WINDOW] >> 32;
+    copy_word(&p.s->touched[p.lane], layer.at<const u64>(p.lane ? V_CACHE : K_CACHE) +
+                                         (kv * length + slot) * (HEAD_DIM / 4));
+  }
+
 #if CHOSEN
   // What this program's rows will be multiplied by, on its way into the L2 cache.
   __device__ __forceinline__ void prefetch_router(const Layer& layer) {
@@ -1066,24 +1113,6 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
 #pragma unroll
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
-
-// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
-// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
-constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
-struct Splits {
-  int first, end, chunk, n;
-  __device__ __forceinline__ Splits(int position, int window) {
-    end = position + 1;
-    first = window && end > window ? end - window : 0;
-    n = 1;
-    chunk = (end - first + 15) / 16 * 16;
-    if (chunk <= PASS) return;
-    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
-    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
-    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
-    n = (end - first + chunk - 1) / chunk;
-  }
-};
 
 // 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
 // slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
@@ -1185,14 +1214,16 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     for (int j = 0; j < 2; j++) {
 #pragma unroll
       for (int o = 4; o < 32; o *= 2) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-      const float shrink = exp2f(largest[j] - most[j]);
-      largest[j] = most[j];
-      total[j] *= shrink;
+      if (tile != warp) {  // a text of few slots has no more than the first
+        const float shrink = exp2f(largest[j] - most[j]);
+        total[j] *= shrink;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        acc[i][j] *= shrink;
-        acc[i][j + 2] *= shrink;
+        for (int i = 0; i < 4; i++) {
+          acc[i][j] *= shrink;
+          acc[i][j + 2] *= shrink;
+        }
       }
+      largest[j] = most[j];
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1358,6 +1389,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       const Layer layer{s.fields[0][i % 2]};
       if (i + 1 < LAYERS && lane < FIELDS)
         copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
+      producer.touch_cache(layer, position);
 #if CHOSEN
       producer.prefetch_router(layer);
 #endif

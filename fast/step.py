@@ -284,7 +284,7 @@ class Step:
             w, n = operation.w, operation.experts
             plain = w.bits == 16
             units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
-            inputs.append(units[-1] * 128 * (2 if plain else 8 if w.bits == 4 else 4))
+            inputs.append(units[-1] * 128 * (3 if plain else 8 if w.bits == 4 else 4))
             scales = w.scales_and_zeros
             chunk = 0 if scales is None else 16 * w.parts * scales.element_size()
             slots.append(8 * 2048 + plain * 1024 + 17 * chunk)

@@ -43,6 +43,7 @@ CASES = {
     "groups and norms": ("qwen3", dict(head_dim=128, intermediate_size=384), "int4", 128, 0, 4),
     "experts": ("qwen3_moe", EXPERTS, "int4", 64, 70, 3),
     WIDER: ("mixtral", EXPERTS | dict(hidden_size=576, intermediate_size=64), None, None, 17, 3),
+    "experts in int8": ("qwen3_moe", EXPERTS | dict(hidden_size=288), "int8", None, 33, 3),
     # With sinks, behind a window and, in splits, without.
     "mxfp4": ("gpt_oss", EXPERTS | GPT_OSS, None, None, 300, 3),
 }
