@@ -979,14 +979,48 @@ struct Producer {
   template <class O>
   __device__ __forceinline__ void feed_slot(const unsigned char* codes, const unsigned char* scales,
                                             int mine, int nth_slot) {
-    typedef Product<O> P;
     typedef Sizes<O> S;
-    Shared& s = *p.s;
-    // Lane w has the copies of the units that belong to the same row as unit w, if that is the
-    // first of them.
+    const int expert = O::EXPERTS ? p.s->experts[mine / S::TILES] : 0;
+    const int tile = O::EXPERTS ? mine % S::TILES : mine;
+    if constexpr (S::PLAIN) {  // lane r has row r
+      const int k = nth_slot * SQUAD_WARPS * S::UNIT_INPUTS;
+      const int bytes = min(SQUAD_WARPS * S::UNIT_INPUTS, O::K - k) * 2;
+      const int at = begin(bytes * 16), r = p.lane;
+      if (r < 16) {
+        const int n = O::GATED ? tile * 8 + r % 8 : tile * 16 + r;
+        const long long row = (long long)expert * O::N * (O::GATED ? 2 : 1) + min(n, O::N - 1) +
+                              (O::GATED && r >= 8 ? O::N : 0);
+        copy(p.slot(at) + r * S::ROW_BYTES, codes + (row * O::K + k) * 2, bytes,
+             &p.s->full[at % STAGES]);
+      }
+    } else {
+      constexpr int SLOT_BLOCKS = 2 * SQUAD_WARPS;  // blocks
+      const int block = nth_slot * SLOT_BLOCKS, blocks = min(SLOT_BLOCKS, S::BLOCKS - block);
+      const int chunk = block / S::PER_CHUNK;
+      const int chunk_bytes =
+          S::GROUPED ? ((block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES : 0;
+      const int at = begin(blocks * 1024 + chunk_bytes);
+      if (p.lane == 0) {
+        const long long rows = (long long)expert * S::TILES + tile;
+        u64* full = &p.s->full[at % STAGES];
+        copy(p.slot(at), codes + (rows * S::BLOCKS + block) * 1024, blocks * 1024, full);
+        if (S::GROUPED)
+          copy(p.slot(at) + S::CODE_BYTES, scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES,
+               chunk_bytes, full);
+      }
+    }
+  }
+
+  // Down of a mixture: units of several experts' rows. Lane w has the copies of the units that belong
+  // to the same row as unit w, if that is the first of them.
+  template <class O>
+  __device__ __forceinline__ void feed_summed_slot(const unsigned char* codes,
+                                                   const unsigned char* scales, int tile,
+                                                   int nth_slot) {
+    typedef Sizes<O> S;
     const int w = p.lane, w_end = min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS);
-    const typename P::RowPart run(nth_slot, w);
-    const bool mine_begins = w < w_end && run.begin == w;
+    const typename Product<O>::RowPart run(nth_slot, w);
+    const bool begins = w < w_end && run.begin == w;
     const int units = min(S::ROW_UNITS - run.first_block / 2, w_end - w);
     const int blocks = min(2 * units, S::BLOCKS - run.first_block);
     const int k = run.first_block * S::BLOCK, inputs = min(units * S::UNIT_INPUTS, O::K - k);
@@ -996,25 +1030,21 @@ struct Producer {
             ? ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES
             : 0;
     const int bytes = S::PLAIN ? inputs * 32 : blocks * 1024 + chunk_bytes;
-    const int at = begin(__reduce_add_sync(~0u, mine_begins ? bytes : 0));
+    const int at = begin(__reduce_add_sync(~0u, begins ? bytes : 0));
     unsigned char* slot = p.slot(at);
-    u64* full = &s.full[at % STAGES];
-    const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
-    const int expert = O::EXPERTS && mine_begins
-                     ? s.experts[P::nth_of(mine, nth_slot * SQUAD_WARPS + w)]
-                     : 0;
+    u64* full = &p.s->full[at % STAGES];
+    const int expert = begins ? p.s->experts[(nth_slot * SQUAD_WARPS + w) / S::ROW_UNITS] : 0;
     if constexpr (S::PLAIN) {  // lane r has row r
-      const int r = p.lane & 15, n = min(O::GATED ? tile * 8 + r % 8 : tile * 16 + r, O::N - 1) +
-                                     (O::GATED && r >= 8 ? O::N : 0);
-      for (u32 of = __ballot_sync(~0u, mine_begins); of; of &= of - 1) {
+      const int r = p.lane & 15, n = min(tile * 16 + r, O::N - 1);
+      for (u32 of = __ballot_sync(~0u, begins); of; of &= of - 1) {
         const int first = __ffs(of) - 1, of_expert = __shfl_sync(~0u, expert, first);
         const int at_k = __shfl_sync(~0u, k, first), n_inputs = __shfl_sync(~0u, inputs, first);
-        const long long row = (long long)of_expert * O::N * (O::GATED ? 2 : 1) + n;
+        const long long row = (long long)of_expert * O::N + n;
         if (p.lane < 16)
           copy(slot + r * S::ROW_BYTES + first * 128, codes + (row * O::K + at_k) * 2,
                n_inputs * 2, full);
       }
-    } else if (mine_begins) {
+    } else if (begins) {
       const long long rows = (long long)expert * S::TILES + tile;
       copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
            full);
@@ -1038,8 +1068,11 @@ struct Producer {
 #pragma unroll 1
       for (int t = 0; t < here; t++)
 #pragma unroll 1
-        for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++)
-          feed_slot<O>(codes, scales, blockIdx.x + t * gridDim.x, n);
+        for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++) {
+          const int mine = blockIdx.x + t * gridDim.x;
+          if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
+          else feed_slot<O>(codes, scales, mine, n);
+        }
   }
 
   // Reads a number of the keys and of the values that this program will attend to, so that their
