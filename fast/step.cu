@@ -61,6 +61,14 @@ __device__ __forceinline__ void prefetch(const void* p) {
 __device__ __forceinline__ void copy_word(u64* to, const u64* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from)
+               : "memory");
+}
+// The barrier's phase does not end before this thread's copies are there.
+__device__ __forceinline__ void await_copies_at(u64* b) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(address(b)) : "memory");
+}
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -967,10 +975,14 @@ struct Producer {
 
   // A free slot, once fewer than IN_FLIGHT are on their way: a long queue of copies delays what
   // others wait for.
-  __device__ __forceinline__ int begin(int bytes) {
+  __device__ __forceinline__ int free_slot() {
     const int at = p.position++;
     wait(&p.s->empty[at % STAGES], (at / STAGES & 1) ^ 1);
     for (; back + IN_FLIGHT <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
+    return at;
+  }
+  __device__ __forceinline__ int begin(int bytes) {
+    const int at = free_slot();
     if (p.lane == 0) expect_and_arrive(&p.s->full[at % STAGES], bytes);
     __syncwarp();
     return at;
@@ -982,33 +994,52 @@ struct Producer {
     typedef Sizes<O> S;
     const int expert = O::EXPERTS ? p.s->experts[mine / S::TILES] : 0;
     const int tile = O::EXPERTS ? mine % S::TILES : mine;
-    if constexpr (S::PLAIN) {  // lane r has row r
-      const int k = nth_slot * SQUAD_WARPS * S::UNIT_INPUTS;
-      const int bytes = min(SQUAD_WARPS * S::UNIT_INPUTS, O::K - k) * 2;
-      const int at = begin(bytes * 16), r = p.lane;
-      if (r < 16) {
-        const int n = O::GATED ? tile * 8 + r % 8 : tile * 16 + r;
-        const long long row = (long long)expert * O::N * (O::GATED ? 2 : 1) + min(n, O::N - 1) +
-                              (O::GATED && r >= 8 ? O::N : 0);
-        copy(p.slot(at) + r * S::ROW_BYTES, codes + (row * O::K + k) * 2, bytes,
-             &p.s->full[at % STAGES]);
-      }
-    } else {
-      constexpr int SLOT_BLOCKS = 2 * SQUAD_WARPS;  // blocks
-      const int block = nth_slot * SLOT_BLOCKS, blocks = min(SLOT_BLOCKS, S::BLOCKS - block);
-      const int chunk = block / S::PER_CHUNK;
-      const int chunk_bytes =
-          S::GROUPED ? ((block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES : 0;
-      const int at = begin(blocks * 1024 + chunk_bytes);
-      if (p.lane == 0) {
-        const long long rows = (long long)expert * S::TILES + tile;
-        u64* full = &p.s->full[at % STAGES];
-        copy(p.slot(at), codes + (rows * S::BLOCKS + block) * 1024, blocks * 1024, full);
-        if (S::GROUPED)
-          copy(p.slot(at) + S::CODE_BYTES, scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES,
-               chunk_bytes, full);
-      }
+    constexpr int SLOT_BLOCKS = 2 * SQUAD_WARPS;  // blocks
+    const int block = nth_slot * SLOT_BLOCKS, blocks = min(SLOT_BLOCKS, S::BLOCKS - block);
+    const int chunk = block / S::PER_CHUNK;
+    const int chunk_bytes =
+        S::GROUPED ? ((block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES : 0;
+    const int at = begin(blocks * 1024 + chunk_bytes);
+    if (p.lane == 0) {
+      const long long rows = (long long)expert * S::TILES + tile;
+      u64* full = &p.s->full[at % STAGES];
+      copy(p.slot(at), codes + (rows * S::BLOCKS + block) * 1024, blocks * 1024, full);
+      if (S::GROUPED)
+        copy(p.slot(at) + S::CODE_BYTES, scales + (rows * S::CHUNKS + chunk) * S::CHUNK_BYTES,
+             chunk_bytes, full);
     }
+  }
+
+  // 16-bit weights, whose rows a slot has apart: a lane copies two of the 64 parts of each.
+  template <class O>
+  __device__ __forceinline__ void feed_plain_slot(const unsigned char* codes, int mine,
+                                                  int nth_slot) {
+    typedef Product<O> P;
+    typedef Sizes<O> S;
+    constexpr int ROWS = O::GATED ? 8 : 16;
+    const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
+    const unsigned char* from[2];
+    bool there[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int unit = nth_slot * SQUAD_WARPS + p.lane / 8 + 4 * j;
+      const int k = P::in_row(unit) * S::UNIT_INPUTS + p.lane % 8 * 8;
+      there[j] = unit < S::UNITS && k < O::K;
+      const int expert = O::EXPERTS && there[j] ? p.s->experts[P::nth_of(mine, unit)] : 0;
+      from[j] = codes + (((long long)expert * (O::GATED ? 2 : 1) * O::N + tile * ROWS) * O::K + k) * 2;
+    }
+    const int at = free_slot(), last = O::N - 1 - tile * ROWS;
+    unsigned char* const to = p.slot(at) + p.lane * 16;
+#pragma unroll
+    for (int r = 0; r < 16; r++) {
+      const long long row = (long long)(min(r % ROWS, last) + r / ROWS * O::N) * O::K * 2;
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (there[j]) copy_16_bytes(to + r * S::ROW_BYTES + j * 512, from[j] + row);
+    }
+    await_copies_at(&p.s->full[at % STAGES]);
+    __syncwarp();
+    if (p.lane == 0) arrive(&p.s->full[at % STAGES]);
   }
 
   // Down of a mixture: units of several experts' rows. Lane w has the copies of the units that belong
@@ -1023,28 +1054,16 @@ struct Producer {
     const bool begins = w < w_end && run.begin == w;
     const int units = min(S::ROW_UNITS - run.first_block / 2, w_end - w);
     const int blocks = min(2 * units, S::BLOCKS - run.first_block);
-    const int k = run.first_block * S::BLOCK, inputs = min(units * S::UNIT_INPUTS, O::K - k);
     const int chunk = run.first_block / S::PER_CHUNK;
     const int chunk_bytes =
-        S::GROUPED && !S::PLAIN
+        S::GROUPED
             ? ((run.first_block + blocks - 1) / S::PER_CHUNK - chunk + 1) * S::CHUNK_BYTES
             : 0;
-    const int bytes = S::PLAIN ? inputs * 32 : blocks * 1024 + chunk_bytes;
-    const int at = begin(__reduce_add_sync(~0u, begins ? bytes : 0));
+    const int at = begin(__reduce_add_sync(~0u, begins ? blocks * 1024 + chunk_bytes : 0));
     unsigned char* slot = p.slot(at);
     u64* full = &p.s->full[at % STAGES];
     const int expert = begins ? p.s->experts[(nth_slot * SQUAD_WARPS + w) / S::ROW_UNITS] : 0;
-    if constexpr (S::PLAIN) {  // lane r has row r
-      const int r = p.lane & 15, n = min(tile * 16 + r, O::N - 1);
-      for (u32 of = __ballot_sync(~0u, begins); of; of &= of - 1) {
-        const int first = __ffs(of) - 1, of_expert = __shfl_sync(~0u, expert, first);
-        const int at_k = __shfl_sync(~0u, k, first), n_inputs = __shfl_sync(~0u, inputs, first);
-        const long long row = (long long)of_expert * O::N + n;
-        if (p.lane < 16)
-          copy(slot + r * S::ROW_BYTES + first * 128, codes + (row * O::K + at_k) * 2,
-               n_inputs * 2, full);
-      }
-    } else if (begins) {
+    if (begins) {
       const long long rows = (long long)expert * S::TILES + tile;
       copy(slot + w * 2048, codes + (rows * S::BLOCKS + run.first_block) * 1024, blocks * 1024,
            full);
@@ -1070,7 +1089,8 @@ struct Producer {
 #pragma unroll 1
         for (int n = first; n < min(first + P::ABREAST, S::TILE_SLOTS); n++) {
           const int mine = blockIdx.x + t * gridDim.x;
-          if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
+          if constexpr (S::PLAIN) feed_plain_slot<O>(codes, mine, n);
+          else if constexpr (S::SUMMED) feed_summed_slot<O>(codes, scales, mine, n);
           else feed_slot<O>(codes, scales, mine, n);
         }
   }

@@ -277,6 +277,8 @@ inline bool meet_any(bool mine) {
 inline void prefetch(const void*) {}
 inline void copy_word(unsigned long long* to, const unsigned long long* from) { *to = *from; }
 inline void wait_for_copies() {}
+inline void copy_16_bytes(void* to, const void* from) { memcpy(to, from, 16); }
+inline void await_copies_at(unsigned long long*) {}
 inline unsigned __ballot_sync(unsigned, bool mine) {
   unsigned all = 0;
   for (int lane = 0; lane < 32; lane++) all |= (unsigned)from_lane((int)mine, lane) << lane;
