@@ -967,8 +967,7 @@ struct Splits {
 };
 
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
-// for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the router's
-// logits, of which it chooses the experts itself.
+// for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the experts.
 struct Producer {
   Program p;
   int back = 0;  // the first slot that may be on its way

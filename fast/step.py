@@ -8,11 +8,13 @@ multiprocessor runs through all layers. Its last warp, the producer, copies the 
 product after the other into a ring in shared memory, before their inputs are there; so while the
 other warps wait for these, the next weights come in:
 
-    producer       Qkv ....  Wo ..  Router . (waits, chooses)  Up .......  Down ....  Qkv ....
-    other warps    Qkv   attention  Wo    Router               Up          Down
+    producer       Qkv ....  Wo ....      (waits)      Up .......  Down ....  Qkv ....
+    other warps    Qkv   attention  Wo   logits, top   Up          Down
 
-Of a mixture the producer waits once a layer: for the router's logits, of which it chooses the
-experts itself, whose weights it then copies.
+Of a mixture the producer waits once a layer: for the experts, whose weights it then copies. A
+router is no product of its own, as that would take one more exchange: who has rows of the stream
+multiplies them by the router's weights, and adds fixed-point numbers to a word an expert, whose sum
+does not depend on the order. Each program then ranks the experts by itself.
 
 What one program computes the others read as words of 64 bits, 32 of numbers and 32 of a tag, which
 is another one in each layer and step: a word tells by itself that it is there, without a fence, a
@@ -20,10 +22,11 @@ barrier of all programs or anything to clear. A word is written again a layer la
 programs have read it: who writes words of a product has read a whole row that was made of another
 whole row, and so on along
 
-    qkv -> (parts) -> attended -> middle -> (logits) -> gated -> ends -> the next layer's qkv
+    qkv -> (parts) -> attended -> middle, (sums of logits) -> gated -> ends -> the next layer's qkv
 
 back to that product; a program that had not read the old word would have left one of these rows
-incomplete. A new kind of word must be on this chain.
+incomplete. A new kind of word must be on this chain. The sums of logits are added to, not written:
+a layer's are what they grow by.
 
 Nothing hangs: the launch is cooperative, so that all programs run; each wait is for something
 earlier in an order that is the same in all of them; and the ring has more slots than warps hold
@@ -39,19 +42,27 @@ Attention: a program has a kv head, 64 columns of its values and, of a text of m
 a part of these. Then the programs' sums, largest scores and totals are words, too, which all
 programs put together, each some elements of the heads.
 
-Measured on an H200, 2026-11-28, us a layer at slot 200, all in int4:
+Measured on an H200, 2026-11-28, us a layer at slot 200, of 12 layers where "*" stands:
 
-                     launches    one launch
-    Qwen3-30B-A3B        28.0    24.5          before the last changes; behind them 832
-                                               tokens/s with an int8 head, by 11-26 696
-    Llama-2-7B           39.0    36.2
-    Llama-3.1-8B         39.1    38.5          at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
+                              launches    one launch
+    Qwen3-30B-A3B, int4 *         28.5    21.6
+    Qwen3-30B-A3B, int8 *         32.3    28.0
+    Qwen3-30B-A3B, bf16 *         47.7    44.3
+    gpt-oss-20b, MXFP4 *          47.2    56.6
+    Llama-3.2-1B, bf16 *          40.0    42.0
+    Llama-2-7B, int4              39.0    36.2    an earlier state, as the next
+    Llama-3.1-8B, int4            39.1    38.5    at slot 2,000 42.0 and 41.8, at 32,000 69.0 and 85.7
 
 A mixture's products are small, and gain most. Long texts lose, as two programs read the keys of a
 head, each for half of its values, and wait for them: so why_launches() lets through mixtures alone,
-with caches of up to LONGEST slots. In 16 bits Llama-3.2-1B takes 40 and 48.5, as sums of 16-bit
-weights are in fp32 and want more instructions; int8 and MXFP4, which step.cu multiplies, too, were
-not measured. Mixtral's experts are too wide: their inputs leave no room for a ring (stages()).
+in int4 and int8, with caches of up to LONGEST slots. Rows of 16 bits are copies of their own, and
+the producer takes 1,000 to 1,400 cycles for 16 KB of them. Mixtral's experts are too wide: their
+inputs leave no room for a ring (stages()).
+
+Where the 21.6 go, by time stamps of a warp of several programs, whose own time is taken off: Qkv 2.0
+with the wait for its input; attention 4.0, in eight programs, of which the way of the keys from
+memory 1.3 and joining the warps 0.9; Wo 1.9; logits 0.7, their sums 1.0 and ranking 1.1; Up 5.0, of
+which 3.2 are its weights, which nobody can know before; Down 4.1; the rest is between them.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
@@ -77,7 +88,7 @@ from fast.packed_linear import PackedLinear
 from model import RMSNorm
 
 WARPS = 16  # of a program, beside the producer
-IN_FLIGHT = 2  # slots that may be on their way to a program
+IN_FLIGHT = {16: 4, 8: 2, 4: 2}  # by bits of a weight: slots that may be on their way to a program
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 LONGEST = 4096  # slots of a cache
 LEAST_STAGES = 5  # of the ring, for two groups of eight warps
@@ -127,7 +138,7 @@ class Operation(NamedTuple):
     def why_not(self) -> str | None:
         w = self.w
         scales = w.scales_and_zeros
-        if w.kind != "int4" and self.name != "RouterOp":
+        if w.kind not in ("int4", "int8") and self.name != "RouterOp":
             return f"{w.kind} weights"
         if w.perm is not None:
             return "act-order"
@@ -294,7 +305,9 @@ class Step:
         # As struct Shared has it: of a unit sums, scale, offset and squares; of a tile partial and
         # residual; of a warp and query 64 + 4 sums, largest and total; 2,048 for the rest.
         rest = max(inputs) + 84 * max(units) + 64 * max(tiles) * (self.warps + 1)
-        rest += self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
+        rest += (
+            self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
+        )
         return (self.memory - rest) // (math.ceil(max(slots) / 128) * 128)
 
     def fields(self, layer: nn.Module) -> list[int]:
@@ -335,7 +348,7 @@ class Step:
             WARPS=self.warps,
             PROGRAMS=self.programs,
             MEMORY=self.memory,
-            IN_FLIGHT=IN_FLIGHT,
+            IN_FLIGHT=IN_FLIGHT[self.operations[0].w.bits],
             TRIES=TRIES,
         )
 

@@ -147,6 +147,7 @@ def test_nan_and_infinity_come_out(tmp_path, value, device):
     """In x, or as a norm's weight, where the digits of a product have neither. A router too."""
     model, _, position, programs = loaded(tmp_path, "experts", device)
     model.layers[1].ffn_norm.weight[5] = value
+    router = model.layers[0].ffn.router.weight
     run = step_of_model(model, programs, tmp_path)
     x = torch.randn(1, model.config.dim).to(BF16)
     assert not run(x, position).isfinite().any()
@@ -154,6 +155,21 @@ def test_nan_and_infinity_come_out(tmp_path, value, device):
     assert run(x, position).isfinite().all()
     x[0, 7] = value
     assert not run(x, position).isfinite().any()
+    x[0, 7] = 1
+    router[2, 9] = value
+    assert not run(x, position).isfinite().any()
+
+
+@on_each_device
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+@torch.no_grad()
+def test_logits_of_a_stream_that_attention_changes_a_lot(tmp_path, size, device):
+    """Or hardly at all: the router's sums are fixed-point numbers in units of what enters the layer."""
+    model, exact, position, programs = loaded(tmp_path, "experts", device)
+    run = step_of_model(model, programs, tmp_path)
+    x = (torch.randn(1, model.config.dim) * size).to(BF16)
+    expected = through_layers(exact, x, position)
+    assert_close(run(x, position), expected, x)
 
 
 @torch.no_grad()
@@ -176,7 +192,8 @@ def test_tags_begin_anew_before_they_are_too_large(tmp_path):
         ("qwen3_moe", EXPERTS, "int4", dict(max_seq_len=5000), "a cache of more than 4,096 slots"),
         ("qwen3", {}, "int4", {}, "a dense model"),
         ("qwen3", {}, None, {}, "16-bit weights"),
-        ("qwen3", {}, "int8", {}, "int8 weights"),
+        ("qwen3_moe", EXPERTS, "int8", {}, None),
+        ("qwen3", {}, "int8", {}, "a dense model"),
         ("qwen3", {}, "int4", dict(cache="int8"), "an int8 cache"),
         ("qwen3", {}, "int4", dict(features=(1,)), "hidden states that a draft reads"),
         ("qwen3", dict(head_dim=32), "int4", {}, "heads of 32 of which 32 turn"),
