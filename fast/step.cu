@@ -53,10 +53,6 @@ __device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for a
                : "memory");
   return any;
 }
-// A line of 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
-}
 // Eight bytes into shared memory, there once this thread has waited for its copies.
 __device__ __forceinline__ void copy_word(u64* to, const u64* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
@@ -240,7 +236,6 @@ struct Shared {
   u32 tag;
   int odd;  // whether the step's number is
   u64 full[32], empty[32], chosen;
-  u64 touched[2];
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
@@ -948,24 +943,6 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
 }
 #endif
 
-// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
-// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
-constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
-struct Splits {
-  int first, end, chunk, n;
-  __device__ __forceinline__ Splits(int position, int window) {
-    end = position + 1;
-    first = window && end > window ? end - window : 0;
-    n = 1;
-    chunk = (end - first + 15) / 16 * 16;
-    if (chunk <= PASS) return;
-    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
-    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
-    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
-    n = (end - first + chunk - 1) / chunk;
-  }
-};
-
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
 // for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the experts.
 struct Producer {
@@ -1094,29 +1071,6 @@ struct Producer {
         }
   }
 
-  // Reads a number of the keys and of the values that this program will attend to, so that their
-  // pages are known by then: what is not translated is not prefetched.
-  __device__ __forceinline__ void touch_cache(const Layer& layer, int position) {
-    const Splits of(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
-    const int task = place_from(gridDim.x / 2);
-    if (task >= KV_HEADS * COLUMN_PARTS * of.n || p.lane > 1) return;
-    const int kv = task / (COLUMN_PARTS * of.n);
-    const int slot = of.first + task % of.n * of.chunk;
-    const u64 length = layer.fields[LENGTH_AND_WINDOW] >> 32;
-    copy_word(&p.s->touched[p.lane], layer.at<const u64>(p.lane ? V_CACHE : K_CACHE) +
-                                         (kv * length + slot) * (HEAD_DIM / 4));
-  }
-
-#if CHOSEN
-  // What this program's rows will be multiplied by, on its way into the L2 cache.
-  __device__ __forceinline__ void prefetch_router(const Layer& layer) {
-    const u16* weight = layer.at<const u16>(ROUTER * PER_PRODUCT + CODES);
-    for (int t = 0; t < share_of(STREAM_TILES); t++)
-      for (int e = p.lane; e < RouterOp::N; e += 32)
-        prefetch(weight + (long long)e * D + (blockIdx.x + t * gridDim.x) * 16);
-  }
-
-#endif
 };
 
 // A head's elements in a lane's hands: EACH neighbours, its partner of the rotation in lane ^ 16.
@@ -1166,6 +1120,24 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
+// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
+// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
+struct Splits {
+  int first, end, chunk, n;
+  __device__ __forceinline__ Splits(int position, int window) {
+    end = position + 1;
+    first = window && end > window ? end - window : 0;
+    n = 1;
+    chunk = (end - first + 15) / 16 * 16;
+    if (chunk <= PASS) return;
+    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
+    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
+    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
+    n = (end - first + chunk - 1) / chunk;
+  }
+};
+
 // 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
 // slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
 // slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
@@ -1206,18 +1178,6 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
   const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
   const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
-  const u16* all_values = layer.at<const u16>(V_CACHE) + (keys - layer.at<const u16>(K_CACHE));
-  // A warp's tiles come into the L2 cache two tiles before it loads them.
-  const auto fetch_ahead = [&](int tile) {
-    const int first = tile * 16 * HEAD_DIM, last = min(first + 16 * HEAD_DIM, (end - begin) * HEAD_DIM);
-#pragma unroll 1
-    for (int i = first + lane * 64; i < last; i += 32 * 64) {
-      prefetch(keys + i);
-      prefetch(all_values + i);
-    }
-  };
-  fetch_ahead(warp);
-  fetch_ahead(warp + WARPS);
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
@@ -1234,7 +1194,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
                    ((long long)kv * length + position) * HEAD_DIM,
                x, lane);
   }
-  const u16* values = all_values + part * COLUMNS;
+  const u16* values =
+      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * COLUMNS;
   meet();
 
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
@@ -1242,7 +1203,6 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const bool is_new = tile == cached;
     const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
-    fetch_ahead(tile + 2 * WARPS);
     CacheTile cached_tile;
     cached_tile.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
     cached_tile.load_values(is_new ? s.v + part * COLUMNS : values + first * HEAD_DIM, last, lane);
@@ -1441,10 +1401,6 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       const Layer layer{s.fields[0][i % 2]};
       if (i + 1 < LAYERS && lane < FIELDS)
         copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
-      producer.touch_cache(layer, position);
-#if CHOSEN
-      producer.prefetch_router(layer);
-#endif
       producer.feed<Qkv>(layer, QKV);
       producer.feed<Wo>(layer, WO);
 #if CHOSEN

@@ -62,7 +62,8 @@ inputs leave no room for a ring (stages()).
 Where the 21.6 go, by time stamps of a warp of several programs, whose own time is taken off: Qkv 2.0
 with the wait for its input; attention 4.0, in eight programs, of which the way of the keys from
 memory 1.3 and joining the warps 0.9; Wo 1.9; logits 0.7, their sums 1.0 and ranking 1.1; Up 5.0, of
-which 3.2 are its weights, which nobody can know before; Down 4.1; the rest is between them.
+which 3.2 are its weights, which nobody can know before; Down 4.1; the rest is between them. To ask
+for keys and for the router's weights ahead, into the L2 cache, gained nothing, and is left out since.
 
 The step is compiled by NVRTC for one model: source() writes its products' sizes and formats as
 structs in front of step.cu, and addresses, which differ from layer to layer, are FIELDS numbers in
@@ -174,7 +175,7 @@ def operations(layer: nn.Module) -> list[Operation] | str:
         how, moe = part.how, part.moe
         if how.shared or how.correction is not None or how.norm is not None:
             return "a router that is no softmax of its logits, or a shared expert"
-        if how.expert_scale is not None or how.n > 32 or len(how.weight) > 1024:
+        if how.expert_scale is not None or how.n > 32 or max(how.weight.shape) > 16_000:
             return "a router of another kind"
         router = Operation("RouterOp", Plain(how.weight), norms[1], how.bias)
         found += [

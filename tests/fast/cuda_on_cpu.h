@@ -274,7 +274,6 @@ inline bool meet_any(bool mine) {
   meet();
   return any;
 }
-inline void prefetch(const void*) {}
 inline void copy_word(unsigned long long* to, const unsigned long long* from) { *to = *from; }
 inline void wait_for_copies() {}
 inline void copy_16_bytes(void* to, const void* from) { memcpy(to, from, 16); }
