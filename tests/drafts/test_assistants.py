@@ -210,7 +210,7 @@ REFUSED = {
         (dict(markov_rank=4), {}, "markov_rank=4 is not known of a muse_glimmer_assistant"),
         (dict(dflash_config={}), {}, "dflash_config={} is not known"),
         (dict(vocab_size=50), {}, "vocab_size=50 96 another model"),
-        (dict(attention_bias=True), {}, "attention_bias=True is not supported"),
+        (dict(attention_bias=True), {}, "q_proj.bias is missing"),
         (dict(hidden_size=64), {}, "encoder.fc.weight [32, 96] another model"),
         (dict(target_layer_ids=[0, 3, 5]), {}, "[0, 3, 5] distinct 0 to 4 6 layers"),
         (dict(target_layer_ids=None), {}, "[1, 13, 25, 37, 49] 6 layers"),

@@ -273,7 +273,9 @@ def test_a_step_that_waits_in_vain_fails(tmp_path):
     if not child:
         faulthandler.disable()
         os.close(2)
-        step_on_cpu(tmp_path, step, torch.randn(1, 256).to(BF16), torch.tensor([[position]]))
-        os._exit(0)
+        try:
+            step_on_cpu(tmp_path, step, torch.randn(1, 256).to(BF16), torch.tensor([[position]]))
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT
