@@ -955,7 +955,6 @@ def rope_settings(hf: dict, sliding: bool = False) -> dict:
         raise ValueError(f"rope_parameters={found!r:.60}: want {wanted}")
     if kind in GEMMA4_KINDS:
         found = value_of(found, "sliding_attention" if sliding else "full_attention", dict)
-        theta = found.get("rope_theta")  # None is refused: the kinds' differ a hundredfold
     elif by_layer and sliding:
         theta = hf["rope_local_base_freq"]
         found = value_of(found, "sliding_attention", dict, {})
