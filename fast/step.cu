@@ -93,6 +93,11 @@ __device__ __forceinline__ float all_lanes(float y, float (*join)(float, float))
   return y;
 }
 __device__ __forceinline__ float add(float x, float y) { return x + y; }
+__device__ __forceinline__ float sum_of(const float* x, int n, int lane) {
+  float sum = 0;
+  for (int i = lane; i < n; i += 32) sum += x[i];
+  return all_lanes(sum, add);
+}
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ float low_number(u32 pair) { return number(pair & 0xFFFF); }
 __device__ __forceinline__ float high_number(u32 pair) { return number(pair >> 16); }
@@ -220,11 +225,11 @@ struct Shared {
   alignas(16) unsigned char inputs[largest_of<DigitBytes, OPERATIONS>()];
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
-  float offset[2][MOST_UNITS], squares[2][MOST_UNITS];
+  float offset[MOST_UNITS], squares[MOST_UNITS];
   float partial[MOST_TILES][WARPS][16];
   // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
   alignas(16) float residual[TilesHere<Wo>::value][16];
-  float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
+  alignas(16) float attended[WARPS][QUERIES][64 + 4];  // 4 for the banks' sake
   alignas(16) u16 q[QUERIES][HEAD_DIM], k[HEAD_DIM], v[HEAD_DIM];
   float largest[QUERIES][WARPS], total[QUERIES][WARPS];
   int experts[32];
@@ -250,7 +255,7 @@ struct Program {  // as a warp sees it
   unsigned char* ring;
   int warp, lane;
   int position;  // in the ring, of the next product's first slot
-  int parity;    // offset[] and squares[] of one product are read while the next is prepared
+  float entering;  // the squares of the stream that enters a layer of a mixture, added
   float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
   __device__ __forceinline__ void reload_ids() {
     const int n = thread_number();
@@ -398,7 +403,7 @@ struct Product : Sizes<O> {
     }
     if (O::NORM) {
       squares = all_lanes(squares, add);
-      if (lane == 0) s.squares[p.parity][unit] = squares;
+      if (lane == 0) s.squares[unit] = squares;
     }
     // All |v| are below 2^(exponent - 126).
     const u32 exponent = __reduce_max_sync(~0u, most) >> 23;
@@ -488,7 +493,7 @@ struct Product : Sizes<O> {
         offset *= lane & 1 ? one * 65536 : one;
         offset += __shfl_xor_sync(~0u, offset, 1);
         offset += __shfl_xor_sync(~0u, offset, 2);
-        if (lane == 0) s.offset[p.parity][unit] = offset;
+        if (lane == 0) s.offset[unit] = offset;
       }
     }
   }
@@ -684,10 +689,11 @@ struct Product : Sizes<O> {
   }
 
   // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
-  // it is there, as a plain row.
+  // it is there, as a plain row. offset: of all units; factor: the norm's.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
-                                                int field, u64* out, u32 tag, u16* row_out) {
+                                                int field, float offset, float factor,
+                                                u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
     const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
@@ -699,18 +705,12 @@ struct Product : Sizes<O> {
     for (int w = lane >> 4; w < ENTRIES; w += 2) y += s.partial[t][w][r];
     y += __shfl_xor_sync(~0u, y, 16);
     if (!S::GROUPED && !S::PLAIN) {
-      float offset = 0, scale, zero;
-      for (int u = 0; u < S::UNITS; u++) offset += s.offset[p.parity][u];
+      float scale, zero;
       const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
       group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
       y = (y - zero * offset) * scale;
     }
-    if (O::NORM) {
-      float squares = 0;
-#pragma unroll 4
-      for (int u = 0; u < S::UNITS; u++) squares += s.squares[p.parity][u];
-      y *= rsqrtf(squares / O::K + p.eps);
-    }
+    if (O::NORM) y *= factor;
     if (O::BIAS) {
       const u16* bias = layer.at<const u16>(field + BIASES);
       if (there)
@@ -744,13 +744,18 @@ struct Product : Sizes<O> {
                                              const u64* x, u32 x_tag, u64* out, u32 tag,
                                              u16* row_out = nullptr) {
     const int here = share_of(S::ALL), field = which * PER_PRODUCT;
-    p.parity ^= 1;
     if (!here && !MEASURES) return;
     p.reload_ids();
     const Norm* norm = O::NORM ? layer.at<const Norm>(field + NORM_WEIGHT) : nullptr;
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
     meet();
+    // While the weights come: behind the products others wait for what is done.
+    const Shared& s = *p.s;
+    const float offset = S::GROUPED || S::PLAIN ? 0 : sum_of(s.offset, S::UNITS, p.lane);
+    const float squares = O::NORM ? sum_of(s.squares, S::UNITS, p.lane) : 0;
+    const float factor = rsqrtf(squares / O::K + p.eps);
+    if (MEASURES) p.entering = squares;
     const int group = p.warp / SQUAD_WARPS;
     if constexpr (TEAMS > 1) {
       const int nth_slot = group % ABREAST, team = group / ABREAST;
@@ -771,7 +776,7 @@ struct Product : Sizes<O> {
     meet();
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
-      finish<To>(p, t, layer, field, out, tag, row_out);
+      finish<To>(p, t, layer, field, offset, factor, out, tag, row_out);
   }
 };
 
@@ -792,11 +797,9 @@ constexpr int LOGIT_BITS = 22, SQUARES_BITS = 16;
 constexpr int SUMS = RouterOp::N + 1;  // of one copy
 static_assert(STREAM_TILES < 1 << COUNT_BITS);
 
-// The largest power of two below the size of the stream that enters the layer, from Qkv's squares.
+// The largest power of two below the size of the stream that enters the layer.
 __device__ __forceinline__ float stream_unit(const Program& p) {
-  float size = 0;
-  for (int u = 0; u < Sizes<Qkv>::UNITS; u++) size += p.s->squares[p.parity ^ 1][u];
-  const float rms = sqrtf(fminf(fmaxf(size / D + p.eps, 1e-30f), 1e30f));
+  const float rms = sqrtf(fminf(fmaxf(p.entering / D + p.eps, 1e-30f), 1e30f));
   return __uint_as_float(__float_as_uint(rms) & 0x7f800000);
 }
 __device__ __forceinline__ void add_number(u64* sum, float y) {
@@ -1171,13 +1174,21 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
   const int whole = of.n > 1 ? task / of.n : task, split = task - whole * of.n;
-  const int part = whole % COLUMN_PARTS, kv = whole / COLUMN_PARTS;
+  const int part_of_head = whole % COLUMN_PARTS, kv = whole / COLUMN_PARTS;
   const bool has_new = split + 1 == of.n;
   // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
   const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, position);
   const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
   const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
   const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
+  const u16* values =
+      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part_of_head * COLUMNS;
+  CacheTile slots;
+  const auto last_of = [&](int tile) { return tile == cached ? 0 : end - begin - tile * 16 - 1; };
+  const auto load_keys = [&](int tile) {
+    slots.load_keys(tile == cached ? s.k : keys + tile * 16 * HEAD_DIM, last_of(tile), lane);
+  };
+  if (warp < cached) load_keys(warp);  // they come while queries are awaited
 #pragma unroll 1
   for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
@@ -1189,30 +1200,27 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
-    if (!is_query && part == 0)
+    if (!is_query && part_of_head == 0)
       put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
                    ((long long)kv * length + position) * HEAD_DIM,
                x, lane);
   }
-  const u16* values =
-      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part * COLUMNS;
   meet();
 
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
-    const bool is_new = tile == cached;
-    const int first = tile * 16, last = is_new ? 0 : end - begin - first - 1;
-    CacheTile cached_tile;
-    cached_tile.load_keys(is_new ? s.k : keys + first * HEAD_DIM, last, lane);
-    cached_tile.load_values(is_new ? s.v + part * COLUMNS : values + first * HEAD_DIM, last, lane);
+    const int last = last_of(tile);  // slot that is seen
+    if (tile != warp || tile == cached) load_keys(tile);
+    slots.load_values(tile == cached ? s.v + part_of_head * COLUMNS : values + tile * 16 * HEAD_DIM, last,
+                      lane);
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-      const uint4 k0 = cached_tile.k[0][i], k1 = cached_tile.k[1][i];
+      const uint4 k0 = slots.k[0][i], k1 = slots.k[1][i];
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
     }
@@ -1249,7 +1257,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
       u32 v[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint4 words = cached_tile.v[j];
+        const uint4 words = slots.v[j];
         v[j] = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
       }
       mma(acc[i],
@@ -1278,32 +1286,48 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
   meet();
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int busy = min(WARPS, all_tiles);  // warps
+  // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's sums.
 #pragma unroll 1
-  for (int i = warp * 32 + lane; i < QUERIES * COLUMNS; i += WARPS * 32) {
-    const int h = i / COLUMNS, column = i % COLUMNS, head = kv * QUERIES + h;
-    // Lane w has what warp w found; all lanes are of the same head.
+  for (int i = warp; i < QUERIES * (COLUMNS / 32); i += WARPS) {
+    const int h = i / (COLUMNS / 32), first = i % (COLUMNS / 32) * 32, head = kv * QUERIES + h;
+    const int quarter = lane >> 3, column = first + (lane & 7) * 4;
+    // Lane w has what warp w found.
     const int of_warp = lane % WARPS;
     const float here = of_warp < busy ? s.largest[h][of_warp] : -1e30f;
     const float sink = SINKS && of.n == 1 ? number(sinks[head]) * LOG2_E : -1e30f;
     const float most = fmaxf(all_lanes<WARPS>(here, larger), sink);
     const float share = of_warp < busy ? exp2f(here - most) : 0;
-    float all = all_lanes<WARPS>(of_warp < busy ? share * s.total[h][of_warp] : 0.0f, add), y = 0;
+    float all = all_lanes<WARPS>(of_warp < busy ? share * s.total[h][of_warp] : 0.0f, add);
     if (SINKS && of.n == 1) all += exp2f(sink - most);
-#pragma unroll 4
-    for (int w = 0; w < busy; w++)
-      y += __shfl_sync(~0u, share, w) * s.attended[w][h][column];
+    float y[4] = {};
+#pragma unroll
+    for (int from = 0; from < WARPS; from += 4) {
+      const int w = from + quarter;
+      const float part = __shfl_sync(~0u, share, w);
+      if (w < busy) {
+        const float4 sums = *(const float4*)&s.attended[w][h][column];
+        y[0] += part * sums.x;
+        y[1] += part * sums.y;
+        y[2] += part * sums.z;
+        y[3] += part * sums.w;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      y[n] += __shfl_xor_sync(~0u, y[n], 8);
+      y[n] += __shfl_xor_sync(~0u, y[n], 16);
+    }
     if (of.n == 1) {
-      y = __fdividef(y, all);
-      const float next = __shfl_down_sync(~0u, y, 1);
-      if (!(lane & 1))
-        poke(out + Product<Wo>::word(0, head * HEAD_DIM + part * COLUMNS + column),
-             word_of(pair_of(y, next), tag));
+      const float one = __fdividef(1, all), low = quarter ? y[2] : y[0], high = quarter ? y[3] : y[1];
+      const int at = head * HEAD_DIM + part_of_head * COLUMNS + column + 2 * quarter;
+      if (quarter < 2) poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
     } else {
       u64* to = parts + (head * LARGEST_SPLITS + split) * (HEAD_DIM + 2);
-      poke(to + part * COLUMNS + column, word_of(__float_as_uint(y), tag));
+      const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
+      poke(to + part_of_head * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
       // All parts of a head have the same scores, and so the same totals.
-      if (part == 0 && column < 2)
-        poke(to + HEAD_DIM + column, word_of(__float_as_uint(column ? all : most), tag));
+      if (part_of_head == 0 && first == 0 && lane < 2)
+        poke(to + HEAD_DIM + lane, word_of(__float_as_uint(lane ? all : most), tag));
     }
   }
 }
