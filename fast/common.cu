@@ -7,7 +7,7 @@ typedef unsigned long long u64;
 #ifndef CUDA_ON_CPU  // tests/fast/cuda_on_cpu.h has stand-ins
 
 __device__ __forceinline__ unsigned char* shared_memory() {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -105,6 +105,41 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+def tensor_map(
+    tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> list[int]:
+    """A CUtensorMap as 16 words: a view of 16-bit numbers in this tensor, sizes of five dimensions
+    with the innermost first, bytes between neighbours in all but that, and the box, of 64 x ..., that
+    one copy takes. In shared memory each 128 bytes have the 16-byte parts in an order of their own
+    (CU_TENSOR_MAP_SWIZZLE_128B). What is outside of the view is 0.
+
+    Of a tensor on a CPU: the arguments, as tests/fast/cuda_on_cpu.h reads them."""
+    if not tensor.is_cuda:
+        return [tensor.data_ptr(), *sizes, *strides, *box, 0]
+    memory = (ctypes.c_uint64 * 24)()  # a map begins at a multiple of 64 bytes
+    at = -(-ctypes.addressof(memory) // 64) * 64
+    kind = 9 if tensor.dtype == torch.bfloat16 else 6
+    cuda = driver()
+    check(
+        cuda,
+        cuda.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at),
+            kind,
+            5,
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * 5)(*sizes),
+            (ctypes.c_uint64 * 4)(*strides),
+            (ctypes.c_uint32 * 5)(*box),
+            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),  # element strides
+            0,  # no interleave
+            3,  # SWIZZLE_128B
+            3,  # L2_PROMOTION_L2_256B
+            0,  # zeros outside
+        ),
+    )
+    return [*(ctypes.c_int64 * 16).from_address(at)]
+
+
 def in_c(value: Tensor | float | int | None):
     """A tensor is a pointer, None a null pointer."""
     if value is None or isinstance(value, Tensor):

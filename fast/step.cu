@@ -1,7 +1,8 @@
 // All layers of a decode step of one row in one launch. step.py has the words and the drawing, and
 // writes the table that stands in front of this: BF16, D, LAYERS, HEADS, KV_HEADS, HEAD_DIM,
-// QK_NORM, FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT, TRIES, and
-// a struct for each product: Qkv, Wo, Up, Down and, of a mixture, RouterOp.
+// QK_NORM, FLOAT_QK_NORM, SINKS, CHOSEN, NORMALIZE, WARPS, PROGRAMS, MEMORY, IN_FLIGHT,
+// IN_FLIGHT_WAITING, TRIES, and a struct for each product: Qkv, Wo, Up, Down and, of a mixture,
+// RouterOp.
 
 constexpr int SQUAD_WARPS = 8, SQUADS = WARPS / SQUAD_WARPS;  // warps that share a slot
 constexpr int LARGEST_SPLITS = 32;  // programs that share the slots of a kv head
@@ -57,13 +58,19 @@ __device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for a
 __device__ __forceinline__ void copy_word(u64* to, const u64* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from)
-               : "memory");
+// A box of 16-bit weights, as Step.map_of() in step.py describes it.
+__device__ __forceinline__ void copy_box(void* to, const void* map, int row, int unit, int expert,
+                                         u64* b) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(address(to)),
+      "l"(map), "r"(0), "r"(row), "r"(unit), "r"(expert), "r"(address(b)), "l"(policy)
+      : "memory");
 }
-// The barrier's phase does not end before this thread's copies are there.
-__device__ __forceinline__ void await_copies_at(u64* b) {
-  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(address(b)) : "memory");
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -167,6 +174,8 @@ struct NumberOf<true> {
 __device__ __forceinline__ float any_number(u16 bits) { return number(bits); }
 __device__ __forceinline__ float any_number(float x) { return x; }
 
+constexpr int divisor(int x, int y) { return y ? divisor(y, x % y) : x; }  // the greatest of both
+
 // What follows from a product's struct O: BITS, E2M1, K, N (of its outputs), GROUP (0: one a row),
 // PARTS, FLOAT_SCALES, GATED (1: SiLU, 2: GELU by tanh, 3: MoEConfig.clamp's), EXPERTS, NORM,
 // FLOAT_NORM, BIAS and RESIDUAL. As in gemv.cu: a block is 1 KiB of 16 rows, BLOCK inputs wide; a chunk, the scales of 16 rows for
@@ -185,8 +194,9 @@ struct Sizes {
   static constexpr int UNITS = ROW_UNITS * (SUMMED ? O::EXPERTS : 1);
   static constexpr int TILE_SLOTS = (UNITS + SQUAD_WARPS - 1) / SQUAD_WARPS;  // of the ring
   static constexpr int UNIT_CHUNKS = PER_CHUNK > 1 ? 1 : 2;
-  static constexpr int ROW_BYTES = SQUAD_WARPS * 128 + 64;  // if PLAIN: 64 for the banks' sake
-  static constexpr int CODE_BYTES = PLAIN ? 16 * ROW_BYTES : SQUAD_WARPS * 2048;
+  // If PLAIN: neighbours that one copy takes, as they belong to the same row.
+  static constexpr int COPY_UNITS = SUMMED ? divisor(ROW_UNITS, SQUAD_WARPS) : SQUAD_WARPS;
+  static constexpr int CODE_BYTES = SQUAD_WARPS * 2048;
   static constexpr int SLOT =
       CODE_BYTES +
       (GROUPED && !PLAIN ? (SQUAD_WARPS * UNIT_CHUNKS + (PER_CHUNK > 1)) * CHUNK_BYTES : 0);
@@ -214,7 +224,7 @@ template <class O> struct TilesHere {
 #define OPERATIONS Qkv, Wo, Up, Down
 // Whether a program has any of an expert's rows.
 #define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
-constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 127) / 128 * 128;
+constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 1023) / 1024 * 1024;
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
@@ -240,6 +250,7 @@ struct Shared {
 #endif
   u32 tag;
   int odd;  // whether the step's number is
+  volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
@@ -619,17 +630,16 @@ struct Product : Sizes<O> {
       for (int i = 0; i < 2; i++) x[i] = part < 3 ? from[i * 4] : uint4{0, 0, 0, 0};
       scale = s.scale[unit];
     }
+    // A row has its eight parts of 16 bytes in an order of its own, part i at place i ^ row % 8.
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
                                              float& y1) const {
-      const unsigned char* at = stage + (lane >> 2) * S::ROW_BYTES + wl * 128 + (lane & 3) * 16;
+      const int row = row_of(lane);
+      const unsigned char* at = stage + wl * 2048 + row * 128;
       float c[4] = {}, d[4] = {};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        uint4 low = {0, 0, 0, 0}, high = low;  // of rows lane / 4 and lane / 4 + 8
-        if (in_row(unit) * S::UNIT_INPUTS + i * 32 + (lane & 3) * 8 < O::K) {
-          low = *(const uint4*)(at + i * 64);
-          high = *(const uint4*)(at + i * 64 + 8 * S::ROW_BYTES);
-        }
+        const unsigned char* part = at + ((i * 4 + (lane & 3)) ^ row) * 16;
+        const uint4 low = *(const uint4*)part, high = *(const uint4*)(part + 8 * 128);
         // Both operands have their inputs in the same other order, which a sum does not see.
         mma(c, {low.x, high.x, low.y, high.y}, x[i].x, x[i].y);
         mma(d, {low.z, high.z, low.w, high.w}, x[i].z, x[i].w);
@@ -638,6 +648,12 @@ struct Product : Sizes<O> {
       y1 = (c[2] + c[3] + d[2] + d[3]) * scale;
     }
   };
+  // Which of a tile's first eight rows a lane has. Of 16-bit weights, whose lanes 0 to 7 then read
+  // from all banks, not in order.
+  static __device__ __forceinline__ int row_of(int lane) {
+    const int n = lane >> 2;
+    return S::PLAIN ? n >> 1 | (n & 1) << 2 : n;
+  }
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
 
@@ -681,7 +697,7 @@ struct Product : Sizes<O> {
         if (t + i * by >= here) break;
         if (p.lane == 0) arrive(&s.empty[slots[i] % STAGES]);
         if (column < 2) {
-          float& sum = s.partial[t + i * by][entry][(p.lane >> 2) + 8 * column];
+          float& sum = s.partial[t + i * by][entry][row_of(p.lane) + 8 * column];
           sum = is_first ? mine : sum + mine;
         }
       }
@@ -750,6 +766,7 @@ struct Product : Sizes<O> {
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
     meet();
+    if (p.warp == 0) p.s->streaming = 1;
     // While the weights come: behind the products others wait for what is done.
     const Shared& s = *p.s;
     const float offset = S::GROUPED || S::PLAIN ? 0 : sum_of(s.offset, S::UNITS, p.lane);
@@ -774,6 +791,7 @@ struct Product : Sizes<O> {
     }
     p.position += here * S::TILE_SLOTS;
     meet();
+    if (p.warp == 0) p.s->streaming = 0;
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
       finish<To>(p, t, layer, field, offset, factor, out, tag, row_out);
@@ -952,16 +970,13 @@ struct Producer {
   Program p;
   int back = 0;  // the first slot that may be on its way
 
-  // A free slot, once fewer than IN_FLIGHT are on their way: a long queue of copies delays what
-  // others wait for.
-  __device__ __forceinline__ int free_slot() {
+  // A free slot, of which so many bytes will be copied, once fewer than IN_FLIGHT are on their way:
+  // a long queue of copies delays the words that others wait for, so it is shorter while they do.
+  __device__ __forceinline__ int begin(int bytes) {
     const int at = p.position++;
     wait(&p.s->empty[at % STAGES], (at / STAGES & 1) ^ 1);
-    for (; back + IN_FLIGHT <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
-    return at;
-  }
-  __device__ __forceinline__ int begin(int bytes) {
-    const int at = free_slot();
+    const int most = p.s->streaming ? IN_FLIGHT : IN_FLIGHT_WAITING;
+    for (; back + most <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
     if (p.lane == 0) expect_and_arrive(&p.s->full[at % STAGES], bytes);
     __syncwarp();
     return at;
@@ -989,36 +1004,21 @@ struct Producer {
     }
   }
 
-  // 16-bit weights, whose rows a slot has apart: a lane copies two of the 64 parts of each.
+  // 16-bit weights, of which a slot has the units one behind the other, and of each its 16 rows.
   template <class O>
-  __device__ __forceinline__ void feed_plain_slot(const unsigned char* codes, int mine,
-                                                  int nth_slot) {
+  __device__ __forceinline__ void feed_plain_slot(const void* map, int mine, int nth_slot) {
     typedef Product<O> P;
     typedef Sizes<O> S;
-    constexpr int ROWS = O::GATED ? 8 : 16;
     const int tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
-    const unsigned char* from[2];
-    bool there[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int unit = nth_slot * SQUAD_WARPS + p.lane / 8 + 4 * j;
-      const int k = P::in_row(unit) * S::UNIT_INPUTS + p.lane % 8 * 8;
-      there[j] = unit < S::UNITS && k < O::K;
-      const int expert = O::EXPERTS && there[j] ? p.s->experts[P::nth_of(mine, unit)] : 0;
-      from[j] = codes + (((long long)expert * (O::GATED ? 2 : 1) * O::N + tile * ROWS) * O::K + k) * 2;
-    }
-    const int at = free_slot(), last = O::N - 1 - tile * ROWS;
-    unsigned char* const to = p.slot(at) + p.lane * 16;
-#pragma unroll
-    for (int r = 0; r < 16; r++) {
-      const long long row = (long long)(min(r % ROWS, last) + r / ROWS * O::N) * O::K * 2;
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (there[j]) copy_16_bytes(to + r * S::ROW_BYTES + j * 512, from[j] + row);
-    }
-    await_copies_at(&p.s->full[at % STAGES]);
+    const int unit = nth_slot * SQUAD_WARPS + p.lane * S::COPY_UNITS;
+    const int copies =
+        S::SUMMED ? min(SQUAD_WARPS, S::UNITS - nth_slot * SQUAD_WARPS) / S::COPY_UNITS : 1;
+    const int at = begin(copies * S::COPY_UNITS * 2048);
+    if (p.lane < copies)
+      copy_box(p.slot(at) + p.lane * S::COPY_UNITS * 2048, map, tile * (O::GATED ? 8 : 16),
+               P::in_row(unit), O::EXPERTS ? p.s->experts[P::nth_of(mine, unit)] : 0,
+               &p.s->full[at % STAGES]);
     __syncwarp();
-    if (p.lane == 0) arrive(&p.s->full[at % STAGES]);
   }
 
   // Down of a mixture: units of several experts' rows. Lane w has the copies of the units that belong
@@ -1379,7 +1379,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
            u64* qkv, u64* parts, u64* attended, u64* middle, u64* logits, u64* gated, u64* ends,
            float eps, float qk_eps, float scale, float route_scale, float limit, float alpha) {
   const int lane = threadIdx.x % 32;
-  // The ring begins at a multiple of 128.
+  // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
   unsigned char* const memory = shared_memory();
   Shared& s = *(Shared*)(memory + STAGES * SLOT);
   Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, 0, eps, limit, alpha};
@@ -1395,6 +1395,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     const u64 step = atomicAdd(started, 1ull) / gridDim.x;
     s.tag = (u32)(step % (0xFFFFFFFFu / LAYERS - 1)) * LAYERS + 1;
     s.odd = step & 1;
+    s.streaming = 0;
   }
   if (threadIdx.x < 2 * FIELDS)
     s.fields[threadIdx.x / FIELDS][0][threadIdx.x % FIELDS] = layers[threadIdx.x % FIELDS];
@@ -1431,9 +1432,17 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       if (CHOOSES) wait(&s.chosen, i & 1);
 #endif
       producer.feed<Up>(layer, UP);
-      producer.feed<Down>(layer, DOWN);
       wait_for_copies();
       __syncwarp();
+      // The maps of 16-bit weights come while the weights before them do.
+      if (i + 1 < LAYERS) {
+        const u64* next = s.fields[0][(i + 1) % 2];
+        if (lane == 0 && Sizes<Qkv>::PLAIN) prefetch_map((void*)next[QKV * PER_PRODUCT + CODES]);
+        if (lane == 1 && Sizes<Wo>::PLAIN) prefetch_map((void*)next[WO * PER_PRODUCT + CODES]);
+        if (lane == 2 && Sizes<Up>::PLAIN) prefetch_map((void*)next[UP * PER_PRODUCT + CODES]);
+        if (lane == 3 && Sizes<Down>::PLAIN) prefetch_map((void*)next[DOWN * PER_PRODUCT + CODES]);
+      }
+      producer.feed<Down>(layer, DOWN);
     }
     return;
   }

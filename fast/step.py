@@ -89,7 +89,10 @@ from fast.packed_linear import PackedLinear
 from model import RMSNorm
 
 WARPS = 16  # of a program, beside the producer
-IN_FLIGHT = {16: 4, 8: 2, 4: 2}  # by bits of a weight: slots that may be on their way to a program
+# Slots that may be on their way to a program, by bits of a weight, while it waits for words and while
+# it multiplies.
+IN_FLIGHT = {16: (4, 4), 8: (1, 3), 4: (1, 3)}
+IN_FLIGHT_MIXTURE = {16: (4, 4), 8: (2, 2), 4: (2, 2)}
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 LONGEST = 4096  # slots of a cache
 LEAST_STAGES = 5  # of the ring, for two groups of eight warps
@@ -145,6 +148,8 @@ class Operation(NamedTuple):
             return "act-order"
         if not w.fits_kernels or w.K % 8 or w.N % 16 and w.gated or w.N % 2:
             return f"a product of {w.N} x {w.K} in {w.kind}"
+        if w.bits == 16 and w.K % 64 and self.name != "RouterOp":
+            return f"16-bit weights of {w.K} inputs"
         return "scales that rows share" if scales is not None and scales.shape[2] == 2 else None
 
 
@@ -283,7 +288,11 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
-        self.layers = torch.tensor([self.fields(layer) for layer in layers], device=device)
+        maps = [[self.map_of(operation) for operation in operations(layer)] for layer in layers]
+        self.maps = torch.tensor(maps, device=device)  # [n_layer, products, 16]
+        self.layers = torch.tensor(
+            [self.fields(layer, maps) for layer, maps in zip(layers, self.maps)], device=device
+        )
         STEPS[self.started.data_ptr()] = self
 
     def stages(self) -> int:
@@ -294,12 +303,12 @@ class Step:
             if operation.name == "RouterOp":
                 continue
             w, n = operation.w, operation.experts
-            plain = w.bits == 16
             units.append(math.ceil(w.K / (2 * w.block)) * (1 if w.gated else max(n, 1)))
-            inputs.append(units[-1] * 128 * (3 if plain else 8 if w.bits == 4 else 4))
-            scales = w.scales_and_zeros
-            chunk = 0 if scales is None else 16 * w.parts * scales.element_size()
-            slots.append(8 * 2048 + plain * 1024 + 17 * chunk)
+            inputs.append(units[-1] * 128 * {16: 3, 8: 4, 4: 8}[w.bits])
+            group = dict(operation.constants())["GROUP"]
+            chunk = w.parts * w.scales_and_zeros.element_size() if group else 0
+            chunks = 9 if group > w.block else 16  # of 16 rows
+            slots.append(8 * 2048 + chunks * 16 * chunk)
             of_row = row_blocks(w) // experts * (n if w.gated else 1) if n else row_blocks(w)
             tiles.append(math.ceil(of_row / self.programs))
         E, queries = attn.head_dim, attn.sizes[0] // attn.sizes[1]
@@ -309,15 +318,29 @@ class Step:
         rest += (
             self.warps * queries * (4 * 68 + 8) + 2 * E * (queries + 2) + 2048 + 12 * (experts + 32)
         )
-        return (self.memory - rest) // (math.ceil(max(slots) / 128) * 128)
+        return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
 
-    def fields(self, layer: nn.Module) -> list[int]:
-        """A layer's addresses and numbers, in the order of step.cu's enums."""
+    def map_of(self, operation: Operation) -> list[int]:
+        """Of 16-bit weights [X, N, K]: boxes of 64 inputs, 16 rows or, of gated ones, 8 of both
+        halves, and a slot's units or, of experts whose rows are added, as many as divide a row."""
+        w = operation.w
+        if w.bits < 16 or operation.name == "RouterOp":
+            return [0] * 16
+        halves, N, K = 2 if w.gated else 1, w.N, w.K
+        summed = operation.experts and not w.gated
+        sizes = 64, N // halves, halves, K // 64, w.qweight.shape[:-2].numel()
+        strides = 2 * K, N // halves * 2 * K, 128, N * 2 * K
+        box = 64, 16 // halves, halves, math.gcd(K // 64, 8) if summed else 8, 1
+        return nvrtc.tensor_map(w.qweight, sizes, strides, box)
+
+    def fields(self, layer: nn.Module, maps: Tensor) -> list[int]:
+        """A layer's addresses and numbers, in the order of step.cu's enums. maps: of its products."""
         places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
         found = [0] * FIELDS
-        for operation in operations(layer):
+        for operation, of_boxes in zip(operations(layer), maps):
             w = operation.w
-            tensors = w.qweight, w.scales_and_zeros, operation.norm, operation.bias
+            codes = of_boxes if w.bits == 16 and operation.name != "RouterOp" else w.qweight
+            tensors = codes, w.scales_and_zeros, operation.norm, operation.bias
             at = PER_PRODUCT * places[operation.name]
             found[at : at + 4] = map(address, tensors)
         fused = layer.attention.attn
@@ -334,6 +357,7 @@ class Step:
         attn, norm = self.fused.attn, self.fused.attn.q_norm
         norm = getattr(norm, "weight", None)
         heads, kv_heads = (size // attn.head_dim for size in attn.sizes[:2])
+        in_flight = (IN_FLIGHT_MIXTURE if self.moe else IN_FLIGHT)[self.operations[0].w.bits]
         return dict(
             BF16=self.weight.dtype == torch.bfloat16,
             D=self.weight.shape[1],
@@ -349,7 +373,8 @@ class Step:
             WARPS=self.warps,
             PROGRAMS=self.programs,
             MEMORY=self.memory,
-            IN_FLIGHT=IN_FLIGHT[self.operations[0].w.bits],
+            IN_FLIGHT=in_flight[1],
+            IN_FLIGHT_WAITING=in_flight[0],
             TRIES=TRIES,
         )
 
