@@ -58,16 +58,19 @@ __device__ __forceinline__ bool meet_any(bool mine) {  // whether it is so for a
 __device__ __forceinline__ void copy_word(u64* to, const u64* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
 }
-// A box of 16-bit weights, as Step.map_of() in step.py describes it.
-__device__ __forceinline__ void copy_box(void* to, const void* map, int row, int unit, int expert,
-                                         u64* b) {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+// A box of 16-bit numbers, as Step.maps_of() in step.py describes it, from a row on; y and z: unit
+// and expert of weights, kv head and columns of a cache.
+__device__ __forceinline__ void copy_box(void* to, const void* map, int row, int y, int z, u64* b) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(address(to)),
-      "l"(map), "r"(0), "r"(row), "r"(unit), "r"(expert), "r"(address(b)), "l"(policy)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(address(to)),
+      "l"(map), "r"(0), "r"(row), "r"(y), "r"(z), "r"(address(b))
       : "memory");
+}
+__device__ __forceinline__ void arrive_for(u64* b, int warps) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(address(b)),
+               "r"(warps)
+               : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -151,6 +154,8 @@ enum {
   COS,
   SIN,
   LENGTH_AND_WINDOW,  // the cache's slots in the high half
+  K_MAP,
+  V_MAP,
   FIELDS
 };
 static_assert(FIELDS <= 32, "a lane copies one");
@@ -225,10 +230,23 @@ template <class O> struct TilesHere {
 // Whether a program has any of an expert's rows.
 #define CHOOSES (share_of(largest(Sizes<Up>::ALL, Sizes<Down>::ALL)) > 0)
 constexpr int SLOT = (largest_of<SlotBytes, OPERATIONS>() + 1023) / 1024 * 1024;
+static_assert(SLOT >= 16 * 1024);  // of the cache there is no more
 constexpr int MOST_UNITS = largest_of<UnitsOf, OPERATIONS>();
 constexpr int MOST_TILES = largest_of<TilesHere, OPERATIONS>();
 constexpr int QUERIES = HEADS / KV_HEADS;  // of a kv head
+// Attention's tasks have columns of a head's values. What a slot of the ring has of the cache: rows,
+// which 16 of them a warp takes, and bytes of their keys and their values.
+constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
+constexpr int CACHE_ROWS = 4096 / HEAD_DIM, SLOT_TILES = CACHE_ROWS / 16;
+constexpr int KEY_BYTES = CACHE_ROWS * HEAD_DIM * 2, VALUE_BYTES = CACHE_ROWS * COLUMNS * 2;
 constexpr int PASS = 16 * WARPS;  // slots of the cache that all warps have at once
+// Where 128 bytes are a row, and each has its eight parts of 16 bytes in an order of its own, part i
+// at place i ^ row % 8: lanes that read neighbours of two rows find them in different banks if the
+// rows are four apart.
+__device__ __forceinline__ int far_apart(int row) { return row ^ (row & 1) << 2; }
+__device__ __forceinline__ uint4 part_of(const unsigned char* box, int row, int part) {
+  return *(const uint4*)(box + row * 128 + ((part ^ row) & 7) * 16);
+}
 
 // A program's shared memory but for the ring.
 struct Shared {
@@ -630,16 +648,14 @@ struct Product : Sizes<O> {
       for (int i = 0; i < 2; i++) x[i] = part < 3 ? from[i * 4] : uint4{0, 0, 0, 0};
       scale = s.scale[unit];
     }
-    // A row has its eight parts of 16 bytes in an order of its own, part i at place i ^ row % 8.
     __device__ __forceinline__ void multiply(const unsigned char* stage, float& y0,
                                              float& y1) const {
-      const int row = row_of(lane);
-      const unsigned char* at = stage + wl * 2048 + row * 128;
+      const unsigned char* box = stage + wl * 2048;
       float c[4] = {}, d[4] = {};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const unsigned char* part = at + ((i * 4 + (lane & 3)) ^ row) * 16;
-        const uint4 low = *(const uint4*)part, high = *(const uint4*)(part + 8 * 128);
+        const uint4 low = part_of(box, row_of(lane), i * 4 + (lane & 3));
+        const uint4 high = part_of(box, row_of(lane) + 8, i * 4 + (lane & 3));
         // Both operands have their inputs in the same other order, which a sum does not see.
         mma(c, {low.x, high.x, low.y, high.y}, x[i].x, x[i].y);
         mma(d, {low.z, high.z, low.w, high.w}, x[i].z, x[i].w);
@@ -648,11 +664,9 @@ struct Product : Sizes<O> {
       y1 = (c[2] + c[3] + d[2] + d[3]) * scale;
     }
   };
-  // Which of a tile's first eight rows a lane has. Of 16-bit weights, whose lanes 0 to 7 then read
-  // from all banks, not in order.
+  // Which of a tile's first eight rows a lane has.
   static __device__ __forceinline__ int row_of(int lane) {
-    const int n = lane >> 2;
-    return S::PLAIN ? n >> 1 | (n & 1) << 2 : n;
+    return S::PLAIN ? far_apart(lane >> 2) : lane >> 2;
   }
   template <bool, class A, class B> struct Either { typedef A Type; };
   template <class A, class B> struct Either<false, A, B> { typedef B Type; };
@@ -964,6 +978,39 @@ __device__ __forceinline__ void choose_experts(Program& p, const Layer& layer, c
 }
 #endif
 
+// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
+// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
+struct Splits {
+  int first, end, chunk, n;
+  __device__ __forceinline__ Splits(int position, int window) {
+    end = position + 1;
+    first = window && end > window ? end - window : 0;
+    n = 1;
+    chunk = (end - first + 15) / 16 * 16;
+    if (chunk <= PASS) return;
+    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
+    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
+    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
+    n = (end - first + chunk - 1) / chunk;
+  }
+  // The first programs have more of the products' tiles.
+  __device__ __forceinline__ int first_task() const { return place_from(gridDim.x / 2); }
+  __device__ __forceinline__ int tasks() const { return KV_HEADS * COLUMN_PARTS * n; }
+};
+struct Task {
+  int part, kv, split, begin, end;  // of the slots in the cache, without the new token's
+  bool has_new;
+  __device__ __forceinline__ Task(int nth, const Splits& of, int position) {
+    const int whole = of.n > 1 ? nth / of.n : nth;
+    split = nth - whole * of.n;
+    part = whole % COLUMN_PARTS;
+    kv = whole / COLUMN_PARTS;
+    has_new = split + 1 == of.n;
+    begin = of.first + split * of.chunk;
+    end = min(begin + of.chunk, position);
+  }
+};
+
 // The producer: a warp that copies the slots in the order in which they are multiplied. It waits
 // for a free slot, for all but IN_FLIGHT - 1 copies to land and, of a mixture, for the experts.
 struct Producer {
@@ -1053,6 +1100,26 @@ struct Producer {
     __syncwarp();
   }
 
+  // Of attention's tasks, the cache.
+  __device__ __forceinline__ void feed_cache(const Layer& layer, int position) {
+    p.reload_ids();
+    const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
+#pragma unroll 1
+    for (int n = splits.first_task(); n < splits.tasks(); n += gridDim.x) {
+      const Task task(n, splits, position);
+#pragma unroll 1
+      for (int row = task.begin; row < task.end; row += CACHE_ROWS) {
+        const int at = begin(KEY_BYTES + VALUE_BYTES);
+        u64* full = &p.s->full[at % STAGES];
+        if (p.lane == 0) {
+          copy_box(p.slot(at), layer.at<void>(K_MAP), row, task.kv, 0, full);
+          copy_box(p.slot(at) + KEY_BYTES, layer.at<void>(V_MAP), row, task.kv, task.part, full);
+        }
+        __syncwarp();
+      }
+    }
+  }
+
   template <class O>
   __device__ __forceinline__ void feed(const Layer& layer, int which) {
     typedef Product<O> P;
@@ -1123,43 +1190,26 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// Attention's tasks: each is a kv head, COLUMNS of its columns of values, and one of n splits of
-// the slots that a token at `position` sees: PASS of them or fewer, unless programs are short.
-constexpr int COLUMNS = 64, COLUMN_PARTS = HEAD_DIM / COLUMNS;
-struct Splits {
-  int first, end, chunk, n;
-  __device__ __forceinline__ Splits(int position, int window) {
-    end = position + 1;
-    first = window && end > window ? end - window : 0;
-    n = 1;
-    chunk = (end - first + 15) / 16 * 16;
-    if (chunk <= PASS) return;
-    const int programs = max(1, (int)gridDim.x / (KV_HEADS * COLUMN_PARTS));
-    n = min(min(LARGEST_SPLITS, programs), (end - first + PASS - 1) / PASS);
-    chunk = ((end - first + n - 1) / n + 15) / 16 * 16;
-    n = (end - first + chunk - 1) / chunk;
-  }
-};
-
 // 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
 // slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
-// slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; slot n is row far_apart(n).
 struct CacheTile {
   uint4 k[2][EACH], v[4];
-  // The first is `keys`; behind the last, the last again.
-  __device__ __forceinline__ void load_keys(const u16* keys, int last, int lane) {
+  // From boxes, whose row `first` is the first slot; behind the last row, the last again. bytes:
+  // between 64 columns of the keys and the next.
+  __device__ __forceinline__ void load(const void* keys, int bytes, const void* values, int first,
+                                       int last, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const u16* row = keys + min((lane >> 2) + r * 8, last) * HEAD_DIM + (lane & 3) * 8;
+      const int row = first + min(far_apart(lane >> 2) + r * 8, last);
 #pragma unroll
-      for (int i = 0; i < EACH; i++) k[r][i] = *(const uint4*)(row + 32 * i);
+      for (int i = 0; i < EACH; i++)
+        k[r][i] = part_of((const unsigned char*)keys + i / 2 * bytes, row, i * 4 + (lane & 3));
     }
-  }
-  __device__ __forceinline__ void load_values(const u16* values, int last, int lane) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int slot = min(j / 2 * 8 + (lane & 3) * 2 + j % 2, last);
-      v[j] = *(const uint4*)(values + slot * HEAD_DIM + (lane >> 2) * 8);
+      const int row = first + min(j / 2 * 8 + far_apart((lane & 3) * 2 + j % 2), last);
+      v[j] = part_of((const unsigned char*)values, row, lane >> 2);
     }
   }
 };
@@ -1167,30 +1217,16 @@ struct CacheTile {
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
 // fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total. Each warp has every
 // WARPS-th 16 slots and, as in arXiv 2307.08691, its own largest score; in the end they are joined.
-__device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
+__device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
                                        const Splits& of, const u64* qkv, u64* parts, u64* out,
                                        u32 tag, int position, float eps, float scale) {
   p.reload_ids();
   Shared& s = *p.s;
   const int lane = p.lane, warp = p.warp, g = lane >> 2, t = lane & 3;
-  const int whole = of.n > 1 ? task / of.n : task, split = task - whole * of.n;
-  const int part_of_head = whole % COLUMN_PARTS, kv = whole / COLUMN_PARTS;
-  const bool has_new = split + 1 == of.n;
-  // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
-  const int begin = of.first + split * of.chunk, end = min(begin + of.chunk, position);
-  const int cached = (end - begin + 15) / 16, all_tiles = cached + has_new;
-  const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
-  const u16* keys = layer.at<const u16>(K_CACHE) + ((long long)kv * length + begin) * HEAD_DIM;
-  const u16* values =
-      layer.at<const u16>(V_CACHE) + ((long long)kv * length + begin) * HEAD_DIM + part_of_head * COLUMNS;
-  CacheTile slots;
-  const auto last_of = [&](int tile) { return tile == cached ? 0 : end - begin - tile * 16 - 1; };
-  const auto load_keys = [&](int tile) {
-    slots.load_keys(tile == cached ? s.k : keys + tile * 16 * HEAD_DIM, last_of(tile), lane);
-  };
-  if (warp < cached) load_keys(warp);  // they come while queries are awaited
+  const Task task(nth, of, position);
+  const int kv = task.kv;
 #pragma unroll 1
-  for (int i = warp; i < QUERIES + (has_new ? 2 : 0); i += WARPS) {
+  for (int i = warp; i < QUERIES + (task.has_new ? 2 : 0); i += WARPS) {
     float x[EACH];
     const bool is_query = i < QUERIES, is_key = i == QUERIES;
     const NormAndRope turn(layer.at<const HeadNorm>(is_query ? Q_NORM : K_NORM),
@@ -1200,20 +1236,36 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     await_head(x, qkv, head, tag, lane);
     if (is_query || is_key) turn(x, eps, lane);
     put_head(is_query ? s.q[i] : is_key ? s.k : s.v, x, lane);
-    if (!is_query && part_of_head == 0)
+    if (!is_query && task.part == 0) {
+      const int length = (int)(layer.fields[LENGTH_AND_WINDOW] >> 32);  // slots of the cache
       put_head(layer.at<u16>(is_key ? K_CACHE : V_CACHE) +
                    ((long long)kv * length + position) * HEAD_DIM,
                x, lane);
+    }
   }
   meet();
+  if (warp == 0) s.streaming = 1;
 
+  // The new token's slot is read from shared memory, as 16 slots of which 15 are masked.
+  const int cached = (task.end - task.begin + 15) / 16, all_tiles = cached + task.has_new;
   float largest[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, acc[4][4] = {};  // of queries 2 t + j
 #pragma unroll 1
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
-    const int last = last_of(tile);  // slot that is seen
-    if (tile != warp || tile == cached) load_keys(tile);
-    slots.load_values(tile == cached ? s.v + part_of_head * COLUMNS : values + tile * 16 * HEAD_DIM, last,
-                      lane);
+    const int last = tile == cached ? 0 : task.end - task.begin - tile * 16 - 1;  // that is seen
+    CacheTile slots;
+    if (tile == cached) {
+      slots.load(s.k, COLUMNS * 2, s.v + task.part * COLUMNS, 0, 0, lane);
+    } else {
+      const int at = p.position + tile / SLOT_TILES;
+      wait(&s.full[at % STAGES], at / STAGES & 1);
+      const unsigned char* box = p.slot(at);
+      slots.load(box, CACHE_ROWS * 128, box + KEY_BYTES, tile % SLOT_TILES * 16, last, lane);
+      __syncwarp();
+      // For the warps that have none of this slot, the one with its last tile.
+      constexpr int EACH_FOR = SQUAD_WARPS / SLOT_TILES;
+      const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
+      if (lane == 0) arrive_for(&s.empty[at % STAGES], EACH_FOR * (1 + more));
+    }
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
@@ -1227,7 +1279,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      c[i] = g + i / 2 * 8 <= last ? (c[i] + d[i]) * (scale * LOG2_E) : -1e30f;
+      c[i] = far_apart(g) + i / 2 * 8 <= last ? (c[i] + d[i]) * (scale * LOG2_E) : -1e30f;
       most[i % 2] = fmaxf(most[i % 2], c[i]);
     }
 #pragma unroll
@@ -1284,6 +1336,8 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     }
   }
   meet();
+  p.position += (cached + SLOT_TILES - 1) / SLOT_TILES;
+  if (warp == 0) s.streaming = 0;
   const u16* sinks = SINKS ? layer.at<const u16>(SINK) : nullptr;
   const int busy = min(WARPS, all_tiles);  // warps
   // A warp has 32 columns of a head: lane 8 a + b columns 4 b to 4 b + 3 of every fourth warp's sums.
@@ -1319,14 +1373,14 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int task,
     }
     if (of.n == 1) {
       const float one = __fdividef(1, all), low = quarter ? y[2] : y[0], high = quarter ? y[3] : y[1];
-      const int at = head * HEAD_DIM + part_of_head * COLUMNS + column + 2 * quarter;
+      const int at = head * HEAD_DIM + task.part * COLUMNS + column + 2 * quarter;
       if (quarter < 2) poke(out + Product<Wo>::word(0, at), word_of(pair_of(low * one, high * one), tag));
     } else {
-      u64* to = parts + (head * LARGEST_SPLITS + split) * (HEAD_DIM + 2);
+      u64* to = parts + (head * LARGEST_SPLITS + task.split) * (HEAD_DIM + 2);
       const float mine = quarter < 2 ? (quarter ? y[1] : y[0]) : quarter == 2 ? y[2] : y[3];
-      poke(to + part_of_head * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
+      poke(to + task.part * COLUMNS + column + quarter, word_of(__float_as_uint(mine), tag));
       // All parts of a head have the same scores, and so the same totals.
-      if (part_of_head == 0 && first == 0 && lane < 2)
+      if (task.part == 0 && first == 0 && lane < 2)
         poke(to + HEAD_DIM + lane, word_of(__float_as_uint(lane ? all : most), tag));
     }
   }
@@ -1427,6 +1481,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       if (i + 1 < LAYERS && lane < FIELDS)
         copy_word(&s.fields[0][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
       producer.feed<Qkv>(layer, QKV);
+      producer.feed_cache(layer, position);
       producer.feed<Wo>(layer, WO);
 #if CHOSEN
       if (CHOOSES) wait(&s.chosen, i & 1);
@@ -1434,13 +1489,14 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
       producer.feed<Up>(layer, UP);
       wait_for_copies();
       __syncwarp();
-      // The maps of 16-bit weights come while the weights before them do.
+      // The next layer's maps come while these weights do.
       if (i + 1 < LAYERS) {
         const u64* next = s.fields[0][(i + 1) % 2];
         if (lane == 0 && Sizes<Qkv>::PLAIN) prefetch_map((void*)next[QKV * PER_PRODUCT + CODES]);
         if (lane == 1 && Sizes<Wo>::PLAIN) prefetch_map((void*)next[WO * PER_PRODUCT + CODES]);
         if (lane == 2 && Sizes<Up>::PLAIN) prefetch_map((void*)next[UP * PER_PRODUCT + CODES]);
         if (lane == 3 && Sizes<Down>::PLAIN) prefetch_map((void*)next[DOWN * PER_PRODUCT + CODES]);
+        if (lane == 4 || lane == 5) prefetch_map((void*)next[lane == 4 ? K_MAP : V_MAP]);
       }
       producer.feed<Down>(layer, DOWN);
     }
@@ -1457,10 +1513,9 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     if (i + 1 < LAYERS && p.warp == 0 && lane < FIELDS)
       copy_word(&s.fields[1][(i + 1) % 2][lane], layers + (i + 1) * FIELDS + lane);
     const Splits splits(position, (int)(u32)layer.fields[LENGTH_AND_WINDOW]);
-    const int first_task = place_from(gridDim.x / 2);  // the first programs have more of the tiles
 #pragma unroll 1
-    for (int task = first_task; task < KV_HEADS * COLUMN_PARTS * splits.n; task += gridDim.x) {
-      if (task != first_task) meet();  // all warps have put the task before together
+    for (int task = splits.first_task(); task < splits.tasks(); task += gridDim.x) {
+      if (task != splits.first_task()) meet();  // all warps have put the task before together
       attend(p, layer, task, splits, qkv, parts, attended, tag, position, qk_eps, scale);
     }
     if (splits.n > 1) combine(p, layer, splits.n, parts, attended, tag);

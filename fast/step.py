@@ -97,7 +97,7 @@ TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the ker
 LONGEST = 4096  # slots of a cache
 LEAST_STAGES = 5  # of the ring, for two groups of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
-FIELDS = 28  # of a layer
+FIELDS = 30  # of a layer
 PER_PRODUCT = 4
 
 
@@ -288,8 +288,8 @@ class Step:
             torch.zeros(size, dtype=torch.int64, device=device) for size in words.values()
         ]
         self.started = torch.zeros(1, dtype=torch.int64, device=device)
-        maps = [[self.map_of(operation) for operation in operations(layer)] for layer in layers]
-        self.maps = torch.tensor(maps, device=device)  # [n_layer, products, 16]
+        maps = [self.maps_of(layer) for layer in layers]
+        self.maps = torch.tensor(maps, device=device)  # [n_layer, products and 2, 16]
         self.layers = torch.tensor(
             [self.fields(layer, maps) for layer, maps in zip(layers, self.maps)], device=device
         )
@@ -320,21 +320,35 @@ class Step:
         )
         return (self.memory - rest) // (math.ceil(max(slots) / 1024) * 1024)
 
-    def map_of(self, operation: Operation) -> list[int]:
-        """Of 16-bit weights [X, N, K]: boxes of 64 inputs, 16 rows or, of gated ones, 8 of both
-        halves, and a slot's units or, of experts whose rows are added, as many as divide a row."""
-        w = operation.w
-        if w.bits < 16 or operation.name == "RouterOp":
-            return [0] * 16
-        halves, N, K = 2 if w.gated else 1, w.N, w.K
-        summed = operation.experts and not w.gated
-        sizes = 64, N // halves, halves, K // 64, w.qweight.shape[:-2].numel()
-        strides = 2 * K, N // halves * 2 * K, 128, N * 2 * K
-        box = 64, 16 // halves, halves, math.gcd(K // 64, 8) if summed else 8, 1
-        return nvrtc.tensor_map(w.qweight, sizes, strides, box)
+    def maps_of(self, layer: nn.Module) -> list[list[int]]:
+        """What step.cu copies boxes of: each product's weight [X, N, K], if it has 16 bits, and the
+        caches of keys and values [K, L, E]. A row of a box is 64 numbers; of weights it has 16 rows
+        or, of gated ones, 8 of both halves, and a slot's units or, of experts whose rows are added,
+        as many as divide a row; of keys all columns of 4096 / E slots, of values 64."""
+        maps = []
+        for operation in operations(layer):
+            w = operation.w
+            if w.bits < 16 or operation.name == "RouterOp":
+                maps.append([0] * 16)
+                continue
+            halves, N, K = 2 if w.gated else 1, w.N, w.K
+            sizes = 64, N // halves, halves, K // 64, w.qweight.shape[:-2].numel()
+            strides = 2 * K, N // halves * 2 * K, 128, N * 2 * K
+            units = math.gcd(K // 64, 8) if operation.experts and not w.gated else 8
+            maps.append(
+                nvrtc.tensor_map(w.qweight, sizes, strides, (64, 16 // halves, halves, units, 1))
+            )
+        cache = layer.attention.attn.cache
+        _, K, L, E = cache.k.shape
+        rows, parts = 4096 // E, E // 64
+        head = 2 * L * E
+        keys = (64, L, parts, K, 1), (2 * E, 128, head, head), (64, rows, parts, 1, 1)
+        values = (64, L, 1, K, parts), (2 * E, head, head, 128), (64, rows, 1, 1, 1)
+        return [*maps, nvrtc.tensor_map(cache.k, *keys), nvrtc.tensor_map(cache.v, *values)]
 
     def fields(self, layer: nn.Module, maps: Tensor) -> list[int]:
-        """A layer's addresses and numbers, in the order of step.cu's enums. maps: of its products."""
+        """A layer's addresses and numbers, in the order of step.cu's enums. maps: of its
+        products, keys and values."""
         places = dict(Qkv=0, Wo=1, RouterOp=2, Up=3, Down=4)
         found = [0] * FIELDS
         for operation, of_boxes in zip(operations(layer), maps):
@@ -350,6 +364,7 @@ class Step:
         tensors = cache.k, cache.v, *norms, attn.sinks, table.cos, table.sin
         found[20:27] = map(address, tensors)
         found[27] = cache.k.shape[2] << 32 | (fused.window or 0)
+        found[28:] = map(address, maps[-2:])
         return found
 
     def constants(self) -> dict[str, int]:
