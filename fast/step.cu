@@ -79,6 +79,10 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 __device__ __forceinline__ bool all_there(bool mine) { return __all_sync(~0u, mine); }
+__device__ __forceinline__ void wait_for(const volatile int& number, int value) {
+  while (number != value) {
+  }
+}
 __device__ __forceinline__ void give_up() { asm volatile("trap;"); }
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." X_TYPE "." X_TYPE
@@ -270,13 +274,16 @@ struct Shared {
   int odd;  // whether the step's number is
   volatile int streaming;  // whether this program's warps multiply
   u64 full[32], empty[32], chosen;
+  volatile int held[32];  // which of all slots that ever came or are coming a place of the ring has
   u64 fields[2][2][FIELDS];  // the producer's, and the others'; of layers with even and odd numbers
 };
 constexpr int STAGES = (MEMORY - (int)sizeof(Shared) - 256) / SLOT < 32
                            ? (MEMORY - (int)sizeof(Shared) - 256) / SLOT
                            : 32;
-// A squad holds up to AT_ONCE = 2 slots while it waits for none, and one more must have room.
-static_assert(STAGES >= 2 * SQUADS + 1, "the ring does not fit in shared memory");
+// A squad waits for up to AT_ONCE = 2 slots behind the last two it had. What had their places must be
+// there, as a barrier's parity tells one time round from the next but not from the one behind; and all
+// but IN_FLIGHT - 1 of the slots before one that is there are there.
+static_assert(STAGES >= 2 * SQUADS + IN_FLIGHT, "the ring does not fit in shared memory");
 static_assert(HEAD_DIM % 64 == 0 && QUERIES <= 8);
 
 struct Program {  // as a warp sees it
@@ -1024,7 +1031,10 @@ struct Producer {
     wait(&p.s->empty[at % STAGES], (at / STAGES & 1) ^ 1);
     const int most = p.s->streaming ? IN_FLIGHT : IN_FLIGHT_WAITING;
     for (; back + most <= at; back++) wait(&p.s->full[back % STAGES], back / STAGES & 1);
-    if (p.lane == 0) expect_and_arrive(&p.s->full[at % STAGES], bytes);
+    if (p.lane == 0) {
+      p.s->held[at % STAGES] = at;
+      expect_and_arrive(&p.s->full[at % STAGES], bytes);
+    }
     __syncwarp();
     return at;
   }
@@ -1257,6 +1267,9 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
       slots.load(s.k, COLUMNS * 2, s.v + task.part * COLUMNS, 0, 0, lane);
     } else {
       const int at = p.position + tile / SLOT_TILES;
+      // A warp takes few of these slots, and may come before the one that had this place is there:
+      // a barrier's parity alone would let it through.
+      wait_for(s.held[at % STAGES], at);
       wait(&s.full[at % STAGES], at / STAGES & 1);
       const unsigned char* box = p.slot(at);
       slots.load(box, CACHE_ROWS * 128, box + KEY_BYTES, tile % SLOT_TILES * 16, last, lane);
@@ -1442,6 +1455,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
     for (int i = 0; i < STAGES; i++) {
       init(&s.full[i], 1);
       init(&s.empty[i], SQUAD_WARPS);
+      s.held[i] = -1;
     }
     init(&s.chosen, 1);
     barriers_are_ready();

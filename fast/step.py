@@ -89,13 +89,12 @@ from fast.packed_linear import PackedLinear
 from model import RMSNorm
 
 WARPS = 16  # of a program, beside the producer
-# Slots that may be on their way to a program, by bits of a weight, while it waits for words and while
-# it multiplies.
-IN_FLIGHT = {16: (4, 4), 8: (1, 3), 4: (1, 3)}
-IN_FLIGHT_MIXTURE = {16: (4, 4), 8: (2, 2), 4: (2, 2)}
+# Slots that may be on their way to a program while it waits for words and while it multiplies; of a
+# mixture's small products, all the time.
+IN_FLIGHT, IN_FLIGHT_SMALL = (1, 3), (2, 2)
 TRIES = 1 << 21  # how often a warp asks for a word: a few seconds, then the kernel traps
 LONGEST = 4096  # slots of a cache
-LEAST_STAGES = 5  # of the ring, for two groups of eight warps
+LEAST_STAGES = 4 + IN_FLIGHT[1]  # of the ring, for two squads of eight warps
 LARGEST_SPLITS, COPIES = 32, 4  # of step.cu
 FIELDS = 30  # of a layer
 PER_PRODUCT = 4
@@ -372,7 +371,8 @@ class Step:
         attn, norm = self.fused.attn, self.fused.attn.q_norm
         norm = getattr(norm, "weight", None)
         heads, kv_heads = (size // attn.head_dim for size in attn.sizes[:2])
-        in_flight = (IN_FLIGHT_MIXTURE if self.moe else IN_FLIGHT)[self.operations[0].w.bits]
+        small = self.moe and self.operations[0].w.bits < 16
+        waiting, streaming = IN_FLIGHT_SMALL if small else IN_FLIGHT
         return dict(
             BF16=self.weight.dtype == torch.bfloat16,
             D=self.weight.shape[1],
@@ -388,8 +388,8 @@ class Step:
             WARPS=self.warps,
             PROGRAMS=self.programs,
             MEMORY=self.memory,
-            IN_FLIGHT=in_flight[1],
-            IN_FLIGHT_WAITING=in_flight[0],
+            IN_FLIGHT=streaming,
+            IN_FLIGHT_WAITING=waiting,
             TRIES=TRIES,
         )
 

@@ -316,6 +316,9 @@ inline bool all_there(bool mine) {
   if (!mine) std::this_thread::sleep_for(std::chrono::microseconds(3000));
   return mine;
 }
+inline void wait_for(const volatile int& number, int value) {
+  while (number != value) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
 inline void peek_two(const unsigned long long* p, unsigned long long (&y)[2]) {
   y[0] = peek(p), y[1] = peek(p + 1);
 }

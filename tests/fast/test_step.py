@@ -92,7 +92,7 @@ def step_of_model(model: Transformer, programs: int, directory, case: str = "") 
         step = on_gpu(install_kernels(model))
         return lambda x, at: step(x.cuda(), torch.tensor([[at]], device="cuda")).cpu()
     warps = 16 if case == WIDER else 8
-    step = Step(use_kernels(model).decoder, programs, 150_000, warps)
+    step = Step(use_kernels(model).decoder, programs, 232_448, warps)
     return lambda x, at: step_on_cpu(directory, step, x, torch.tensor([[at]]))
 
 
@@ -176,7 +176,7 @@ def test_logits_of_a_stream_that_attention_changes_a_lot(tmp_path, size, device)
 def test_tags_begin_anew_before_they_are_too_large(tmp_path):
     """The steps around the one, every 2 ** 32 layers, at which a tag would be 0."""
     model, exact, position, programs = loaded(tmp_path, "groups and norms", "cpu")
-    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    step = Step(use_kernels(model).decoder, programs, 232_448, warps=8)
     x = torch.randn(1, model.config.dim).to(BF16)
     expected = through_layers(exact, x, position)
     step.started.fill_((2**31 - 3) * programs)
@@ -263,7 +263,7 @@ def exact_after(exact: Transformer, model: Transformer, position: int) -> Transf
 def test_a_step_that_waits_in_vain_fails(tmp_path):
     """Of a word that never comes: an error, not a hang. On a CPU that is the end of the process."""
     model, _, position, programs = loaded(tmp_path, "groups and norms", "cpu")
-    step = Step(use_kernels(model).decoder, programs, 150_000, warps=8)
+    step = Step(use_kernels(model).decoder, programs, 232_448, warps=8)
     source = step.source().replace("#define TRIES 2097152", "#define TRIES 20")
     # The first product's words have another tag.
     words = "qkv, tag);"
