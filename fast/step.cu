@@ -258,6 +258,8 @@ struct Shared {
   alignas(16) float sums[MOST_UNITS][4][4];  // of x, as the digits' columns have them
   float scale[MOST_UNITS];  // what a unit's digits count
   float offset[MOST_UNITS], squares[MOST_UNITS];
+  float all_offsets, factor;  // of a product's units; the norm's
+  float entering;             // the mean of the squares of what enters a layer
   float partial[MOST_TILES][WARPS][16];
   // The residual stream of this program's tiles, over all layers: Wo and Down have the same tiles.
   alignas(16) float residual[TilesHere<Wo>::value][16];
@@ -291,7 +293,6 @@ struct Program {  // as a warp sees it
   unsigned char* ring;
   int warp, lane;
   int position;  // in the ring, of the next product's first slot
-  float entering;  // the squares of the stream that enters a layer of a mixture, added
   float eps, limit, alpha;  // of norms; of a gate with MoEConfig.clamp
   __device__ __forceinline__ void reload_ids() {
     const int n = thread_number();
@@ -726,11 +727,10 @@ struct Product : Sizes<O> {
   }
 
   // A warp's lanes have the 16 rows of the t-th tile twice: their sums -> words, and `row_out`, if
-  // it is there, as a plain row. offset: of all units; factor: the norm's.
+  // it is there, as a plain row.
   template <class To>
   static __device__ __forceinline__ void finish(const Program& p, int t, const Layer& layer,
-                                                int field, float offset, float factor,
-                                                u64* out, u32 tag, u16* row_out) {
+                                                int field, u64* out, u32 tag, u16* row_out) {
     Shared& s = *p.s;
     const int lane = p.lane, r = lane & 15, mine = blockIdx.x + t * gridDim.x;
     const int nth = nth_of(mine, 0), tile = O::EXPERTS && O::GATED ? mine % S::TILES : mine;
@@ -745,9 +745,9 @@ struct Product : Sizes<O> {
       float scale, zero;
       const long long tiles = (O::EXPERTS ? (long long)s.experts[nth] * S::TILES : 0) + tile;
       group_of(layer.at<const void>(field + SCALES), tiles * 16 + r, scale, zero);
-      y = (y - zero * offset) * scale;
+      y = (y - zero * s.all_offsets) * scale;
     }
-    if (O::NORM) y *= factor;
+    if (O::NORM) y *= s.factor;
     if (O::BIAS) {
       const u16* bias = layer.at<const u16>(field + BIASES);
       if (there)
@@ -787,13 +787,21 @@ struct Product : Sizes<O> {
 #pragma unroll 1
     for (int unit = p.warp; unit < S::UNITS; unit += WARPS) prepare(p, unit, x, x_tag, norm);
     meet();
-    if (p.warp == 0) p.s->streaming = 1;
-    // While the weights come: behind the products others wait for what is done.
-    const Shared& s = *p.s;
-    const float offset = S::GROUPED || S::PLAIN ? 0 : sum_of(s.offset, S::UNITS, p.lane);
-    const float squares = O::NORM ? sum_of(s.squares, S::UNITS, p.lane) : 0;
-    const float factor = rsqrtf(squares / O::K + p.eps);
-    if (MEASURES) p.entering = squares;
+    if (p.warp == 0) {  // while the weights come: behind the products others wait for what is done
+      Shared& s = *p.s;
+      s.streaming = 1;
+      if (!S::GROUPED && !S::PLAIN) {
+        const float offset = sum_of(s.offset, S::UNITS, p.lane);
+        if (p.lane == 0) s.all_offsets = offset;
+      }
+      if (O::NORM) {
+        const float mean = sum_of(s.squares, S::UNITS, p.lane) / O::K + p.eps;
+        if (p.lane == 0) {
+          s.factor = rsqrtf(mean);
+          if (MEASURES) s.entering = mean;
+        }
+      }
+    }
     const int group = p.warp / SQUAD_WARPS;
     if constexpr (TEAMS > 1) {
       const int nth_slot = group % ABREAST, team = group / ABREAST;
@@ -815,7 +823,7 @@ struct Product : Sizes<O> {
     if (p.warp == 0) p.s->streaming = 0;
 #pragma unroll 1
     for (int t = p.warp; t < here; t += WARPS)
-      finish<To>(p, t, layer, field, offset, factor, out, tag, row_out);
+      finish<To>(p, t, layer, field, out, tag, row_out);
   }
 };
 
@@ -838,7 +846,7 @@ static_assert(STREAM_TILES < 1 << COUNT_BITS);
 
 // The largest power of two below the size of the stream that enters the layer.
 __device__ __forceinline__ float stream_unit(const Program& p) {
-  const float rms = sqrtf(fminf(fmaxf(p.entering / D + p.eps, 1e-30f), 1e30f));
+  const float rms = sqrtf(fminf(fmaxf(p.s->entering, 1e-30f), 1e30f));
   return __uint_as_float(__float_as_uint(rms) & 0x7f800000);
 }
 __device__ __forceinline__ void add_number(u64* sum, float y) {
@@ -1200,30 +1208,6 @@ __device__ __forceinline__ void put_head(u16* to, const float (&x)[EACH], int la
   for (int i = 0; i < EACH; i += 2) ((u32*)to)[(lane * EACH + i) / 2] = pair_of(x[i], x[i + 1]);
 }
 
-// 16 slots of the cache in a warp's registers, as mma()'s left operands. Lane 4 g + t has keys of
-// slots g and g + 8, a quarter of each 32 elements, and columns 8 g to 8 g + 7 of the values of
-// slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; slot n is row far_apart(n).
-struct CacheTile {
-  uint4 k[2][EACH], v[4];
-  // From boxes, whose row `first` is the first slot; behind the last row, the last again. bytes:
-  // between 64 columns of the keys and the next.
-  __device__ __forceinline__ void load(const void* keys, int bytes, const void* values, int first,
-                                       int last, int lane) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = first + min(far_apart(lane >> 2) + r * 8, last);
-#pragma unroll
-      for (int i = 0; i < EACH; i++)
-        k[r][i] = part_of((const unsigned char*)keys + i / 2 * bytes, row, i * 4 + (lane & 3));
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int row = first + min(j / 2 * 8 + far_apart((lane & 3) * 2 + j % 2), last);
-      v[j] = part_of((const unsigned char*)values, row, lane >> 2);
-    }
-  }
-};
-
 // Attention of a kv head's queries over one split: words of `out`, or, of several splits, `parts`:
 // fp32 [HEADS, LARGEST_SPLITS, HEAD_DIM + 2] sums, largest score and total. Each warp has every
 // WARPS-th 16 slots and, as in arXiv 2307.08691, its own largest score; in the end they are joined.
@@ -1262,32 +1246,45 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
 #pragma unroll 1
   for (int tile = warp; tile < all_tiles; tile += WARPS) {
     const int last = tile == cached ? 0 : task.end - task.begin - tile * 16 - 1;  // that is seen
-    CacheTile slots;
-    if (tile == cached) {
-      slots.load(s.k, COLUMNS * 2, s.v + task.part * COLUMNS, 0, 0, lane);
-    } else {
-      const int at = p.position + tile / SLOT_TILES;
+    const bool is_new = tile == cached;
+    const int at = p.position + tile / SLOT_TILES;
+    if (!is_new) {
       // A warp takes few of these slots, and may come before the one that had this place is there:
       // a barrier's parity alone would let it through.
       wait_for(s.held[at % STAGES], at);
       wait(&s.full[at % STAGES], at / STAGES & 1);
-      const unsigned char* box = p.slot(at);
-      slots.load(box, CACHE_ROWS * 128, box + KEY_BYTES, tile % SLOT_TILES * 16, last, lane);
-      __syncwarp();
-      // For the warps that have none of this slot, the one with its last tile.
-      constexpr int EACH_FOR = SQUAD_WARPS / SLOT_TILES;
-      const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
-      if (lane == 0) arrive_for(&s.empty[at % STAGES], EACH_FOR * (1 + more));
     }
+    // Behind the last row the last again. Row far_apart(n) is slot n of the tile: lane 4 g + t has
+    // slots g and g + 8, as the left operand has rows.
+    const unsigned char* box = p.slot(at);
+    const unsigned char* keys = is_new ? (const unsigned char*)s.k : box;
+    const int bytes = is_new ? COLUMNS * 2 : CACHE_ROWS * 128;  // between 64 columns and the next
+    const int row = is_new ? 0 : tile % SLOT_TILES * 16;
+    const int rows[2] = {row + min(far_apart(g), last), row + min(far_apart(g) + 8, last)};
     float c[4] = {}, d[4] = {};  // of query 2 t + i % 2 and slot g + i / 2 * 8
     const u16* query = s.q[min(g, QUERIES - 1)];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       // Both operands have their elements in the same other order, which a sum does not see.
       const uint4 q = *(const uint4*)(query + 32 * i + 8 * t);
-      const uint4 k0 = slots.k[0][i], k1 = slots.k[1][i];
+      const uint4 k0 = part_of(keys + i / 2 * bytes, rows[0], i * 4 + t);
+      const uint4 k1 = part_of(keys + i / 2 * bytes, rows[1], i * 4 + t);
       mma(c, {k0.x, k1.x, k0.y, k1.y}, q.x, q.y);
       mma(d, {k0.z, k1.z, k0.w, k1.w}, q.z, q.w);
+    }
+    // Columns 8 g to 8 g + 7 of the values of slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    const unsigned char* values =
+        is_new ? (const unsigned char*)(s.v + task.part * COLUMNS) : box + KEY_BYTES;
+    uint4 value[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      value[j] = part_of(values, row + min(j / 2 * 8 + far_apart(2 * t + j % 2), last), g);
+    if (!is_new) {
+      __syncwarp();
+      // For the warps that have none of this slot, the one with its last tile.
+      constexpr int EACH_FOR = SQUAD_WARPS / SLOT_TILES;
+      const int more = tile + 1 == cached ? SLOT_TILES - 1 - tile % SLOT_TILES : 0;
+      if (lane == 0) arrive_for(&s.empty[at % STAGES], EACH_FOR * (1 + more));
     }
     float most[2] = {largest[0], largest[1]};
 #pragma unroll
@@ -1322,7 +1319,7 @@ __device__ __forceinline__ void attend(Program& p, const Layer& layer, int nth,
       u32 v[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint4 words = slots.v[j];
+        const uint4 words = value[j];
         v[j] = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
       }
       mma(acc[i],
@@ -1449,7 +1446,7 @@ whole_step(const u16* x, const long long* positions, u16* y, const u64* layers, 
   // The ring begins at a multiple of 1,024, by which copy_box() orders what it copies.
   unsigned char* const memory = shared_memory();
   Shared& s = *(Shared*)(memory + STAGES * SLOT);
-  Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, 0, eps, limit, alpha};
+  Program p{&s, memory, (int)threadIdx.x / 32, lane, 0, eps, limit, alpha};
   wait_for_kernel_before();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
